@@ -1,0 +1,3 @@
+from setuptools import setup  # metadata and all settings: pyproject.toml
+
+setup()
