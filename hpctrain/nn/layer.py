@@ -1,0 +1,86 @@
+"""What a layer is: the contract between the layers and the model that chains them.
+
+A layer is a frozen description: sizes and options, no arrays. Parameters, gradients and the values
+saved for the way back all come and go as arguments, so that one layer object can serve any number
+of ranks and threads, and the arrays may live wherever the caller wants them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from hpctrain.errors import UsageError
+from hpctrain.xp import Array, namespace
+
+Shape = tuple[int, ...]
+Init = Callable[[np.random.Generator, Shape], np.ndarray]
+
+
+class Key(NamedTuple):
+    """Names the random numbers of one share of one step; they depend on nothing else."""
+
+    seed: int
+    step: int
+    first: int  #: index of this share's first sample in the global batch of the step
+    layer: int = 0  #: position of the layer that draws; set by the model
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One trained array: its shape, and `init(generator, shape)` that gives float64 values."""
+
+    shape: Shape
+    init: Init
+
+
+class Layer(Protocol):
+    """One step of a model; shapes are those of one sample, arrays have the batch in front."""
+
+    def output_shape(self, shape: Shape) -> Shape:
+        """Return the shape a sample of `shape` leaves with; raise UsageError if it cannot enter."""
+
+    def parameters(self, shape: Shape) -> dict[str, Parameter]:
+        """Return what is trained when samples of `shape` enter, in a fixed order."""
+
+    def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Any]:
+        """Return the output and what `backward` needs; `key` None means evaluation.
+
+        `x` is never written. Arrays are in the dtype of the parameters.
+        """
+
+    def backward(
+        self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Array, want_dx: bool
+    ) -> Array | None:
+        """Write (not add) the gradients into the contiguous arrays `g`; return dL/dx.
+
+        `dy` is dL/dy and never written. Without `want_dx` the result means nothing.
+        """
+
+
+def he_normal(fan_in: int) -> Init:
+    """Return an init of normal values with variance 2/fan_in, right before a ReLU (He, 2015)."""
+    return lambda generator, shape: generator.standard_normal(shape) * np.sqrt(2.0 / fan_in)
+
+
+def zeros(generator: np.random.Generator, shape: Shape) -> np.ndarray:
+    """Return zeros: the start of every bias."""
+    return np.zeros(shape)
+
+
+def at_least(layer: object, **limits: tuple[int, int]) -> None:
+    """Raise UsageError for the first `name=(value, least)` whose value is below `least`."""
+    for name, (value, least) in limits.items():
+        if value < least:
+            kind = type(layer).__name__
+            raise UsageError(f"{kind}: {name} must be at least {least}, seen {value}")
+
+
+def sum_rows(x: Array, out: Array) -> None:
+    """Write the sum of the rows of `x` (n, m) into `out` (m,)."""
+    # As a matrix product: np.sum over the first axis of a tall array is up to 20 times slower.
+    xp = namespace(x)
+    xp.matmul(xp.ones(len(x), x.dtype), x, out=out)

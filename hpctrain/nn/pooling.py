@@ -1,0 +1,63 @@
+"""Pooling: one number for each window of an image, channels last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpctrain.nn.conv import image_shape, places
+from hpctrain.nn.layer import Key, Parameter, Shape, at_least
+from hpctrain.xp import Array, namespace
+
+
+@dataclass(frozen=True)
+class MaxPool2d:
+    """Keep the largest value of each window: (n, h, w, c) -> (n, oh, ow, c).
+
+    oh = (h - window) // stride + 1; rows and columns that fill no window are left out. Of equal
+    values the first gets the gradient. Raises UsageError if samples are not (h, w, c) or are
+    smaller than the window.
+    """
+
+    window: int = 2
+    stride: int = 2
+
+    def __post_init__(self) -> None:
+        at_least(self, window=(self.window, 1), stride=(self.stride, 1))
+
+    def output_shape(self, shape: Shape) -> Shape:
+        return (*image_shape(shape, self.window, self.stride), shape[2])
+
+    def parameters(self, shape: Shape) -> dict[str, Parameter]:
+        return {}
+
+    def forward(
+        self, p: Mapping[str, Array], x: Array, key: Key | None
+    ) -> tuple[Array, tuple[Array, Array]]:
+        first, *others = (index for _, _, index in self._places(x))
+        y = x[first].copy()
+        for index in others:
+            namespace(x).maximum(y, x[index], out=y)
+        return y, (x, y)
+
+    def backward(
+        self,
+        p: Mapping[str, Array],
+        g: Mapping[str, Array],
+        saved: tuple[Array, Array],
+        dy: Array,
+        want_dx: bool,
+    ) -> Array | None:
+        x, y = saved
+        dx = namespace(x).zeros(x.shape, x.dtype)
+        waiting = namespace(x).ones(y.shape, bool)
+        # After a ReLU whole windows are 0: without `waiting` each of them would count four times.
+        for _, _, index in self._places(x):
+            hit = (x[index] == y) & waiting
+            waiting ^= hit
+            dx[index] += dy * hit
+        return dx
+
+    def _places(self, x: Array) -> list[tuple[int, int, tuple]]:
+        oh, ow, _ = self.output_shape(x.shape[1:])
+        return list(places(self.window, self.stride, oh, ow))

@@ -1,0 +1,57 @@
+"""Schedules: the rate as a function of the step, counted from 0; never of what happened before."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import pydantic
+
+from hpctrain.config import options
+from hpctrain.optim.optimizer import Schedule
+
+Epochs = Annotated[float, pydantic.Field(ge=0)]
+
+
+def constant(rate: float) -> Schedule:
+    """Return the schedule that is always `rate`."""
+    return lambda step: rate
+
+
+def cosine(rate: float, steps: int) -> Schedule:
+    """Return half a cosine from `rate` at step 0 to 0 at `steps` and after.
+
+    Source: Loshchilov and Hutter (2017), equation 5, without restarts.
+    """
+    return lambda step: rate * 0.5 * (1 + math.cos(math.pi * min(step / steps, 1.0)))
+
+
+def warm_up(rate: float, steps: int, after: Schedule) -> Schedule:
+    """Return a straight line that meets `rate` in `steps` steps, then `after` from its step 0.
+
+    The first step has `rate / steps`, not 0, which would waste it. Source: Goyal et al. (2017).
+    """
+    return lambda step: rate * (step + 1) / steps if step < steps else after(step - steps)
+
+
+@options
+class ConstantOptions:
+    """`[schedule] kind = "constant"`."""
+
+    warm_up_epochs: Epochs = 0.0
+
+    def build(self, rate: float, steps_per_epoch: int, total_steps: int) -> Schedule:
+        """Return the schedule of a run; one shorter than its warm-up ends on the way up."""
+        return warm_up(rate, round(self.warm_up_epochs * steps_per_epoch), constant(rate))
+
+
+@options
+class CosineOptions:
+    """`[schedule] kind = "cosine"`."""
+
+    warm_up_epochs: Epochs = 0.0
+
+    def build(self, rate: float, steps_per_epoch: int, total_steps: int) -> Schedule:
+        """Return the schedule of a run; one shorter than its warm-up ends on the way up."""
+        first = round(self.warm_up_epochs * steps_per_epoch)
+        return warm_up(rate, first, cosine(rate, max(1, total_steps - first)))
