@@ -1,6 +1,14 @@
 """Layers, losses, models: arrays in (NumPy or CuPy), gradients out; knows no MPI."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hpctrain import config, usercode
+
 from hpctrain.nn.activations import ReLU
+from hpctrain.nn.call import CallOptions
 from hpctrain.nn.conv import Conv2d
 from hpctrain.nn.dropout import Dropout
 from hpctrain.nn.layer import Key, Layer, Parameter
@@ -14,6 +22,7 @@ from hpctrain.nn.zoo import MODELS, CnnOptions, MlpOptions
 __all__ = [
     "MODELS",
     "AddChannel",
+    "CallOptions",
     "CnnOptions",
     "Conv2d",
     "Dropout",
@@ -30,4 +39,16 @@ __all__ = [
     "add",
     "cross_entropy",
     "initial_values",
+    "read",
 ]
+
+
+def read(table: Mapping[str, Any]) -> Any:
+    """Return the options of a recipe's table `[model]`; raise UsageError for unknown names.
+
+    A `kind` with a colon is a user's function, and the other keys are its arguments.
+    """
+    if usercode.is_target(table):
+        arguments = {key: value for key, value in table.items() if key != "kind"}
+        return CallOptions(target=table["kind"], arguments=arguments)
+    return config.read_kind(MODELS, table, "model")

@@ -1,0 +1,44 @@
+"""Collective operations, written by hand over point-to-point messages.
+
+Every all-reduce is a plain function `f(group, x, op)` that reduces the flat, contiguous array
+`x` in place; `op` is a NumPy ufunc of two arguments such as `np.add`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from hpctrain.collectives.agree import all_gather, all_gather_bytes
+from hpctrain.collectives.group import Group
+from hpctrain.collectives.native import native
+from hpctrain.collectives.null import null
+from hpctrain.collectives.recursive_doubling import recursive_doubling
+from hpctrain.collectives.ring import ring
+from hpctrain.collectives.tree import broadcast, reduce, tree
+
+AllReduceFunction = Callable[[Group, np.ndarray, np.ufunc], None]
+
+#: The algorithms by the names that people type.
+ALLREDUCE: dict[str, AllReduceFunction] = {
+    "ring": ring,
+    "tree": tree,
+    "recursive-doubling": recursive_doubling,
+    "native": native,
+    "null": null,
+}
+
+#: The operations by the names that people type.
+OPERATIONS: dict[str, np.ufunc] = {"sum": np.add, "min": np.minimum, "max": np.maximum}
+
+__all__ = [
+    "ALLREDUCE",
+    "OPERATIONS",
+    "AllReduceFunction",
+    "Group",
+    "all_gather",
+    "all_gather_bytes",
+    "broadcast",
+    "reduce",
+]

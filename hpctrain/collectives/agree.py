@@ -1,0 +1,39 @@
+"""Short messages on which all ranks agree: flags, sizes, names, errors.
+
+No barrier anywhere: every rank has what it needs after ceil(log2 P) exchanges.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hpctrain.transport.link import Link
+
+
+def all_gather(link: Link, block: np.ndarray) -> np.ndarray:
+    """Return an array (P, n) uint8 of every rank's `block` (n,) uint8; ceil(log2 P) steps.
+
+    Row i is filled relative to the own rank (row i is rank r + i) and turned round in the end:
+    after step k a rank holds 2^k rows and hands as many as are missing to rank r - 2^k.
+    Source: Bruck et al., "Efficient algorithms for all-to-all communications", 1997.
+    """
+    rank, size = link.rank, link.size
+    rows = np.empty((size, block.size), np.uint8)
+    rows[0] = block
+    have = 1
+    while have < size:
+        more = min(have, size - have)
+        to, source = (rank - have) % size, (rank + have) % size
+        link.sendrecv(rows[:more], to, rows[have : have + more], source)
+        have += more
+    return np.roll(rows, rank, axis=0)
+
+
+def all_gather_bytes(link: Link, payload: bytes) -> list[bytes]:
+    """Return every rank's `payload`, in rank order; lengths may differ."""
+    length = np.array([len(payload)], np.int64)
+    lengths = all_gather(link, length.view(np.uint8)).view(np.int64).ravel()
+    padded = np.zeros(int(lengths.max()), np.uint8)
+    padded[: len(payload)] = np.frombuffer(payload, np.uint8)
+    rows = all_gather(link, padded)
+    return [row[:n].tobytes() for row, n in zip(rows, lengths)]  # noqa: B905

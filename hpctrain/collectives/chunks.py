@@ -1,0 +1,29 @@
+"""Cutting a vector: into P chunks, one for each rank, or into segments that stay in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+#: Bounds the scratch of the algorithms that exchange whole vectors, and fits a core's L2 cache.
+SEGMENT_BYTES = 1 << 20
+
+
+def bounds(length: int, parts: int, align: int = 1) -> list[int]:
+    """Return `parts + 1` offsets that cut `length` elements evenly, at multiples of `align`."""
+    blocks = -(-length // align)
+    return [min(length, i * blocks // parts * align) for i in range(parts + 1)]
+
+
+def chunks(x: np.ndarray, parts: int) -> list[np.ndarray]:
+    """Return `parts` views that cover flat `x`; their lengths differ by one element at most."""
+    offsets = bounds(x.size, parts)
+    return [x[a:b] for a, b in zip(offsets, offsets[1:])]  # noqa: B905
+
+
+def segments(x: np.ndarray, segment_bytes: int = SEGMENT_BYTES) -> Iterator[np.ndarray]:
+    """Yield views of at most `segment_bytes` that cover flat `x`; none if it is empty."""
+    step = max(1, segment_bytes // x.itemsize)
+    for start in range(0, x.size, step):
+        yield x[start : start + step]

@@ -1,0 +1,68 @@
+"""Binomial trees: reduce to a root, broadcast from a root, and both as an all-reduce.
+
+Eight ranks, root 0; the number on an edge is the bit in which child and parent differ:
+
+            0                reduce: a leaf sends at once; a parent adds its children, smallest
+          / | \\              bit first, and sends the sum up. broadcast: the same edges, down.
+        1/ 2| 4\\
+        1   2   4            Index rule (ranks counted from the root): the parent of r is r
+            |1  | \\2         without its lowest set bit; its children are r + b for every
+            3   5  6         power of two b below that bit, as long as r + b < P.
+                   |1
+                   7
+
+A vector travels in segments, so the scratch is one segment and a parent adds segment k while
+its children send k + 1. Cost of the all-reduce: 2 ceil(log2 P) steps deep; a rank sends its
+vector once up and once to each child: 2n bytes on average, up to n ceil(log2 P) at the root.
+All ranks receive the root's sum: the same bytes.
+
+Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
+MPICH", 2005.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hpctrain.collectives.chunks import segments
+from hpctrain.collectives.group import Group
+
+
+def tree(group: Group, x: np.ndarray, op: np.ufunc) -> None:
+    """Reduce flat `x` in place over all ranks of `group`."""
+    reduce(group, x, op)
+    broadcast(group, x)
+
+
+def reduce(group: Group, x: np.ndarray, op: np.ufunc, root: int = 0) -> None:
+    """Reduce flat `x` in place to `root`; on other ranks `x` ends with partial results."""
+    link = group.link
+    parent, children = family(link.rank, link.size, root)
+    for segment in segments(x):
+        for child in children:
+            inbox = group.scratch.like(segment)
+            link.irecv(inbox, child).wait()
+            op(segment, inbox, out=segment)
+        if parent is not None:
+            link.isend(segment, parent).wait()
+
+
+def broadcast(group: Group, x: np.ndarray, root: int = 0) -> None:
+    """Copy `root`'s flat `x` into every rank's `x`; as many steps as the tree is deep."""
+    link = group.link
+    parent, children = family(link.rank, link.size, root)
+    for segment in segments(x):
+        if parent is not None:
+            link.irecv(segment, parent).wait()
+        # The farthest child roots the largest subtree: it goes first.
+        for request in [link.isend(segment, child) for child in reversed(children)]:
+            request.wait()
+
+
+def family(rank: int, size: int, root: int) -> tuple[int | None, list[int]]:
+    """Return parent (None at the root) and children, nearest first, of `rank` in the tree."""
+    me = (rank - root) % size
+    lowest = me & -me if me else 1 << (size - 1).bit_length()
+    bits = [1 << i for i in range(lowest.bit_length() - 1)]
+    children = [(me + bit + root) % size for bit in bits if me + bit < size]
+    return (None if me == 0 else (me - lowest + root) % size), children

@@ -1,0 +1,39 @@
+"""`hpctrain checkpoint`: what checkpoints a run has, and whether they are whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hpctrain import checkpoint as checkpoints
+from hpctrain.errors import UsageError
+
+RUN = click.argument("run", type=click.Path(path_type=Path, exists=True), metavar="DIR")
+
+
+@click.group(epilog="\b\nExample:\n  hpctrain checkpoint verify runs/digits-20260101-120000")
+def checkpoint() -> None:
+    """List or verify the checkpoints of a run."""
+
+
+@checkpoint.command("list")
+@RUN
+def list_(run: Path) -> None:
+    """Print a line per checkpoint in DIR, oldest first."""
+    for found in checkpoints.listing(run):
+        click.echo(f"step {found.step}  {found.path}")
+
+
+@checkpoint.command()
+@RUN
+def verify(run: Path) -> None:
+    """Read every checkpoint in DIR and compare all hashes; end with 2 if one is damaged."""
+    found = checkpoints.listing(run)
+    if not found:
+        raise UsageError(f"{run} holds no checkpoint")
+    faults = {one.path: checkpoints.verify(one.path) for one in found}
+    for path, fault in faults.items():
+        click.echo(f"{path}: {fault or 'good'}")
+    if any(faults.values()):
+        raise UsageError("at least one checkpoint is damaged; --resume takes the newest good one")

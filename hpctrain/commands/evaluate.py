@@ -1,0 +1,17 @@
+"""`hpctrain evaluate`: how good the model of a run is on its test set."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from hpctrain import runs
+
+
+@click.command(epilog="\b\nExample:\n  hpctrain evaluate runs/digits-20260101-120000")
+@click.argument("run", type=click.Path(path_type=Path), metavar="DIR")
+def evaluate(run: Path) -> None:
+    """Print loss and accuracy of the newest checkpoint in DIR on the test set, as JSON."""
+    click.echo(json.dumps(runs.evaluate(run)))

@@ -1,0 +1,53 @@
+"""`hpctrain train`: train what a recipe says, on as many ranks as were started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hpctrain import engines, recipe, runs, world
+
+EPILOG = """\b
+Examples:
+  hpctrain train digits --epochs 3
+  mpirun -n 4 hpctrain train digits --set wire.algorithm=ring --out runs/ring
+  hpctrain launch -n 4 train my.toml --set optimizer.rate=0.05
+  mpirun -n 8 hpctrain train digits --out runs/ring --resume
+
+A recipe is the name of a built-in one or a TOML file. Exit codes: 0 done; 1 a lost rank or a bug;
+2 wrong usage, recipe or data; 3 the loss is not finite; 75 stopped on request after a checkpoint
+(resume with --resume); 86 hung, ended by the watch; 130 interrupted.
+"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("name", metavar="RECIPE")
+@click.option(
+    "--engine", metavar="KIND", help=f"The training regime: {', '.join(engines.ENGINES)}."
+)
+@click.option("--epochs", type=int, metavar="N", help="Passes over the training data.")
+@click.option("--device", metavar="DEVICE", help="auto or cpu.")
+@click.option("--set", "sets", multiple=True, metavar="TABLE.KEY=VALUE", help="Change the recipe.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: runs/RECIPE-TIME."
+)
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --out.")
+def train(
+    name: str,
+    engine: str | None,
+    epochs: int | None,
+    device: str | None,
+    sets: tuple[str, ...],
+    out: Path | None,
+    resume: bool,
+) -> None:
+    """Train the model that RECIPE describes; results go to the folder --out."""
+    if resume and out is None:
+        raise click.UsageError("--resume needs --out DIR, the folder of the run to go on with")
+    flags = {"engine.kind": engine, "run.epochs": epochs, "run.device": device}
+    given = [f"{key}={value}" for key, value in flags.items() if value is not None]
+    if epochs is not None:
+        given.insert(0, "run.steps=")
+    spec = recipe.load(name, [*given, *sets])
+    runs.train(spec, world.init(), out, resume)

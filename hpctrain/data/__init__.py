@@ -1,0 +1,48 @@
+"""Which samples exist, and which rank reads which of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from hpctrain import config, usercode
+from hpctrain.data.call import CallOptions
+from hpctrain.data.dataset import Dataset, Split
+from hpctrain.data.digits import DigitsOptions
+from hpctrain.data.npz import NpzOptions
+from hpctrain.data.sampler import Sampler, order, share
+
+__all__ = [
+    "DATA",
+    "CallOptions",
+    "Dataset",
+    "DigitsOptions",
+    "NpzOptions",
+    "Sampler",
+    "Source",
+    "Split",
+    "order",
+    "read",
+    "share",
+]
+
+
+class Source(Protocol):
+    """Options that know how to load what they describe."""
+
+    def load(self, seed: int) -> Split:
+        """Return the data set; raise UsageError if it cannot be read."""
+
+
+DATA: dict[str, type[Source]] = {"digits": DigitsOptions, "npz": NpzOptions}
+
+
+def read(table: Mapping[str, Any]) -> Source:
+    """Return the options of the recipe's table `[data]`; raise UsageError for unknown names.
+
+    A `kind` with a colon is a user's function, and the other keys are its arguments.
+    """
+    if usercode.is_target(table):
+        arguments = {key: value for key, value in table.items() if key != "kind"}
+        return CallOptions(target=table["kind"], arguments=arguments)
+    return config.read_kind(DATA, table, "data")

@@ -1,0 +1,36 @@
+"""scikit-learn's digits: 1,797 real 8x8 images of handwritten digits (Alpaydin, Kaynak, 1998).
+
+They come inside the scikit-learn wheel, so nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hpctrain import config
+from hpctrain.data.dataset import Dataset, Split, split
+from hpctrain.errors import UsageError
+
+_MISSING = "the digits come with scikit-learn; run: pip install 'hpctrain[datasets]'"
+
+
+@config.options
+class DigitsOptions:
+    """`[data] kind = "digits"`; it has no keys of its own."""
+
+    def load(self, seed: int) -> Split:
+        """Return 1,437 training and 360 test images, float32 (n, 8, 8) in 0 .. 1; 10 classes.
+
+        The stratified cut is fixed and does not depend on `seed`, so that runs with different
+        seeds are tested on the same images. Raises UsageError without scikit-learn.
+        """
+        try:  # late: only this data set needs it, and it takes a second to import
+            from sklearn import datasets, model_selection
+        except ImportError as error:
+            raise UsageError(f"{_MISSING} ({error})") from None
+        digits = datasets.load_digits()
+        x = (digits.images / 16).astype(np.float32)  # the pixels are 0 .. 16
+        x, x_test, y, y_test = model_selection.train_test_split(
+            x, digits.target, test_size=0.2, random_state=0, stratify=digits.target
+        )
+        return split(Dataset(x, y), Dataset(x_test, y_test), "digits")

@@ -1,0 +1,67 @@
+"""Which samples make up which batch: a function of (seed, epoch, global index) and nothing else.
+
+The number of ranks only cuts a batch into shares, so any number of ranks sees the same batches and
+a job may be resumed with another number. The last batch of an epoch is short when `batch` does
+not divide the samples, and a share is empty when a batch has fewer samples than there are ranks.
+
+    epoch 0, n = 10, batch = 4    step 0: 7 2 9 0    step 1: 4 1 8 3    step 2: 6 5
+    step 1 on 3 ranks             rank 0: 4          rank 1: 1          rank 2: 8 3
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hpctrain.errors import UsageError
+
+# Keeps this stream apart from others that use Philox with a key of (seed, small number).
+_STREAM = (0, 0, 0, 1)
+
+
+def order(seed: int, epoch: int, n: int) -> np.ndarray:
+    """Return the order of `n` samples in `epoch`: a permutation, int64 (n,).
+
+    Sorts the raw Philox stream keyed by (seed, epoch) (Salmon et al., 2011): NumPy promises these
+    bits for good, while `Generator.permutation` may change with its version.
+    """
+    key = np.array([seed, epoch], dtype=np.uint64)
+    return np.argsort(np.random.Philox(key=key, counter=_STREAM).random_raw(n), kind="stable")
+
+
+def share(indexes: np.ndarray, rank: int, size: int) -> tuple[int, np.ndarray]:
+    """Return (first, own): the contiguous cut of a batch that `rank` of `size` ranks works on.
+
+    `first` is the place of `own[0]` in the batch; shares differ by one sample at most.
+    """
+    first, end = (len(indexes) * r // size for r in (rank, rank + 1))
+    return first, indexes[first:end]
+
+
+class Sampler:
+    """The batches of `n` samples in steps counted from 0 over all epochs; `batch` is global."""
+
+    def __init__(self, n: int, batch: int, seed: int) -> None:
+        """Raise UsageError for fewer than 1 sample or batch, or a seed outside 0 .. 2**63 - 1."""
+        _require(n >= 1, f"{n} samples; a data set needs at least 1")
+        _require(batch >= 1, f"batch is {batch}; it must be at least 1")
+        _require(0 <= seed < 2**63, f"seed is {seed}; it must lie in 0 .. 2**63 - 1")
+        self.n, self.batch, self.seed = n, batch, seed
+        self.steps_per_epoch = -(-n // batch)
+        self._epoch, self._order = -1, np.empty(0, np.int64)
+
+    def place(self, step: int) -> tuple[int, int]:
+        """Return (epoch, index in its order) of the first sample of `step`."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        return epoch, within * self.batch
+
+    def batch_indexes(self, step: int) -> np.ndarray:
+        """Return the global indexes of the samples of `step`, int64; the last may be short."""
+        epoch, first = self.place(step)
+        if epoch != self._epoch:  # sorting a large set takes longer than a step
+            self._epoch, self._order = epoch, order(self.seed, epoch, self.n)
+        return self._order[first : first + self.batch]
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UsageError(message)

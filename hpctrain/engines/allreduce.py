@@ -1,0 +1,107 @@
+"""Synchronous data parallelism: every rank holds all parameters, gradients are summed.
+
+    g_i = dL/dw on rank i's share      g = g_1 + ... + g_P  (all-reduce)      w <- w - update(g)
+
+Every rank makes the same update from the same bytes, so the replicas never part. Sent per rank
+and step: 2n(P-1)/P bytes with a ring, n being the bytes of the parameters. Source: Goyal et al.,
+"Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import perf_counter
+
+import numpy as np
+
+from hpctrain import config
+from hpctrain.checkpoint import Piece
+from hpctrain.collectives import Group, broadcast
+from hpctrain.collectives.recursive_doubling import recursive_doubling
+from hpctrain.engines.engine import Flags, Times, load_into, pieces_of, whole
+from hpctrain.engines.single import Single, SingleOptions
+from hpctrain.gradients import buckets
+from hpctrain.gradients.reducer import Reducer, WireOptions
+from hpctrain.gradients.replica import Batch, Replica
+from hpctrain.nn import Key, Sums
+from hpctrain.optim import Optimizer
+from hpctrain.tuning.select import allreduce_named
+from hpctrain.world import World
+
+
+@config.options
+class AllReduceOptions(WireOptions):
+    """How gradients are summed; a recipe gives the keys that are WireOptions' in `[wire]`."""
+
+    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> AllReduce | Single:
+        """Return this rank's engine; collective. Alone there is nothing to sum."""
+        if world.size == 1:
+            return SingleOptions().build(world, replica, optimizer)
+        return AllReduce(world, replica, optimizer, self)
+
+
+class AllReduce:
+    """See `hpctrain.engines.engine.Engine`."""
+
+    name = "allreduce"
+
+    def __init__(
+        self, world: World, replica: Replica, optimizer: Optimizer, options: AllReduceOptions
+    ):
+        arena = replica.arena
+        cut = buckets.cut(arena.slots, arena.grad.size, arena.grad.itemsize, options.bucket_bytes)
+        world.must_agree(f"{options}, {arena.param.dtype}, {arena.slots}", "model and options")
+        self.replica, self.times, self.algorithm = replica, Times(), options.algorithm
+        self._optimizer, self._state = optimizer, optimizer.init(arena.param)
+        self._group = world.group()
+        broadcast(self._group, arena.param)  # a user's own model may start from random numbers
+        self._wire = Group(world.link_for("wire"))
+        function = allreduce_named(options.algorithm)
+        self._reducer = Reducer(arena.grad, cut, self._wire, function, world.concurrent)
+
+    def step(self, batch: Batch, scale: float, key: Key, flags: Flags) -> tuple[Sums, Flags]:
+        """Sum the gradients of all shares while they are made, and take the sum."""
+        start, arena = perf_counter(), self.replica.arena
+        sums = self.replica.gradient(batch, scale, key, self._reducer.ready)
+        waits = perf_counter()
+        flags = self._vote(flags.seen_by(self._group.link.rank, sums))
+        gradient = self._reducer.wait()
+        arrived = perf_counter()
+        if not flags.failed:
+            self._optimizer.update(gradient, self._state, arena.param, arena.slots, whole)
+        self.times.wait_s += arrived - waits
+        self.times.compute_s += perf_counter() - arrived + waits - start
+        self.times.wire_s = self._reducer.wire_s
+        return sums, flags
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent since the start."""
+        return self._group.link.bytes_sent + self._wire.link.bytes_sent
+
+    def sum(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the sums of a few float64 over all ranks, the same on each."""
+        total = np.array(numbers, np.float64)
+        recursive_doubling(self._group, total, np.add)
+        return total
+
+    def settle(self) -> None:
+        """Do nothing: after a step all ranks hold the same parameters."""
+
+    def state(self) -> list[Piece]:
+        """Return this rank's 1/P of the state that all hold."""
+        link = self._group.link
+        return pieces_of(self.replica.arena, self._state, link.rank, link.size)
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Take the whole state."""
+        load_into(self.replica.arena, self._state, arrays)
+
+    def close(self) -> None:
+        """End the communication thread."""
+        self._reducer.close()
+
+    def _vote(self, flags: Flags) -> Flags:
+        said = np.array(flags, np.int32)
+        recursive_doubling(self._group, said, np.maximum)
+        return Flags(*said.tolist())

@@ -1,0 +1,104 @@
+"""What every training regime offers: one step on one batch, and one consistent point.
+
+The trainer knows no regime, and an engine knows no recipe, file or progress bar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from hpctrain.checkpoint import Piece
+from hpctrain.collectives.chunks import bounds
+from hpctrain.gradients.arena import Arena
+from hpctrain.gradients.replica import Batch, Replica
+from hpctrain.nn import Key, Sums
+
+#: Shards of the arena are cut at multiples of this, so that partial sums do not depend on P.
+BLOCK = 65_536
+
+
+class Flags(NamedTuple):
+    """What a rank has to say to all at a step boundary; all learn the largest value said."""
+
+    stop: int = 0  #: somebody was asked to stop
+    failed: int = 0  #: one more than the highest rank whose loss is not finite; 0 for none
+
+    def seen_by(self, rank: int, sums: Sums) -> Flags:
+        """Return the flags after a look at the loss of this rank's share."""
+        return self if isfinite(sums.loss) else self._replace(failed=rank + 1)
+
+
+@dataclass
+class Times:
+    """Seconds since the start of training."""
+
+    compute_s: float = 0.0  #: main thread in forward, backward, update
+    wait_s: float = 0.0  #: main thread waiting for the wire: exposed communication
+    wire_s: float = 0.0  #: communication thread in collectives; overlaps compute
+
+
+class Engine(Protocol):
+    """One rank's part in a training regime."""
+
+    name: str
+    algorithm: str | None  #: how gradients are summed, where they are
+    replica: Replica
+    times: Times
+    bytes_sent: int
+
+    def step(self, batch: Batch, scale: float, key: Key, flags: Flags) -> tuple[Sums, Flags]:
+        """Train on this rank's share `batch` of a step; `scale` is 1 over all samples of the step.
+
+        `flags` of all ranks are joined on the way. Where the joined `failed` is set the
+        parameters are as they were before the step, on every rank.
+        """
+
+    def sum(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the sums of a few float64 over all ranks, the same on each."""
+
+    def settle(self) -> None:
+        """Bring `replica.arena.param` to what is to be evaluated and saved."""
+
+    def state(self) -> list[Piece]:
+        """Return this rank's pieces of the state; all ranks' pieces together are all of it."""
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Take the whole state, given as full flat arrays by name."""
+
+    def close(self) -> None:
+        """End the threads of this engine."""
+
+
+def whole(partials: np.ndarray) -> np.ndarray:
+    """Return the partial sums of all shards, where one rank holds the whole arena: as they are."""
+    return partials
+
+
+def pieces_of(
+    arena: Arena, optimizer_state: Mapping[str, np.ndarray], rank: int, size: int
+) -> list[Piece]:
+    """Return rank's 1/P of a state that every rank holds in full, so that all ranks write."""
+    return [_piece(name, x, rank, size) for name, x in _flat(arena, optimizer_state).items()]
+
+
+def load_into(
+    arena: Arena, optimizer_state: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]
+) -> None:
+    """Copy the full `arrays` of a checkpoint into arena and optimizer state."""
+    for name, x in _flat(arena, optimizer_state).items():
+        x[...] = arrays[name]
+
+
+def _flat(arena: Arena, optimizer_state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {"param": arena.param} | {f"optimizer.{k}": x for k, x in optimizer_state.items()}
+
+
+def _piece(name: str, x: np.ndarray, rank: int, size: int) -> Piece:
+    offsets: Sequence[int] = bounds(x.size, size, BLOCK)
+    start, stop = offsets[rank], offsets[rank + 1]
+    return Piece(name, start, x.size, x[start:stop])

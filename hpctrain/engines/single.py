@@ -1,0 +1,78 @@
+"""One device: gradient, update. What every other engine is compared with.
+
+    w <- w - update(dL/dw)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import perf_counter
+
+import numpy as np
+
+from hpctrain import config
+from hpctrain.checkpoint import Piece
+from hpctrain.engines.engine import Flags, Times, load_into, pieces_of, whole
+from hpctrain.errors import UsageError
+from hpctrain.gradients.replica import Batch, Replica
+from hpctrain.nn import Key, Sums
+from hpctrain.optim import Optimizer
+from hpctrain.world import World
+
+
+@config.options
+class SingleOptions:
+    """One device has nothing to choose."""
+
+    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> Single:
+        """Return the engine of the only rank there is."""
+        if world.size > 1:
+            raise UsageError(
+                f"engine 'single' trains on one rank, but {world.size} were started; start one, "
+                "or choose --engine allreduce"
+            )
+        return Single(replica, optimizer)
+
+
+class Single:
+    """See `hpctrain.engines.engine.Engine`."""
+
+    name = "single"
+    algorithm = None
+    bytes_sent = 0
+
+    def __init__(self, replica: Replica, optimizer: Optimizer):
+        self.replica, self.times = replica, Times()
+        self._optimizer, self._state = optimizer, optimizer.init(replica.arena.param)
+
+    def step(self, batch: Batch, scale: float, key: Key, flags: Flags) -> tuple[Sums, Flags]:
+        """Compute the gradient and take it, unless the loss is not finite."""
+        start, arena = perf_counter(), self.replica.arena
+        sums = self.replica.gradient(batch, scale, key, _nobody_waits)
+        flags = flags.seen_by(0, sums)
+        if not flags.failed:
+            self._optimizer.update(arena.grad, self._state, arena.param, arena.slots, whole)
+        self.times.compute_s += perf_counter() - start
+        return sums, flags
+
+    def sum(self, numbers: np.ndarray) -> np.ndarray:
+        """Return `numbers`: there is nobody to add."""
+        return numbers
+
+    def settle(self) -> None:
+        """Do nothing: the parameters are always consistent."""
+
+    def state(self) -> list[Piece]:
+        """Return the whole state."""
+        return pieces_of(self.replica.arena, self._state, 0, 1)
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Take the whole state."""
+        load_into(self.replica.arena, self._state, arrays)
+
+    def close(self) -> None:
+        """Do nothing: there are no threads."""
+
+
+def _nobody_waits(name: str) -> None:
+    """Take note of a gradient that goes nowhere."""

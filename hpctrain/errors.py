@@ -1,0 +1,39 @@
+"""The errors people meet, each with the exit code its job ends with."""
+
+
+class HpctrainError(Exception):
+    """Base of all errors raised on purpose; `exit_code` is what the job ends with."""
+
+    exit_code = 1
+
+
+class UsageError(HpctrainError, ValueError):
+    """A wrong command line, recipe, argument or data set; said before any training."""
+
+    exit_code = 2
+
+
+class TransportError(HpctrainError):
+    """A message that did not arrive as agreed; names the rank, the peer and both sizes."""
+
+
+class SaveError(HpctrainError):
+    """A checkpoint could not be written; the checkpoints before it are untouched."""
+
+
+class TrainingError(HpctrainError):
+    """Training failed: the loss is no longer finite."""
+
+    exit_code = 3
+
+
+class Stopped(HpctrainError):
+    """Training stopped because it was asked to; there is a checkpoint to resume from."""
+
+    exit_code = 75
+
+
+class HungError(HpctrainError):
+    """A peer was silent for longer than the time limit."""
+
+    exit_code = 86

@@ -1,0 +1,80 @@
+"""The arena: all tensors of a model in flat planes, so that gradients travel without packing.
+
+A *slot* is one tensor's place. Slots begin at multiples of 64 bytes (a cache line), and the gap
+behind a slot stays zero in every plane: an all-reduce or an update may run over it unharmed.
+
+    param  | 0.weight .............. |pad| 0.bias .. |pad| 1.weight ....... |
+    grad   | the same layout                                                |
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor's place: `size` elements from element `offset` on."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.size
+
+
+@dataclass(frozen=True)
+class Arena:
+    """The planes of one model over one layout of slots; each plane is one flat array."""
+
+    slots: tuple[Slot, ...]
+    param: np.ndarray
+    grad: np.ndarray
+
+    def views(self, plane: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the tensors of a plane by name: views, so writing them writes the plane."""
+        return {s.name: plane[s.offset : s.stop].reshape(s.shape) for s in self.slots}
+
+
+def make(shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> Arena:
+    """Return a zeroed arena with a slot for each of `shapes`, in their order."""
+    slots, length = lay_out(shapes, np.dtype(dtype).itemsize)
+    return Arena(slots, _zeros(length, dtype), _zeros(length, dtype))
+
+
+def lay_out(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> tuple[tuple[Slot, ...], int]:
+    """Return the slots and the length of a plane in elements."""
+    slots, offset, align = [], 0, ALIGN_BYTES // itemsize
+    for name, shape in shapes.items():
+        slots.append(Slot(name, tuple(shape), offset))
+        offset = -(-slots[-1].stop // align) * align
+    return tuple(slots), offset
+
+
+def params_sha256(arena: Arena) -> str:
+    """Return the hash of all parameters: slots in order, without the gaps."""
+    digest = hashlib.sha256()
+    for slot in arena.slots:
+        digest.update(arena.param[slot.offset : slot.stop].tobytes())
+    return digest.hexdigest()
+
+
+def _zeros(length: int, dtype: np.dtype) -> np.ndarray:
+    """Return zeros that begin at a cache line, as the slots in them are meant to."""
+    itemsize = np.dtype(dtype).itemsize
+    memory = np.zeros(length * itemsize + ALIGN_BYTES, np.uint8)
+    skip = -memory.ctypes.data % ALIGN_BYTES
+    return memory[skip : skip + length * itemsize].view(dtype)

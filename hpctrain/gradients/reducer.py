@@ -1,0 +1,109 @@
+"""The reducer: gradients go to the wire while backward still computes the layers before them.
+
+    main thread           layer 3   layer 2   layer 1   layer 0   wait()   update
+                             |ready    |ready              |ready    ^
+    communication thread     [ bucket 0 ....... ][ bucket 1 ][ bucket 2 ]
+
+One thread per rank does all the communication of gradients, on a link of its own, with blocking
+algorithms: MPI libraries seldom make progress in the background by themselves. Buckets leave in
+one fixed order, so every rank calls the same algorithms in the same order. Where MPI does not
+allow a second thread, the buckets are reduced by `wait` in the calling thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from hpctrain import config
+from hpctrain.collectives import AllReduceFunction, Group
+from hpctrain.errors import HpctrainError
+from hpctrain.gradients.buckets import Bucket
+
+JOIN_LIMIT_S = 10.0
+
+
+@config.options
+class WireOptions:
+    """The keys of `[wire]`: which all-reduce, and how much of the gradient travels at once."""
+
+    algorithm: str = "auto"
+    bucket_bytes: Annotated[int, Field(ge=1)] = 4 << 20
+
+
+class Reducer:
+    """Sums one plane of gradients over all ranks, bucket by bucket, once per step."""
+
+    def __init__(
+        self,
+        grad: np.ndarray,
+        buckets: Sequence[Bucket],
+        group: Group,
+        allreduce: AllReduceFunction,
+        concurrent: bool,
+    ):
+        """Reduce `grad` in place over `group`, whose link this object's thread takes over."""
+        self.wire_s = 0.0  #: time in collectives since the start
+        self._grad, self._group, self._allreduce = grad, group, allreduce
+        self._slices = [grad[bucket.start : bucket.stop] for bucket in buckets]
+        self._bucket_of = {name: i for i, b in enumerate(buckets) for name in b.names}
+        self._sizes = [len(bucket.names) for bucket in buckets]
+        self._missing = list(self._sizes)
+        self._sent = 0  # buckets handed to the wire in this step
+        self._outbox: SimpleQueue[np.ndarray | None] = SimpleQueue()
+        self._arrived: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if concurrent:
+            self._thread = threading.Thread(target=self._carry, name="wire", daemon=True)
+            self._thread.start()
+
+    def ready(self, name: str) -> None:
+        """Take note that the gradient of slot `name` is final; send the buckets that are full."""
+        self._missing[self._bucket_of[name]] -= 1
+        while self._sent < len(self._slices) and self._missing[self._sent] == 0:
+            if self._thread is not None:
+                self._outbox.put(self._slices[self._sent])
+            self._sent += 1
+
+    def wait(self) -> np.ndarray:
+        """Return the plane that holds the sums, once all buckets are in; raise what went wrong."""
+        if self._sent < len(self._slices) or any(self._missing):
+            raise HpctrainError(f"on_ready did not fire exactly once for: {self._blamed()}")
+        for x in self._slices:
+            if self._thread is None:
+                self._reduce(x)
+            elif error := self._arrived.get():
+                raise error
+        self._missing, self._sent = list(self._sizes), 0
+        return self._grad
+
+    def close(self) -> None:
+        """End the communication thread."""
+        if self._thread is not None:
+            self._outbox.put(None)
+            self._thread.join(JOIN_LIMIT_S)
+
+    def _carry(self) -> None:
+        """Reduce what comes out of the outbox: the body of the communication thread."""
+        while (x := self._outbox.get()) is not None:
+            try:
+                self._reduce(x)
+                self._arrived.put(None)
+            except BaseException as error:  # raised again by wait(), in the main thread
+                self._arrived.put(error)
+
+    def _reduce(self, x: np.ndarray) -> None:
+        start = time.perf_counter()
+        self._allreduce(self._group, x, np.add)
+        self.wire_s += time.perf_counter() - start
+
+    def _blamed(self) -> str:
+        wrong = [i for i, missing in enumerate(self._missing) if missing]
+        names = [name for name, i in self._bucket_of.items() if i in wrong]
+        return ", ".join(sorted(names))

@@ -1,0 +1,213 @@
+"""What is kept of a run: rows of metrics, times, the summary; and what people see of it.
+
+Every rank has a journal, since sums are made by all; rank 0 alone writes and speaks.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from importlib import metadata
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import threadpoolctl
+
+from hpctrain import progress, rundir
+from hpctrain.data import Sampler
+from hpctrain.engines import Engine
+from hpctrain.gradients.arena import params_sha256
+from hpctrain.nn import Sums, add
+from hpctrain.recipe import Recipe
+from hpctrain.world import World
+
+log = logging.getLogger(__name__)
+BAR_S = 0.1  # the bar is drawn this often at most: drawing takes time from training
+NOTHING = Sums(0.0, 0, 0)
+PACKAGES = ("hpctrain", "numpy", "mpi4py")
+#: Keys of summary.json that belong to regimes with servers or stale gradients.
+NOT_HERE = ("staleness_mean", "staleness_max", "staleness_histogram", "clock_gap_max",
+            "dropped_gradients", "idle_fraction")  # fmt: skip
+
+
+class Journal:
+    """The record of one run; `run` is its folder, None to keep nothing."""
+
+    def __init__(
+        self,
+        world: World,
+        engine: Engine,
+        sampler: Sampler,
+        total_steps: int,
+        run: Path | None,
+        recipe: Recipe | None,
+    ):
+        self.world, self.engine, self.sampler = world, engine, sampler
+        self.total_steps, self.run, self.recipe = total_steps, run, recipe
+        self.name = recipe.run.name if recipe else "training"
+        self.steps_redone = 0
+        self._last: dict[str, Any] = {}  # the latest row
+        self._tested: dict[str, Any] = {"test_loss": None, "test_accuracy": None}
+        self._sums, self._row_step, self._row_s = NOTHING, 0, 0.0
+        self._first_step, self._began, self._drawn = 0, perf_counter(), 0.0
+
+    def resume(self, step: int, about: dict[str, Any]) -> None:
+        """Go on after `step`: drop the rows of steps that will be done again."""
+        if about.get("batch") not in (None, self.sampler.batch):
+            log.warning("batch was %s before, now %s", about["batch"], self.sampler.batch)
+        if self.run is not None and self.world.rank == 0:
+            self.steps_redone = rundir.cut_rows(self.run, step)
+        self._tell("resumed at step %d of %d", step, self.total_steps)
+
+    def begin(self, step: int) -> None:
+        """Start the clocks and the bar."""
+        self._first_step = self._row_step = step
+        if self.run is not None and self.world.rank == 0:
+            rundir.announce(self.run)
+            if self.recipe is not None:
+                rundir.write_recipe(self.run, self.recipe.toml())
+        shown = self.world.rank == 0 and log.isEnabledFor(logging.INFO)
+        self._bar = progress.Bar(self.name, step, self.total_steps, shown)
+        self._began = perf_counter()
+
+    def step(self, step: int, sums: Sums) -> None:
+        """Take note of this rank's share of a step that is done."""
+        self._sums = add(self._sums, sums)
+        now = self._wall_s()
+        if self._bar.drawn and now - self._drawn >= BAR_S and self._sums.count:
+            self._drawn = now
+            loss, rate = self._sums.loss / self._sums.count, self._samples(step) / now
+            self._bar.show(step, self._epoch(step), loss, rate)
+
+    def row(self, step: int, tested: Sums | None) -> None:
+        """Close an interval: write its row and, where no bar is drawn, say it; collective."""
+        if step == self._row_step:
+            return
+        loss, correct, count = self.engine.sum(np.array(self._sums, np.float64))
+        now = self._wall_s()
+        self._tested = _means("test", tested) if tested else dict.fromkeys(self._tested)
+        self._last = {
+            "step": step,
+            "steps": step - self._row_step,
+            "epoch": self._epoch(step),
+            "samples": self._samples_before(step),
+            **_means("train", Sums(loss, correct, count)),
+            **self._tested,
+            "samples_per_s": count / max(now - self._row_s, 1e-9),
+            "wall_s": now,
+            **vars(self.engine.times),
+        }
+        self._sums, self._row_step, self._row_s = NOTHING, step, now
+        if self.world.rank == 0:
+            self._write_row()
+
+    def about_now(self, step: int) -> dict[str, Any]:
+        """Return what a checkpoint made after `step` steps keeps beside the arrays."""
+        epoch, index = self.sampler.place(step)
+        return {
+            "step": step,
+            "epoch": epoch,
+            "sample_index": index,
+            "world_size": self.world.size,
+            "batch": self.sampler.batch,
+            "seed": self.sampler.seed,
+            "versions": versions(),
+            "recipe": self.name,
+            "recipe_sha256": self.recipe and self.recipe.sha256,
+        }
+
+    def finish(self, status: str, exit_code: int, reason: str | None = None) -> dict[str, Any]:
+        """Write the summary, show the closing table and return the summary; collective."""
+        summary = self._summary(status, exit_code, reason)
+        self._bar.close()
+        if self.world.rank == 0:
+            if self.run is not None:
+                rundir.write_summary(self.run, summary)
+            if status == "done" and log.isEnabledFor(logging.INFO):
+                where = str(self.run or "(not kept: no folder was given)")
+                progress.console().print(progress.closing_table(summary, where))
+        return summary
+
+    def fail_alone(self, error: BaseException) -> None:
+        """Write what can be told by a rank that fails while the others know nothing of it."""
+        self._bar.close()
+        if self.run is not None:
+            who = f"rank {self.world.rank} on {self.world.host}"
+            reason = f"{who}: {type(error).__name__}: {error}"
+            told = {"status": "failed", "exit_code": 1, "reason": reason, "recipe": self.name}
+            rundir.write_summary(self.run, told)
+
+    def _summary(self, status: str, exit_code: int, reason: str | None) -> dict[str, Any]:
+        world, engine, step = self.world, self.engine, self._row_step
+        mine = [*vars(engine.times).values(), engine.bytes_sent]
+        means = (engine.sum(np.array(mine, np.float64)) / world.size).tolist()
+        wall = self._wall_s()
+        return {
+            "status": status,
+            "exit_code": exit_code,
+            "reason": reason,
+            "recipe": self.name,
+            "engine": engine.name,
+            "algorithm": engine.algorithm,
+            "transport": world.transport,
+            "world_size": world.size,
+            "workers": world.size,
+            "servers": 0,
+            "hosts": sorted(set(world.hosts)),
+            "epochs": step / self.sampler.steps_per_epoch,
+            "steps": step,
+            "steps_redone": self.steps_redone,
+            "samples": self._samples_before(step),
+            "samples_per_s": self._samples(step) / max(wall, 1e-9),
+            "wall_s": wall,
+            **dict(zip(vars(engine.times), means)),  # noqa: B905  (the last is bytes_sent)
+            "bytes_sent_per_rank": int(means[-1]),
+            "train_loss": self._last.get("train_loss"),
+            **self._tested,
+            **dict.fromkeys(NOT_HERE),
+            "params_sha256": params_sha256(engine.replica.arena),
+            "seed": self.sampler.seed,
+            "threads": blas_threads(),
+            "versions": versions(),
+        }
+
+    def _write_row(self) -> None:
+        if self.run is not None:
+            rundir.append_row(self.run, self._last)
+        if not self._bar.drawn:
+            log.info(progress.line(self._last, self.total_steps))
+
+    def _tell(self, text: str, *args: Any) -> None:
+        if self.world.rank == 0:
+            log.info(text, *args)
+
+    def _wall_s(self) -> float:
+        return perf_counter() - self._began
+
+    def _epoch(self, step: int) -> int:
+        return -(-step // self.sampler.steps_per_epoch)
+
+    def _samples_before(self, step: int) -> int:
+        """Return the samples of the first `step` steps: each epoch's last batch may be short."""
+        epoch, index = self.sampler.place(step)
+        return epoch * self.sampler.n + index
+
+    def _samples(self, step: int) -> int:
+        return self._samples_before(step) - self._samples_before(self._first_step)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a result depends on."""
+    return {"python": platform.python_version()} | {p: metadata.version(p) for p in PACKAGES}
+
+
+def blas_threads() -> int:
+    """Return how many threads BLAS uses in this rank."""
+    return max((pool["num_threads"] for pool in threadpoolctl.threadpool_info()), default=1)
+
+
+def _means(name: str, sums: Sums) -> dict[str, float]:
+    count = max(sums.count, 1)
+    return {f"{name}_loss": sums.loss / count, f"{name}_accuracy": sums.correct / count}

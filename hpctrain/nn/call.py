@@ -1,0 +1,29 @@
+"""A model from a user's own function, named `package.module:function` in the recipe."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+from hpctrain import usercode
+from hpctrain.config import options
+from hpctrain.errors import UsageError
+from hpctrain.nn.layer import Shape
+from hpctrain.nn.model import Model
+
+
+@options
+class CallOptions:
+    """`[model] kind = "package.module:function"`: called with input_shape, classes, arguments."""
+
+    target: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def build(self, input_shape: Shape | None, classes: int | None) -> Model:
+        """Return the Model that the function returns; raise UsageError if it is none."""
+        where = "[model] kind"
+        model = usercode.call(self.target, where, input_shape, classes, **self.arguments)
+        if not isinstance(model, Model):
+            seen = type(model).__name__
+            raise UsageError(f"{where} '{self.target}': expected hpctrain.nn.Model, seen {seen}")
+        return model

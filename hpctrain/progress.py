@@ -1,0 +1,103 @@
+"""What people see of a run: a bar on a terminal, plain lines in a batch log, a table at the end.
+
+All of it goes to stderr: under mpirun a rank's stdout may look like a terminal though it is not.
+`hpctrain launch` knows better than the ranks whether somebody watches, and says so in
+HPCTRAIN_TERMINAL, as the width in columns.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+TERMINAL = "HPCTRAIN_TERMINAL"
+log = logging.getLogger(__name__)
+
+
+def console() -> Console:
+    """Return the console on stderr, as wide as the terminal in front of which somebody sits."""
+    width = os.environ.get(TERMINAL, "")
+    if width.isdigit():
+        return Console(file=sys.stderr, force_terminal=True, width=int(width))
+    return Console(file=sys.stderr)
+
+
+class Bar:
+    """A bar with loss, samples/s and ETA; on anything but a terminal it draws nothing."""
+
+    def __init__(self, title: str, done: int, total: int, shown: bool):
+        out = console()
+        self._progress = Progress(
+            TextColumn(f"{title}  epoch {{task.fields[epoch]}}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}  {task.fields[rate]} samples/s  ETA"),
+            TimeRemainingColumn(),
+            console=out,
+            disable=not (shown and out.is_terminal),
+            auto_refresh=False,  # a thread that draws would take the core from BLAS
+        )
+        fields: dict[str, Any] = {"epoch": "-", "loss": "-", "rate": "-"}
+        self._task = self._progress.add_task("", total=total, completed=done, **fields)
+        self._progress.start()
+
+    @property
+    def drawn(self) -> bool:
+        return not self._progress.disable
+
+    def show(self, step: int, epoch: int, loss: float, samples_per_s: float) -> None:
+        """Draw the state after `step` steps."""
+        fields: dict[str, Any] = {"loss": f"{loss:.4f}", "rate": f"{samples_per_s:,.0f}"}
+        self._progress.update(self._task, completed=step, epoch=epoch, refresh=True, **fields)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def line(row: Mapping[str, Any], total_steps: int) -> str:
+    """Return a row of metrics as one line of a log."""
+    words = [
+        f"step {row['step']}/{total_steps}",
+        f"epoch {row['epoch']}",
+        f"loss {row['train_loss']:.4f}",
+        f"{row['samples_per_s']:,.0f} samples/s",
+    ]
+    if row.get("test_accuracy") is not None:
+        words.append(f"test accuracy {row['test_accuracy']:.4f}")
+    return "  ".join(words)
+
+
+def closing_table(summary: Mapping[str, Any], run: str) -> Table:
+    """Return the table that ends a run."""
+    table = Table(title=f"{summary['recipe']}: {summary['status']}", show_header=False)
+    wall = summary["wall_s"] or 1.0
+    rows = {
+        "engine": f"{summary['engine']} on {summary['world_size']} ranks, "
+        f"all-reduce: {summary['algorithm'] or '-'}",
+        "test accuracy": _number(summary["test_accuracy"], ".4f"),
+        "train loss": _number(summary["train_loss"], ".4f"),
+        "samples/s": f"{summary['samples_per_s']:,.0f}",
+        "wall": f"{summary['wall_s']:.2f} s for {summary['steps']} steps",
+        "compute": _part(summary["compute_s"], wall),
+        "wait (exposed wire)": _part(summary["wait_s"], wall),
+        "wire (overlaps compute)": _part(summary["wire_s"], wall),
+        "results": run,
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _part(seconds: float, wall: float) -> str:
+    return f"{seconds:.2f} s ({100 * seconds / wall:.0f} %)"

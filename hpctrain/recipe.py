@@ -1,0 +1,195 @@
+"""Recipes: a whole run as tables of options, read from TOML and checked before anything starts.
+
+Each table is read by the room that it configures; here they are only joined.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import Field
+
+from hpctrain import config, data, engines, nn, optim
+from hpctrain.errors import UsageError
+from hpctrain.gradients.reducer import WireOptions
+from hpctrain.tuning.select import allreduce_named
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TABLES = ("run", "model", "data", "optimizer", "schedule", "engine", "wire", "checkpoint")
+BATCH_KEYS = ("batch", "batch_per_rank")
+Positive = Annotated[int, Field(ge=1)]
+Table = dict[str, Any]
+
+
+@config.options
+class RunOptions:
+    """`[run]`: exactly one of `epochs` and `steps`."""
+
+    name: str
+    seed: Annotated[int, Field(ge=0)] = 0
+    epochs: Positive | None = None
+    steps: Positive | None = None
+    interval_steps: Positive | None = None  #: steps per row of metrics; an epoch if not given
+    device: Literal["auto", "cpu"] = "auto"
+    precision: Literal["float32", "float64"] = "float32"
+    timeout_s: Annotated[float, Field(gt=0)] = 300.0
+
+
+@config.options
+class BatchOptions:
+    """Samples per step: of all ranks together (strong scaling), or per rank (weak scaling)."""
+
+    batch: Positive | None = None
+    batch_per_rank: Positive | None = None
+
+    def size(self, ranks: int) -> int:
+        """Return the samples of one step over all ranks."""
+        return self.batch or (self.batch_per_rank or 0) * ranks
+
+
+@config.options
+class CheckpointOptions:
+    """`[checkpoint]`: when to save, and how many to keep; one is always made at the end."""
+
+    every_epochs: Positive | None = None
+    every_steps: Positive | None = None
+    keep: Positive | None = 3
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A run, checked; `tables` is what was read, to be written beside the results."""
+
+    run: RunOptions
+    model: Any
+    data: Any
+    batch: BatchOptions
+    optimizer: Any
+    schedule: Any
+    engine: Any
+    checkpoint: CheckpointOptions
+    tables: Table
+
+    def toml(self) -> str:
+        """Return the recipe as it was resolved; training it again repeats the run."""
+        return tomli_w.dumps(self.tables)
+
+    @property
+    def sha256(self) -> str:
+        """Return the hash of the resolved recipe."""
+        return hashlib.sha256(self.toml().encode()).hexdigest()
+
+
+def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
+    """Return the built-in recipe `name`, or the one in file `name`, changed by `table.key=value`s.
+
+    Raises UsageError that tells every fault of a table, and the nearest name.
+    """
+    tables = read_tables(name)
+    for override in overrides:
+        _apply(tables, override)
+    return check(tables)
+
+
+def built_in() -> list[str]:
+    """Return the names of the recipes that come with the package."""
+    files = resources.files("hpctrain.recipes").iterdir()
+    return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
+
+
+def read_tables(name: str) -> Table:
+    """Return the tables of a recipe as they stand in its file."""
+    try:
+        text = _source(name)
+        return tomllib.loads(text)
+    except OSError as error:
+        raise UsageError(f"recipe {name}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"recipe {name} is not TOML: {error}") from None
+
+
+def check(tables: Mapping[str, Any]) -> Recipe:
+    """Return the recipe that `tables` spell out."""
+    tables = dict(tables)
+    if tables.pop("schema", None) != 1:
+        raise UsageError("a recipe begins with 'schema = 1', the format that this version reads")
+    for name, table in tables.items():
+        config.pick(dict.fromkeys(TABLES), name, "table")
+        if not isinstance(table, Mapping):
+            raise UsageError(f"'{name}' is a table: write [{name}], seen {table!r}")
+    at = {name: dict(tables.get(name, {})) for name in TABLES}
+    batch = {key: at["optimizer"].pop(key) for key in BATCH_KEYS if key in at["optimizer"]}
+    return Recipe(
+        run=_one_of(config.read(RunOptions, at["run"], "run"), "run", "epochs", "steps"),
+        model=nn.read(at["model"]),
+        data=data.read(at["data"]),
+        batch=_one_of(config.read(BatchOptions, batch, "optimizer"), "optimizer", *BATCH_KEYS),
+        optimizer=config.read_kind(optim.OPTIMIZERS, at["optimizer"], "optimizer"),
+        schedule=config.read_kind(
+            optim.SCHEDULES, {"kind": "constant", **at["schedule"]}, "schedule"
+        ),
+        engine=_engine(at["engine"], at["wire"]),
+        checkpoint=config.read(CheckpointOptions, at["checkpoint"], "checkpoint"),
+        tables={"schema": 1, **tables},
+    )
+
+
+def _source(name: str) -> str:
+    if name.endswith(".toml") or "/" in name:
+        return Path(name).read_text()
+    if name not in built_in():
+        raise UsageError(config.unknown("recipe", name, built_in()) + " (or name a .toml file)")
+    return resources.files("hpctrain.recipes").joinpath(f"{name}.toml").read_text()
+
+
+def _engine(table: Table, wire: Table) -> Any:
+    """Return the engine's options; those that have a wire take the keys of `[wire]` too."""
+    table = {"kind": "allreduce", **table}
+    wire_options = config.read(WireOptions, wire, "wire")
+    allreduce_named(wire_options.algorithm)
+    misplaced = {field.name for field in fields(WireOptions)} & table.keys()  # type: ignore[arg-type]
+    if misplaced:
+        raise UsageError(f"[engine] {', '.join(sorted(misplaced))}: belongs into [wire]")
+    kind = config.pick(engines.ENGINES, table["kind"], "[engine] kind")
+    return config.read_kind(
+        engines.ENGINES, table | (wire if issubclass(kind, WireOptions) else {}), "engine"
+    )
+
+
+def _one_of(options: Any, table: str, first: str, second: str) -> Any:
+    """Return `options` if exactly one of two keys is given."""
+    if (getattr(options, first) is None) == (getattr(options, second) is None):
+        raise UsageError(f"[{table}] needs exactly one of {first} and {second}")
+    return options
+
+
+def _apply(tables: Table, override: str) -> None:
+    """Set `table.key=value`; an empty value takes the key away."""
+    path, equals, text = override.partition("=")
+    table, dot, key = path.strip().partition(".")
+    if not (equals and dot and key):
+        raise UsageError(f"--set takes TABLE.KEY=VALUE, seen '{override}'")
+    config.pick(dict.fromkeys(TABLES), table, "table")
+    entries = tables.setdefault(table, {})
+    if text.strip():
+        entries[key] = _value(text.strip())
+    else:
+        entries.pop(key, None)
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text  # a bare word is a string

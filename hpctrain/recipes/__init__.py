@@ -1,0 +1,1 @@
+"""Built-in recipes: a TOML file each, run by its name from anywhere."""

@@ -1,0 +1,130 @@
+"""The folder of a run: who may write in it, its rows of metrics, its summary.
+
+    DIR/recipe.toml      what was run, resolved: training it again repeats the run
+    DIR/metrics.jsonl    a row per interval
+    DIR/checkpoints/     see checkpoint.py
+    DIR/summary.json     how it ended; written last, so a reader never sees half of the truth
+    DIR/watch/           what each rank is doing, while it runs
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+SUMMARY, METRICS, RECIPE = "summary.json", "metrics.jsonl", "recipe.toml"
+#: The variable in which `hpctrain launch` names a file; rank 0 writes the run's folder there.
+ANNOUNCE = "HPCTRAIN_ANNOUNCE"
+
+
+def default_path(recipe_name: str) -> Path:
+    """Return `runs/RECIPE-TIME`."""
+    return Path("runs") / f"{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def claim(run: Path, resume: bool) -> None:
+    """Make the folder; raise UsageError if a run lies there already and `resume` is not set."""
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {run} cannot be made: {error.strerror}") from None
+    if not resume and any(run.iterdir()):
+        raise UsageError(
+            f"--out {run} is in use: it holds {_some_names(run)}. Add --resume to go on with that "
+            "run, or name a new folder"
+        )
+    (run / SUMMARY).unlink(missing_ok=True)  # it told of an earlier part of this run
+
+
+def announce(run: Path) -> None:
+    """Tell `hpctrain launch`, if that started us, where this run lies."""
+    if ANNOUNCE in os.environ:
+        Path(os.environ[ANNOUNCE]).write_text(str(run.absolute()))
+
+
+@contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Hold the folder for this job alone; the kernel gives it back however the job ends."""
+    with open(run / ".lock", "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise UsageError(f"--out {run} is being written by {file.read().strip()}") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}")
+        file.flush()
+        yield
+
+
+def write_recipe(run: Path, text: str) -> None:
+    """Keep the resolved recipe; say which lines a resumed run changes."""
+    path = run / RECIPE
+    before = set(path.read_text().splitlines()) if path.exists() else set(text.splitlines())
+    for changed in sorted(set(text.splitlines()) - before):
+        log.warning("the recipe of this run changes: %s", changed)
+    _replace(path, text)
+
+
+def append_row(run: Path, row: Mapping[str, Any]) -> None:
+    """Add a row to metrics.jsonl."""
+    with open(run / METRICS, "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl; a last line that was cut off by a crash is left out."""
+    path = run / METRICS
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [row for line in lines if (row := _parsed(line)) is not None]
+
+
+def cut_rows(run: Path, step: int) -> int:
+    """Drop the rows after `step`, which will be done again; return how many steps they told of."""
+    old = rows(run)
+    kept = [row for row in old if row["step"] <= step]
+    _replace(run / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
+    return max((row["step"] for row in old), default=step) - step if old else 0
+
+
+def write_summary(run: Path, summary: Mapping[str, Any]) -> None:
+    """Write summary.json whole or not at all."""
+    _replace(run / SUMMARY, json.dumps(summary, indent=2) + "\n")
+
+
+def read_summary(run: Path) -> dict[str, Any] | None:
+    """Return what summary.json says, None where there is none."""
+    path = Path(run) / SUMMARY
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _replace(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(aside, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def _some_names(run: Path) -> str:
+    names = sorted(path.name for path in run.iterdir())
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")

@@ -1,0 +1,87 @@
+"""Whole runs: from a recipe to a trained model in a folder, and from the folder back to the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hpctrain import checkpoint, recipe, rundir
+from hpctrain.data import Split
+from hpctrain.engines.engine import load_into
+from hpctrain.errors import UsageError
+from hpctrain.gradients.replica import Batch, ModelReplica
+from hpctrain.nn import Sums
+from hpctrain.recipe import Recipe
+from hpctrain.trainer import Trainer
+from hpctrain.transport.local import run_ranks
+from hpctrain.world import World
+
+
+def train(spec: Recipe, world: World, out: Path | None, resume: bool) -> dict[str, Any]:
+    """Train as `spec` says in folder `out` (rank 0 names one if None); return the summary.
+
+    Collective; raises what Trainer.fit raises.
+    """
+    split = world.together(lambda: spec.data.load(spec.run.seed))
+    model = world.together(lambda: build_model(spec, split))
+    batch = spec.batch.size(world.size)
+    per_epoch = -(-len(split.train) // batch)
+    total = spec.run.steps or (spec.run.epochs or 0) * per_epoch
+    schedule = spec.schedule.build(spec.optimizer.rate, per_epoch, total)
+    optimizer = spec.optimizer.build(schedule)
+    trainer = Trainer(model, optimizer, spec.engine, spec.run.seed, spec.run.precision, world)
+    try:
+        return trainer.fit(
+            split.train,
+            steps=total,
+            batch=batch,
+            evaluate=split.test,
+            interval_steps=spec.run.interval_steps,
+            out=world.gather(str(out or rundir.default_path(spec.run.name)))[0],
+            resume=resume,
+            checkpoints=spec.checkpoint,
+            timeout_s=spec.run.timeout_s,
+            recipe=spec,
+        )
+    finally:
+        trainer.close()
+
+
+def build_model(spec: Recipe, split: Split) -> Any:
+    """Return the model of a recipe for the samples of `split`."""
+    return spec.model.build(split.train.x.shape[1:], split.classes)
+
+
+def load(run: str | Path) -> ModelReplica:
+    """Return the model of the run in folder `run`, with the weights of its newest checkpoint.
+
+    No MPI is needed. Raises UsageError where there is no recipe or no good checkpoint.
+    """
+    folder = Path(run)
+    spec = recipe.load(str(folder / rundir.RECIPE))
+    return with_weights(spec, spec.data.load(spec.run.seed), folder)
+
+
+def with_weights(spec: Recipe, split: Split, folder: Path) -> ModelReplica:
+    """Return the model of `spec` with the weights of the newest good checkpoint in `folder`."""
+    found = run_ranks(1, lambda link: checkpoint.load(folder, link))[0]
+    if found is None:
+        raise UsageError(f"{folder} holds no checkpoint")
+    replica = ModelReplica(build_model(spec, split), spec.run.seed, spec.run.precision)
+    load_into(replica.arena, {}, found.arrays)
+    return replica
+
+
+def evaluate(run: str | Path) -> dict[str, Any]:
+    """Return loss, accuracy and number of samples of a run's model on its test set."""
+    folder = Path(run)
+    spec = recipe.load(str(folder / rundir.RECIPE))
+    split = spec.data.load(spec.run.seed)
+    if split.test is None:
+        raise UsageError(f"{run}: the data of this run has no test set to evaluate on")
+    sums: Sums = with_weights(spec, split, folder).evaluate(Batch(split.test.x, split.test.y))
+    return {
+        "test_loss": sums.loss / sums.count,
+        "test_accuracy": sums.correct / sums.count,
+        "samples": sums.count,
+    }

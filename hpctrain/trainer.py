@@ -1,0 +1,242 @@
+"""The trainer: the loop over steps, whatever the engine, and what is kept of it.
+
+Scale is set here and nowhere else: 1 over the samples of a step, all ranks together. So
+collectives only ever sum, and a last batch that is short or unevenly shared is right as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain import checkpoint, engines, nn, rundir
+from hpctrain.data import Dataset, Sampler, share
+from hpctrain.engines import Engine, Flags
+from hpctrain.errors import SaveError, Stopped, TrainingError, UsageError
+from hpctrain.gradients.arena import params_sha256
+from hpctrain.gradients.replica import Batch, ModelReplica
+from hpctrain.journal import Journal
+from hpctrain.optim import Optimizer
+from hpctrain.recipe import CheckpointOptions, Recipe
+from hpctrain.stop import StopRequest
+from hpctrain.world import World, init
+
+log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """A model, an optimizer and an engine, ready to be trained; every rank makes its own."""
+
+    def __init__(
+        self,
+        model: nn.Model,
+        optimizer: Optimizer,
+        engine: Any = engines.AllReduce(),  # noqa: B008  (frozen)
+        seed: int = 0,
+        precision: str = "float32",
+        world: World | None = None,
+    ):
+        """Lay the model out and build the engine; collective.
+
+        `engine`: options such as `ht.engines.AllReduce(algorithm="ring")`. `precision`: float32 or
+        float64. Raises UsageError on all ranks if the engine does not fit the world, or if ranks
+        have different models.
+        """
+        self.world = world or init()
+        self.seed = seed
+        self.replica = ModelReplica(model, seed, np.dtype(precision))
+        self.engine: Engine = self.world.together(
+            lambda: engine.build(self.world, self.replica, optimizer)
+        )
+
+    def fit(
+        self,
+        train: Dataset,
+        epochs: int | None = None,
+        steps: int | None = None,
+        batch: int = 128,
+        evaluate: Dataset | None = None,
+        interval_steps: int | None = None,
+        out: str | Path | None = None,
+        resume: bool = False,
+        checkpoints: CheckpointOptions = CheckpointOptions(),  # noqa: B008  (frozen)
+        timeout_s: float = 300.0,
+        recipe: Recipe | None = None,
+    ) -> dict[str, Any]:
+        """Train for `epochs` or `steps` with `batch` samples per step over all ranks; collective.
+
+        Returns the summary, which also lies in `out`/summary.json if `out` is given, beside
+        metrics and checkpoints; `resume` goes on from the newest good checkpoint there. A row of
+        metrics is made every `interval_steps` (an epoch) and the `evaluate` set is looked at
+        after each epoch. `recipe` is what all this was made from, kept beside the results.
+
+        Raises UsageError, TrainingError (loss not finite), Stopped (a signal asked to; there is a
+        checkpoint) or SaveError, each on all ranks.
+        """
+        sampler = self._sampler(train, batch)
+        if (epochs is None) == (steps is None):
+            raise UsageError("fit needs exactly one of epochs and steps")
+        total = steps or (epochs or 0) * sampler.steps_per_epoch
+        with ExitStack() as stack:
+            run = self._claim(stack, out, resume, timeout_s)
+            journal = Journal(self.world, self.engine, sampler, total, run, recipe)
+            loop = _Loop(self, train, evaluate, sampler, journal, checkpoints)
+            loop.interval = interval_steps or sampler.steps_per_epoch
+            if resume and run is not None:
+                loop.resume(run)
+            stack.enter_context(_told(journal))
+            request = stack.enter_context(StopRequest())
+            with np.errstate(over="ignore", invalid="ignore"):  # the loss is looked at, each step
+                return loop.run(request)
+
+    def close(self) -> None:
+        """End the engine's threads."""
+        self.engine.close()
+
+    def evaluate(self, dataset: Dataset) -> nn.Sums:
+        """Return the sums of loss and right answers over `dataset`; each rank does its share."""
+        self.engine.settle()
+        first, own = share(np.arange(len(dataset)), self.world.rank, self.world.size)
+        part = slice(first, first + len(own))
+        sums = self.replica.evaluate(Batch(dataset.x[part], dataset.y[part]))
+        loss, correct, count = self.engine.sum(np.array(sums, np.float64))
+        return nn.Sums(float(loss), int(correct), int(count))
+
+    def _sampler(self, train: Dataset, batch: int) -> Sampler:
+        size = self.world.size
+        if min(len(train), batch) < size:
+            what = "training samples" if len(train) < batch else "samples per batch"
+            raise UsageError(
+                f"{min(len(train), batch)} {what} for {size} ranks: every rank needs at least one; "
+                "start fewer ranks"
+            )
+        return Sampler(len(train), batch, self.seed)
+
+    def _claim(
+        self, stack: ExitStack, out: str | Path | None, resume: bool, timeout_s: float
+    ) -> Path | None:
+        """Take the run's folder for this job, and let the watch write into it."""
+        if out is None:
+            return None
+        run = Path(out)
+
+        def claim() -> None:
+            if self.world.rank == 0:
+                rundir.claim(run, resume)
+                stack.enter_context(rundir.locked(run))
+
+        self.world.together(claim)
+        stack.enter_context(self.world.watched(run, timeout_s))
+        return run
+
+
+class _Loop:
+    """One call of fit: the state of the loop over steps."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        train: Dataset,
+        test: Dataset | None,
+        sampler: Sampler,
+        journal: Journal,
+        checkpoints: CheckpointOptions,
+    ):
+        self.trainer, self.world, self.engine = trainer, trainer.world, trainer.engine
+        self.train, self.test, self.sampler = train, test, sampler
+        self.journal, self.checkpoints = journal, checkpoints
+        self.interval = sampler.steps_per_epoch
+        self.step = 0
+
+    def run(self, request: StopRequest) -> dict[str, Any]:
+        """Train from `step` to the end, or to the step at which somebody asked to stop."""
+        journal, total = self.journal, self.journal.total_steps
+        journal.begin(self.step)
+        while self.step < total:
+            flags = self._one_step(Flags(stop=int(request.requested)))
+            last = self.step == total or bool(flags.stop)
+            if last or self.step % self.interval == 0 or self._ends_epoch():
+                journal.row(self.step, self._evaluated(last))
+            if last or self._checkpoint_due():
+                self._save(must=last)
+            if flags.stop and self.step < total:
+                raise Stopped(f"stopped at step {self.step} of {total} as asked; resume me")
+        return journal.finish("done", 0)
+
+    def resume(self, run: Path) -> None:
+        """Go to the newest good checkpoint, if any was ever written."""
+        found = checkpoint.load(run, self.world.link)
+        if found is None:
+            return
+        self.world.together(lambda: self.engine.load(found.arrays))
+        self.step = found.step
+        self.journal.resume(found.step, found.about)
+
+    def _one_step(self, flags: Flags) -> Flags:
+        """Train one step; raise TrainingError, on all ranks, where a loss is not finite."""
+        indexes = self.sampler.batch_indexes(self.step)
+        first, own = share(indexes, self.world.rank, self.world.size)
+        if self.world.record is not None:
+            self.world.record.step = self.step
+        key = nn.Key(self.trainer.seed, self.step, first)
+        batch = Batch(*self.train.rows(own))
+        sums, flags = self.engine.step(batch, 1.0 / len(indexes), key, flags)
+        if flags.failed:
+            raise TrainingError(self._not_finite(flags.failed - 1))
+        self.step += 1
+        self.journal.step(self.step, sums)
+        return flags
+
+    def _not_finite(self, rank: int) -> str:
+        where = f"rank {rank} ({self.world.hosts[rank]})"
+        return (
+            f"the loss is not finite at step {self.step} on {where}; "
+            "the parameters are those of the step before. Lower the rate or lengthen the warm-up"
+        )
+
+    def _ends_epoch(self) -> bool:
+        return self.step % self.sampler.steps_per_epoch == 0
+
+    def _evaluated(self, last: bool) -> nn.Sums | None:
+        if self.test is None or not (last or self._ends_epoch()):
+            return None
+        return self.trainer.evaluate(self.test)
+
+    def _checkpoint_due(self) -> bool:
+        every = (self.checkpoints.every_epochs or 0) * self.sampler.steps_per_epoch
+        return any(n and self.step % n == 0 for n in (every, self.checkpoints.every_steps))
+
+    def _save(self, must: bool) -> None:
+        """Write a checkpoint; a failure ends the run only if nothing comes after (`must`)."""
+        run = self.journal.run
+        if run is None:
+            return
+        self.engine.settle()
+        about, keep = self.journal.about_now(self.step), self.checkpoints.keep
+        try:
+            checkpoint.save(run, self.step, self.engine.state(), about, self.world.link, keep)
+        except SaveError as error:
+            if must:
+                raise
+            log.warning("%s; training goes on", error)
+
+
+@contextmanager
+def _told(journal: Journal) -> Iterator[None]:
+    """See to it that the summary tells how a run ended, also where it ended badly."""
+    try:
+        yield
+    except Stopped as error:
+        journal.finish("stopped", error.exit_code, str(error))
+        raise
+    except (TrainingError, SaveError) as error:  # raised on all ranks
+        journal.finish("failed", error.exit_code, str(error))
+        raise
+    except BaseException as error:
+        journal.fail_alone(error)
+        raise

@@ -1,0 +1,50 @@
+"""What every wire offers: one rank's view of the ranks it can send to.
+
+A Link belongs to one thread; another thread takes its own by `split`. Arrays are contiguous and
+travel as bytes. There is no receive from "anyone": its order could not be replayed, and a dead
+peer would leave it pending. Every receive compares the bytes that came with the bytes expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+
+class Request(Protocol):
+    """A transfer under way; its array must not be touched before `wait` returns."""
+
+    def wait(self) -> None:
+        """Return when the transfer is done; raise TransportError if the sizes differ."""
+
+
+class Link(Protocol):
+    """`size` ranks that can send to each other, seen from `rank`."""
+
+    rank: int
+    size: int
+    bytes_sent: int  #: payload bytes this rank has sent on this link
+    messages_sent: int
+
+    def isend(self, x: np.ndarray, to: int) -> Request:
+        """Start to send `x` to rank `to`."""
+
+    def irecv(self, x: np.ndarray, source: int) -> Request:
+        """Start to fill `x` from rank `source`."""
+
+    def sendrecv(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
+        """Send `x` and fill `inbox`, both at once."""
+
+    def wait_any(self, requests: Sequence[Request]) -> int:
+        """Return the index of one finished request, which needs no further `wait`."""
+
+    def split(self, color: int, key: int) -> Link:
+        """Return the link of those that gave the same `color`, ordered by `key`; all must call."""
+
+    def barrier(self) -> None:
+        """Return once every rank has called."""
+
+    def native_allreduce(self, x: np.ndarray, op: np.ufunc) -> None:
+        """Reduce `x` in place by the library's own all-reduce: yardstick and oracle."""

@@ -1,0 +1,207 @@
+"""The Link between threads of one process: P ranks without MPI, for tests, studies and replay.
+
+A send is a rendezvous, as with large MPI messages: the receiver copies straight out of the
+sender's array. So whoever sends without a matching receive waits, here as on a cluster; but a
+wait that lasts longer than `timeout_s` raises, and a rank that fails ends the others' waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hpctrain.errors import HungError, TransportError
+
+T = TypeVar("T")
+
+
+class _Message:
+    """An array on its way; `done` once the receiver has copied it."""
+
+    def __init__(self, x: np.ndarray):
+        self.x, self.done = x, False
+
+
+class _Hub:
+    """What the ranks of one link share."""
+
+    def __init__(self, size: int, timeout_s: float, failed: threading.Event):
+        self.size, self.timeout_s = size, timeout_s
+        self.failed = failed  # shared by a hub and all hubs split from it
+        # One lock for all: a lock per rank would let two ranks that take from each other block.
+        self.changed = threading.Condition()
+        self.boxes: dict[tuple[int, int], deque[_Message]] = defaultdict(deque)  # (from, to)
+        self.barrier = threading.Barrier(size)
+        self.desk: list[Any] = [None] * size  # where ranks lay things out for all to see
+        self.children: dict[tuple[int, int], _Hub] = {}
+
+    def child(self, name: tuple[int, int], size: int) -> _Hub:
+        """Return the hub of a split, which its first member makes."""
+        with self.changed:
+            if name not in self.children:
+                self.children[name] = _Hub(size, self.timeout_s, self.failed)
+            return self.children[name]
+
+    def fail(self) -> None:
+        """Wake every rank that waits, here and in the links split from this one."""
+        with self.changed:
+            self.failed.set()
+            self.barrier.abort()
+            self.changed.notify_all()
+            children = list(self.children.values())
+        for child in children:
+            child.fail()
+
+
+class LocalLink:
+    """One thread's view of the ranks; see `hpctrain.transport.link.Link`."""
+
+    def __init__(self, hub: _Hub, rank: int):
+        self.rank, self.size = rank, hub.size
+        self.bytes_sent = self.messages_sent = 0
+        self.hub = hub
+        self.pending: dict[int, deque[_Receive]] = defaultdict(deque)
+        self._splits = 0
+
+    def isend(self, x: np.ndarray, to: int) -> _Send:
+        """Start to send `x` to rank `to`."""
+        self.bytes_sent += x.nbytes
+        self.messages_sent += 1
+        message = _Message(x.reshape(-1).view(np.uint8))
+        with self.hub.changed:
+            self.hub.boxes[self.rank, to].append(message)
+            self.hub.changed.notify_all()
+        return _Send(self, message, to)
+
+    def irecv(self, x: np.ndarray, source: int) -> _Receive:
+        """Start to fill `x` from rank `source`."""
+        request = _Receive(self, x.reshape(-1).view(np.uint8), source)
+        self.pending[source].append(request)
+        return request
+
+    def sendrecv(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
+        """Send `x` and fill `inbox`, both at once."""
+        receive, send = self.irecv(inbox, source), self.isend(x, to)
+        receive.wait()
+        send.wait()
+
+    def wait_any(self, requests: Sequence[_Send | _Receive]) -> int:
+        """Return the index of one finished request, which needs no further `wait`."""
+
+        def finished() -> list[int]:
+            return [i for i, request in enumerate(requests) if request.finished()]
+
+        self.wait_until(lambda: bool(finished()), f"wait_any of {len(requests)} requests")
+        return finished()[0]
+
+    def split(self, color: int, key: int) -> LocalLink:
+        """Return the link of those that gave the same `color`, ordered by `key`; all must call."""
+        self._splits += 1
+        answers = self._lay_out((color, key))
+        members = sorted((k, r) for r, (c, k) in enumerate(answers) if c == color)
+        hub = self.hub.child((self._splits, color), len(members))
+        return LocalLink(hub, members.index((key, self.rank)))
+
+    def barrier(self) -> None:
+        """Return once every rank has called."""
+        try:
+            self.hub.barrier.wait(self.hub.timeout_s)
+        except threading.BrokenBarrierError:
+            raise self._gave_up("barrier") from None
+
+    def native_allreduce(self, x: np.ndarray, op: np.ufunc) -> None:
+        """Reduce `x` in place, adding the ranks' arrays in the order of ranks."""
+        x[...] = reduce(op, self._lay_out(x.copy()))
+
+    def wait_until(self, ready: Callable[[], bool], what: str) -> None:
+        """Wait for `ready()`; raise HungError after the time limit, or as soon as a rank failed."""
+        hub = self.hub
+        with hub.changed:
+            hub.changed.wait_for(lambda: ready() or hub.failed.is_set(), hub.timeout_s)
+            if not ready():
+                raise self._gave_up(what)
+
+    def _lay_out(self, item: T) -> list[T]:
+        """Show `item` to all ranks and return what each has shown."""
+        self.hub.desk[self.rank] = item
+        self.barrier()
+        items = list(self.hub.desk)
+        self.barrier()
+        return items
+
+    def _gave_up(self, what: str) -> Exception:
+        if self.hub.failed.is_set():
+            return TransportError(f"rank {self.rank}: {what}: another rank failed")
+        return HungError(f"rank {self.rank}: {what}: nothing for {self.hub.timeout_s} s")
+
+
+class _Send:
+    def __init__(self, link: LocalLink, message: _Message, peer: int):
+        self._link, self._message, self._peer = link, message, peer
+
+    def finished(self) -> bool:
+        return self._message.done
+
+    def wait(self) -> None:
+        what = f"isend of {self._message.x.nbytes} bytes to rank {self._peer}"
+        self._link.wait_until(self.finished, what)
+
+
+class _Receive:
+    def __init__(self, link: LocalLink, x: np.ndarray, source: int):
+        self._link, self._x, self._source, self._done = link, x, source, False
+
+    def finished(self) -> bool:
+        """Take what has come from this source, in the order in which receives were posted."""
+        link = self._link
+        box, pending = link.hub.boxes[self._source, link.rank], link.pending[self._source]
+        while box and pending and not self._done:
+            pending.popleft()._take(box.popleft())
+        return self._done
+
+    def wait(self) -> None:
+        what = f"irecv of {self._x.nbytes} bytes from rank {self._source}"
+        self._link.wait_until(self.finished, what)
+
+    def _take(self, message: _Message) -> None:
+        if message.x.nbytes != self._x.nbytes:
+            raise TransportError(
+                f"rank {self._link.rank}: irecv from rank {self._source} expected "
+                f"{self._x.nbytes} bytes, {message.x.nbytes} came"
+            )
+        self._x[...] = message.x
+        self._done = message.done = True
+        self._link.hub.changed.notify_all()
+
+
+def run_ranks(
+    size: int, function: Callable[[LocalLink], T], timeout_s: float = 60.0
+) -> list[T]:
+    """Run `function(link)` as `size` ranks, each a thread; return the results in rank order.
+
+    The first rank that raises ends the waits of the others, and its error is raised here.
+    """
+    hub = _Hub(size, timeout_s, threading.Event())
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def rank(number: int) -> None:
+        try:
+            results[number] = function(LocalLink(hub, number))
+        except BaseException as error:  # raised again below
+            errors.append(error)
+            hub.fail()
+
+    threads = [threading.Thread(target=rank, args=(i,), daemon=True) for i in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results

@@ -1,0 +1,212 @@
+"""The Link over MPI: bytes between ranks, on a communicator of our own.
+
+MPI is started here and nowhere else, late and by hand (`start`), so that cores, BLAS threads and
+devices are set before it looks at them, and so that `import hpctrain` costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+import mpi4py
+import numpy as np
+
+mpi4py.rc.initialize = False
+mpi4py.rc.finalize = False
+from mpi4py import MPI  # noqa: E402  (the settings above must come first)
+
+from hpctrain.errors import TransportError  # noqa: E402
+from hpctrain.watch import Entry  # noqa: E402
+
+#: Open MPI refuses counts above 2^31 - 1; longer messages travel in pieces of this many bytes.
+CUT_BYTES = 1 << 30
+TAG = 0
+OPERATIONS = {np.add: MPI.SUM, np.minimum: MPI.MIN, np.maximum: MPI.MAX}
+ALL = -1  # the peer, in the watch's record, of a call that waits for every rank
+
+
+class MpiLink:
+    """One rank's view of a communicator; see `hpctrain.transport.link.Link`."""
+
+    def __init__(self, comm: MPI.Comm, entry: Entry, cut_bytes: int = CUT_BYTES):
+        """Take over `comm`, which nobody else may use; `entry` is this thread's watch record."""
+        self.rank, self.size = comm.rank, comm.size
+        self.bytes_sent = self.messages_sent = 0
+        self.entry = entry
+        self.cut_bytes = cut_bytes
+        self._comm = comm
+        self._status = MPI.Status()
+
+    def isend(self, x: np.ndarray, to: int) -> MpiRequest:
+        """Start to send `x` to rank `to`."""
+        self._count(x)
+        pieces = [self._comm.Isend(_bytes(p), to, TAG) for p in cuts(x, self.cut_bytes)]
+        return MpiRequest(self, pieces, to, 0, b"wait for isend")
+
+    def irecv(self, x: np.ndarray, source: int) -> MpiRequest:
+        """Start to fill `x` from rank `source`."""
+        pieces = [self._comm.Irecv(_bytes(p), source, TAG) for p in cuts(x, self.cut_bytes)]
+        return MpiRequest(self, pieces, source, x.nbytes, b"wait for irecv")
+
+    def sendrecv(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
+        """Send `x` and fill `inbox`, both at once."""
+        self._count(x)
+        self.entry.enter(b"sendrecv", source, inbox.nbytes)
+        try:
+            if x.nbytes <= self.cut_bytes and inbox.nbytes <= self.cut_bytes:
+                self._exchange(x, to, inbox, source)
+            else:
+                self._exchange_in_pieces(x, to, inbox, source)
+        except MPI.Exception as error:
+            raise self._failure("sendrecv", source, inbox.nbytes, error) from error
+        self.entry.leave()
+
+    def wait_any(self, requests: Sequence[MpiRequest]) -> int:
+        """Return the index of one finished request, which needs no further `wait`."""
+        self.entry.enter(b"wait_any", ALL, 0)
+        index = MPI.Request.Waitany([request.last for request in requests], self._status)
+        requests[index].wait(self._status.Get_count(MPI.BYTE))
+        self.entry.leave()
+        return index
+
+    def split(self, color: int, key: int) -> MpiLink:
+        """Return the link of those that gave the same `color`, ordered by `key`; all must call."""
+        self.entry.enter(b"split", ALL, 0)
+        link = MpiLink(self._comm.Split(color, key), self.entry, self.cut_bytes)
+        self.entry.leave()
+        return link
+
+    def barrier(self) -> None:
+        """Return once every rank has called."""
+        self.entry.enter(b"barrier", ALL, 0)
+        self._comm.Barrier()
+        self.entry.leave()
+
+    def native_allreduce(self, x: np.ndarray, op: np.ufunc) -> None:
+        """Reduce `x` in place by the MPI library's own `MPI_Allreduce`."""
+        self.entry.enter(b"MPI_Allreduce", ALL, x.nbytes)
+        for piece in cuts(x, self.cut_bytes):
+            self._comm.Allreduce(MPI.IN_PLACE, piece, OPERATIONS[op])
+        self.entry.leave()
+
+    def free(self) -> None:
+        """Give the communicator back to MPI; collective."""
+        self._comm.Free()
+
+    def _count(self, x: np.ndarray) -> None:
+        self.bytes_sent += x.nbytes
+        self.messages_sent += 1
+
+    def _exchange(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
+        status, size = self._status, inbox.nbytes
+        self._comm.Sendrecv(
+            [x, x.nbytes, MPI.BYTE], to, TAG, [inbox, size, MPI.BYTE], source, TAG, status
+        )
+        if status.Get_count(MPI.BYTE) != size:
+            raise self._failure("sendrecv", source, size, f"{status.Get_count(MPI.BYTE)} came")
+
+    def _exchange_in_pieces(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
+        nothing = np.empty(0, np.uint8)
+        pairs = zip_longest(cuts(x, self.cut_bytes), cuts(inbox, self.cut_bytes))
+        for out, into in pairs:
+            self._exchange(
+                nothing if out is None else out,
+                MPI.PROC_NULL if out is None else to,
+                nothing if into is None else into,
+                MPI.PROC_NULL if into is None else source,
+            )
+
+    def _failure(self, call: str, peer: int, size: int, seen: object) -> TransportError:
+        self.entry.leave()  # no longer waiting: whoever catches this may go on
+        return TransportError(
+            f"rank {self.rank}: {call} with rank {peer} expected {size} bytes, but: {seen}. "
+            "All ranks must call with arrays of the same length and dtype, in the same order."
+        )
+
+
+class MpiRequest:
+    """The pieces of one transfer under way."""
+
+    def __init__(
+        self, link: MpiLink, pieces: list[MPI.Request], peer: int, expected: int, what: bytes
+    ):
+        self._link, self._pieces, self._peer, self._expected, self._what = (
+            link, pieces, peer, expected, what,
+        )  # fmt: skip
+
+    @property
+    def last(self) -> MPI.Request:
+        """The piece that `wait_any` waits for; `wait` then sees to the others."""
+        return self._pieces[-1]
+
+    def wait(self, already: int = 0) -> None:
+        """Return when all is here; `already` is the bytes of a piece that somebody else awaited.
+
+        One `Wait` per piece, never `Waitall`: where a peer was killed, Waitall can hang.
+        """
+        link = self._link
+        link.entry.enter(self._what, self._peer, self._expected)
+        try:
+            came = already + sum(_finish(piece, link._status) for piece in self._pieces)
+        except MPI.Exception as error:
+            what = self._what.decode()
+            raise link._failure(what, self._peer, self._expected, error) from error
+        if self._expected and came != self._expected:
+            raise link._failure("irecv", self._peer, self._expected, f"{came} came")
+        link.entry.leave()
+
+
+def cuts(x: np.ndarray, cut_bytes: int) -> Iterator[np.ndarray]:
+    """Yield contiguous `x` in views of at most `cut_bytes`; an empty array is one empty piece."""
+    if x.nbytes <= cut_bytes:
+        yield x
+        return
+    flat, step = x.reshape(-1), cut_bytes // x.itemsize
+    for start in range(0, flat.size, step):
+        yield flat[start : start + step]
+
+
+def _bytes(x: np.ndarray) -> list:
+    return [x, x.nbytes, MPI.BYTE]
+
+
+def _finish(piece: MPI.Request, status: MPI.Status) -> int:
+    if piece == MPI.REQUEST_NULL:
+        return 0
+    piece.Wait(status)
+    return status.Get_count(MPI.BYTE)
+
+
+def start(entry: Entry) -> MpiLink:
+    """Start MPI unless somebody has, asking for THREAD_MULTIPLE, and return a link to all ranks."""
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    return MpiLink(MPI.COMM_WORLD.Dup(), entry)
+
+
+def concurrent() -> bool:
+    """Return whether MPI lets several threads call it at once."""
+    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+
+def finalize() -> None:
+    """End MPI after all ranks came here, so that no launcher mistakes an early leaver for lost."""
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.COMM_WORLD.Barrier()
+        MPI.Finalize()
+
+
+def abort(code: int, grace_s: float = 2.0) -> None:
+    """End the whole job with exit code `code`, also when another thread sits inside MPI.
+
+    MPI_Abort may wait for a lock that this other thread holds: then this process leaves alone
+    after `grace_s` seconds, and the launcher ends the rest.
+    """
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        threading.Thread(target=MPI.COMM_WORLD.Abort, args=(code,), daemon=True).start()
+        time.sleep(grace_s)
+    os._exit(code)

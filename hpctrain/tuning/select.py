@@ -1,0 +1,27 @@
+"""`auto`: from (bytes, ranks) to an algorithm, the same on every rank."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hpctrain import collectives, config
+from hpctrain.collectives import AllReduceFunction, Group
+from hpctrain.tuning import cost
+
+#: What a user may type for an all-reduce.
+NAMES = ("auto", *collectives.ALLREDUCE)
+
+
+def fastest(n: int, ranks: int, machine: cost.Machine = cost.Machine()) -> str:  # noqa: B008
+    """Return the algorithm that the cost model says is fastest for `n` bytes on `ranks` ranks."""
+    return min(cost.ALLREDUCE, key=lambda name: machine.seconds(cost.ALLREDUCE[name](n, ranks)))
+
+
+def auto(group: Group, x: np.ndarray, op: np.ufunc) -> None:
+    """Reduce flat `x` in place by the algorithm that fits its length and the number of ranks."""
+    collectives.ALLREDUCE[fastest(x.nbytes, group.link.size)](group, x, op)
+
+
+def allreduce_named(name: str) -> AllReduceFunction:
+    """Return the function that people call `name`; raise UsageError with the nearest name."""
+    return config.pick({"auto": auto, **collectives.ALLREDUCE}, name, "algorithm")

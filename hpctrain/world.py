@@ -1,0 +1,250 @@
+"""The World: what `init()` made. Ranks, hosts, the main thread's link, what MPI allows.
+
+Order of start: cores and BLAS threads are bound, then MPI is initialised; see `init`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hpctrain import collectives, config, launchers, rundir
+from hpctrain.collectives import Group
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.transport.bind import bind
+from hpctrain.transport.link import Link
+from hpctrain.tuning.select import allreduce_named
+from hpctrain.watch import Record, Watch, dump_stacks, write_report
+
+T = TypeVar("T")
+DTYPES = ("float32", "float64", "int32", "int64")
+DEFAULT_TIMEOUT_S = 300.0
+
+
+@dataclass
+class World:
+    """All ranks, seen from one of them."""
+
+    link: Link  #: the main thread's; other threads take theirs with `link_for`
+    hosts: tuple[str, ...] = ()  #: of each rank
+    local_rank: int = 0
+    concurrent: bool = True  #: whether several threads may communicate at once
+    transport: str = "local"
+    record: Record | None = None  #: where links write what they wait for; None among threads
+    groups: dict[str, Group] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        return self.link.rank
+
+    @property
+    def size(self) -> int:
+        return self.link.size
+
+    @property
+    def host(self) -> str:
+        return self.hosts[self.rank]
+
+    def group(self) -> Group:
+        """Return the group of all ranks for the main thread; its scratch is kept."""
+        return self.groups.setdefault("main", Group(self.link))
+
+    def link_for(self, thread: str) -> Link:
+        """Return a link to all ranks for another thread of this rank; all ranks must call."""
+        link = self.link.split(0, self.rank)
+        if self.record is not None:
+            link.entry = self.record.entry(thread)  # type: ignore[attr-defined]
+        return link
+
+    def gather(self, text: str) -> list[str]:
+        """Return every rank's `text`."""
+        return [b.decode() for b in collectives.all_gather_bytes(self.link, text.encode())]
+
+    def must_agree(self, said: str, what: str) -> None:
+        """Raise UsageError on every rank, naming those that differ, unless all `said` the same."""
+        all_said = self.gather(said)
+        wrong = [rank for rank, one in enumerate(all_said) if one != all_said[0]]
+        if wrong:
+            raise UsageError(
+                f"{what} must be the same on all ranks; rank 0 has {all_said[0]}, but "
+                + "; ".join(f"rank {rank} has {all_said[rank]}" for rank in wrong[:8])
+            )
+
+    def together(self, function: Callable[[], T]) -> T:
+        """Return `function()`; if it raises one of our errors on any rank, all raise it."""
+        try:
+            result, fault = function(), ""
+        except HpctrainError as error:
+            fault, kind = str(error) or type(error).__name__, type(error)
+        faults = self.gather(fault)
+        if not any(faults):
+            return result
+        raise (kind if fault else UsageError)(self._joined(faults))
+
+    def _joined(self, faults: list[str]) -> str:
+        if len(set(faults)) == 1:
+            return faults[0]
+        named = [f"rank {r} on {self.hosts[r]}: {fault}" for r, fault in enumerate(faults) if fault]
+        return "\n".join(named)
+
+    @contextmanager
+    def watched(self, run: Path, timeout_s: float) -> Iterator[None]:
+        """Write what this rank does into the run's folder, and end the job when it hangs."""
+        if self.record is None:
+            yield
+            return
+        directory = run / "watch"
+        directory.mkdir(exist_ok=True)
+        record = Record(directory / f"rank-{self.rank:05d}", self.rank, self.size)
+        watch = Watch(record, directory, timeout_s, lambda text: _hung(self.rank, run, text))
+        before, self.record = self.record, record
+        self.link.entry = record.entry("main")  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            watch.stop()
+            self.record = before
+            self.link.entry = before.entry("main")  # type: ignore[attr-defined]
+            record.close()
+
+
+_world: World | None = None
+
+
+def init() -> World:
+    """Bind cores, start MPI and return the World; a second call returns the same one.
+
+    Without a launcher this is a world of one rank. Raises UsageError if the launcher belongs to
+    another MPI than the one that mpi4py loads.
+    """
+    global _world
+    if _world is None:
+        _world = _over_mpi()
+    return _world
+
+
+def over_threads(link: Link) -> World:
+    """Return the World of a rank that is a thread; see `hpctrain.transport.local.run_ranks`."""
+    return World(link, hosts=(socket.gethostname(),) * link.size, local_rank=link.rank)
+
+
+def current() -> World | None:
+    """Return what `init()` made, None before."""
+    return _world
+
+
+def finish() -> None:
+    """End MPI when every rank has come here."""
+    if _world is not None:
+        from hpctrain.transport import mpi
+
+        _world.link.barrier()  # on our own link: the watch sees who is missing
+        mpi.finalize()
+
+
+def abort(code: int) -> None:
+    """End the whole job at once with exit code `code`."""
+    from hpctrain.transport import mpi
+
+    mpi.abort(code)
+
+
+def _over_mpi() -> World:
+    launched = launchers.launched(os.environ)
+    bind(launched)
+    from hpctrain.transport import mpi
+    from hpctrain.transport.probe import loaded_mpi
+
+    record = Record(None, launched.rank, launched.size)
+    link = mpi.start(record.entry("main"))
+    library = loaded_mpi()
+    wrong = launchers.mismatch(launched, link.size, library.vendor, library.library)
+    if wrong:
+        mpi.finalize()
+        raise UsageError(wrong)
+    world = World(link, concurrent=mpi.concurrent(), transport="mpi", record=record)
+    hosts = tuple(world.gather(os.environ.get("SLURMD_NODENAME") or socket.gethostname()))
+    local_rank = hosts[: link.rank].count(hosts[link.rank])
+    Watch(record, None, DEFAULT_TIMEOUT_S, lambda text: _hung(link.rank, None, text))
+    return replace(world, hosts=hosts, local_rank=local_rank)
+
+
+def _hung(rank: int, run: Path | None, report: str) -> None:
+    """End the job: one rank speaks and writes the summary, the others give it time to."""
+    if run is not None:
+        dump_stacks(run / "watch" / f"stacks-{rank:05d}.txt")
+    if run is None or write_report(run / "watch", report):
+        print(report, file=sys.stderr, flush=True)
+        if run is not None:
+            rundir.write_summary(run, {"status": "hung", "exit_code": 86, "reason": report})
+    else:
+        time.sleep(3.0)
+    abort(86)
+
+
+def allreduce(
+    x: Any,
+    op: str = "sum",
+    algorithm: str = "auto",
+    world: World | None = None,
+    check: bool = True,
+) -> None:
+    """Reduce the contiguous array `x` in place over all ranks; all must call.
+
+    `x`: any shape; float32, float64, int32 or int64. `op`: sum, mean, min or max. `algorithm`:
+    auto, ring, tree, recursive-doubling, native or null. With `check`, ranks first compare length,
+    dtype and operation (32 bytes each); without it, ranks that differ get a TransportError or a
+    wrong sum. Cost: see the file of the algorithm.
+
+    Raises UsageError if an argument does not fit, or if ranks differ.
+    """
+    world = world or init()
+    function = allreduce_named(algorithm)
+    ufunc = np.add if op == "mean" else config.pick(collectives.OPERATIONS, op, "op")
+    flat = _flat(x)
+    if op == "mean" and flat.dtype.kind != "f":
+        raise UsageError(f"op 'mean' needs floating point, seen {flat.dtype}; use 'sum'")
+    if check and world.size > 1:
+        _check_signature(world, flat, op)
+    function(world.group(), flat, ufunc)
+    if op == "mean":
+        flat /= world.size
+
+
+def _flat(x: Any) -> np.ndarray:
+    if not isinstance(x, np.ndarray):
+        raise UsageError(f"allreduce needs a NumPy array, seen {type(x).__name__}")
+    if x.dtype.name not in DTYPES:
+        raise UsageError(f"allreduce needs one of {', '.join(DTYPES)}, seen {x.dtype}")
+    if not x.flags.c_contiguous:
+        raise UsageError(
+            f"allreduce needs a C-contiguous array, seen shape {x.shape} with strides {x.strides}; "
+            "use numpy.ascontiguousarray"
+        )
+    return x.reshape(-1)
+
+
+def _check_signature(world: World, x: np.ndarray, op: str) -> None:
+    """Compare (length, dtype, op) of all ranks in 32 bytes each; name whoever differs."""
+    mine = np.zeros(32, np.uint8)
+    mine[:8] = np.array([x.size], np.int64).view(np.uint8)
+    name = f"{x.dtype.name} {op}".encode()[:24]
+    mine[8 : 8 + len(name)] = np.frombuffer(name, np.uint8)
+    rows = collectives.all_gather(world.link, mine)
+    if not (rows == rows[0]).all():
+        said = [f"{row[:8].view(np.int64)[0]} {bytes(row[8:]).rstrip(bytes(1)).decode()}"
+                for row in rows]  # fmt: skip
+        wrong = [rank for rank, one in enumerate(said) if one != said[0]]
+        raise UsageError(
+            f"allreduce: length, dtype and op must be the same on all ranks; rank 0 has {said[0]}, "
+            + ", ".join(f"rank {rank} has {said[rank]}" for rank in wrong[:8])
+        )

@@ -1,0 +1,132 @@
+"""Every all-reduce against the closed form on integers, and against float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ranks import THREAD_RANKS, on_ranks
+
+from hpctrain.collectives import ALLREDUCE, OPERATIONS, Group, all_gather_bytes, broadcast
+from hpctrain.tuning import cost, select
+
+EVERY = {"auto": select.auto, **{k: f for k, f in ALLREDUCE.items() if k != "null"}}
+LENGTHS = ("0", "1", "P-1", "P", "P+1", "100003")
+
+
+def length(word: str, size: int) -> int:
+    return {"P-1": size - 1, "P": size, "P+1": size + 1}.get(word) if "P" in word else int(word)
+
+
+def vector(rank: int, n: int, dtype: str) -> np.ndarray:
+    """Integers that differ between ranks and places, small enough to be exact in float32."""
+    return ((np.arange(n) * 7 + rank * 13) % 1001 - 500).astype(dtype)
+
+
+def expected(size: int, n: int, dtype: str, op: np.ufunc) -> np.ndarray:
+    return op.reduce([vector(rank, n, dtype) for rank in range(size)])
+
+
+@on_ranks(*THREAD_RANKS)
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("word", LENGTHS)
+def test_exact_on_integers(ranks, name, word):
+    def body(world):
+        n = length(word, world.size)
+        group = Group(world.link)
+        for dtype in ("int32", "int64", "float32", "float64"):
+            x = vector(world.rank, n, dtype)
+            EVERY[name](group, x, np.add)
+            np.testing.assert_array_equal(x, expected(world.size, n, dtype, np.add))
+
+    ranks(body)
+
+
+@on_ranks(2, 3, 4, 5)
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_operations(ranks, name, op):
+    def body(world):
+        x = vector(world.rank, 1000, "int64")
+        EVERY[name](Group(world.link), x, OPERATIONS[op])
+        np.testing.assert_array_equal(x, expected(world.size, 1000, "int64", OPERATIONS[op]))
+
+    ranks(body)
+
+
+@on_ranks(*THREAD_RANKS)
+@pytest.mark.parametrize("name", [name for name in EVERY if name != "native"])
+def test_same_bytes_on_all_ranks_and_near_float64(ranks, name):
+    """One rounding per addition: error within (P-1) units of the sum of magnitudes."""
+
+    def body(world):
+        def values(rank):
+            return np.random.default_rng(rank).standard_normal(10_007).astype(np.float32)
+
+        x = values(world.rank)
+        EVERY[name](Group(world.link), x, np.add)
+        all_bytes = all_gather_bytes(world.link, x.tobytes())
+        assert all(one == all_bytes[0] for one in all_bytes)
+        all_values = np.array([values(r) for r in range(world.size)], np.float64)
+        bound = (world.size - 1) * 2.0**-24 * np.abs(all_values).sum(0) + 1e-30
+        assert (np.abs(x - all_values.sum(0)) <= bound).all()
+
+    ranks(body)
+
+
+@on_ranks(2, 3, 4, 5, 8)
+@pytest.mark.parametrize("name", sorted(cost.ALLREDUCE))
+def test_bytes_and_steps_are_those_of_the_cost_model(ranks, name):
+    """The busiest rank moves what the closed form says; all ranks together as the story tells."""
+    n = 840 * 4  # divides by every P here: chunks are equal
+
+    def body(world):
+        ALLREDUCE[name](Group(world.link), np.zeros(n // 4, np.float32), np.add)
+        return world.link.bytes_sent, world.link.messages_sent
+
+    sent = ranks(body)
+    p, depth = ranks.size, (ranks.size - 1).bit_length()
+    if name == "ring":
+        predicted = cost.ring(n, p)
+        assert all(one == (predicted.bytes, predicted.steps) for one in sent)
+    elif name == "tree":  # every edge is used once up and once down
+        assert len(sent) < p or sum(b for b, _ in sent) == 2 * (p - 1) * n
+        assert max(b for b, _ in sent) <= cost.tree(n, p).bytes == 2 * depth * n
+    else:
+        predicted = cost.recursive_doubling(n, p)
+        assert max(b for b, _ in sent) <= predicted.bytes
+        core = 1 << (p.bit_length() - 1)
+        total = core * (p.bit_length() - 1) * n + 2 * (p - core) * n
+        assert len(sent) < p or sum(b for b, _ in sent) == total
+
+
+@on_ranks(*THREAD_RANKS)
+def test_broadcast_and_gather(ranks):
+    def body(world):
+        for root in range(world.size):
+            x = vector(world.rank, 100_003, "float64")
+            broadcast(Group(world.link), x, root)
+            np.testing.assert_array_equal(x, vector(root, 100_003, "float64"))
+        said = all_gather_bytes(world.link, b"x" * world.rank)
+        assert said == [b"x" * rank for rank in range(world.size)]
+
+    ranks(body)
+
+
+def test_a_planted_error_is_seen():
+    """A ring that forgets one chunk must fail the comparison that all algorithms pass."""
+    from ranks import run_on
+
+    def forgetful(group, x, op):
+        EVERY["ring"](group, x[: x.size * 3 // 4], op)
+
+    def body(world):
+        x = vector(world.rank, 1000, "int64")
+        forgetful(Group(world.link), x, np.add)
+        return np.array_equal(x, expected(world.size, 1000, "int64", np.add))
+
+    assert not any(run_on("threads", 4, body))
+
+
+def test_auto_takes_few_steps_for_short_and_few_bytes_for_long():
+    assert select.fastest(4, 8) == "recursive-doubling"
+    assert select.fastest(64 << 20, 8) == "ring"

@@ -1,0 +1,59 @@
+"""One test body on every kind of rank: threads of this process, or the MPI ranks of this job.
+
+    @on_ranks(1, 2, 3)
+    def test_sum(world): ...        # runs on each rank of 1, 2 and 3 ranks
+
+becomes test_sum[threads-P1] ... and, under mpirun with --with-mpi, test_sum[mpi-P1] ..., on the
+first P ranks of the job; the others look on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import pytest
+
+from hpctrain import world as worlds
+from hpctrain.transport.local import run_ranks
+from hpctrain.world import World
+
+THREAD_RANKS = tuple(range(1, 10))
+MPI_RANKS = tuple(range(1, 6))
+
+
+def on_ranks(*sizes: int, mpi: tuple[int, ...] | None = None) -> Callable:
+    """Parametrise a test with `ranks(body)`, which runs `body(world)` on each rank."""
+    rows = [pytest.param(("threads", p), id=f"threads-P{p}") for p in sizes]
+    for p in sizes if mpi is None else mpi:
+        if p in MPI_RANKS:
+            rows.append(pytest.param(("mpi", p), id=f"mpi-P{p}", marks=pytest.mark.mpi(min_size=p)))
+    return pytest.mark.parametrize("ranks", [row for row in rows], indirect=True)
+
+
+def run_on(kind: str, size: int, body: Callable[[World], object]) -> list:
+    """Return the results of `body(world)` of the ranks that live in this process."""
+    if kind == "threads":
+        return run_ranks(size, lambda link: body(worlds.over_threads(link)), timeout_s=20)
+    with _first(size) as world:
+        return [] if world is None else [body(world)]
+
+
+@contextmanager
+def _first(size: int) -> Iterator[World | None]:
+    """Yield a World of the job's first `size` ranks, None on the others."""
+    everyone = _job()
+    member = everyone.rank < size
+    link = everyone.link.split(int(member), everyone.rank)
+    yield World(
+        link, hosts=everyone.hosts[:size], concurrent=everyone.concurrent, transport="mpi"
+    ) if member else None
+    link.free()
+
+
+@cache
+def _job() -> World:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    return worlds.init()

@@ -1,0 +1,121 @@
+"""Both Links through one body: order, sizes, splits, and what happens when ranks disagree."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from ranks import on_ranks, run_on
+
+from hpctrain.errors import HungError, TransportError
+from hpctrain.transport.local import run_ranks
+
+
+def numbers(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+@on_ranks(1, 2, 3, 4, 5)
+def test_messages_arrive_in_order_whatever_is_awaited_first(ranks):
+    def body(world):
+        link, size = world.link, world.size
+        right, left = (link.rank + 1) % size, (link.rank - 1) % size
+        first, second = numbers(0), numbers(0)
+        receives = [link.irecv(first, left), link.irecv(second, left)]
+        sends = [link.isend(numbers(10 + link.rank), right), link.isend(numbers(99), right)]
+        for request in [*reversed(receives), *sends]:
+            request.wait()
+        assert (first[0], second[0]) == (10 + left, 99)
+
+    ranks(body)
+
+
+@on_ranks(2, 3, 4, 5)
+def test_wait_any_returns_each_request_once(ranks):
+    def body(world):
+        link = world.link
+        if link.rank:
+            link.isend(numbers(link.rank), 0).wait()
+            return
+        boxes = {source: numbers(0) for source in range(1, link.size)}
+        waiting = {source: link.irecv(box, source) for source, box in boxes.items()}
+        while waiting:
+            source = list(waiting)[link.wait_any(list(waiting.values()))]
+            assert boxes[source][0] == source
+            del waiting[source]
+
+    ranks(body)
+
+
+@on_ranks(1, 2, 3, 4, 5)
+def test_split_orders_by_key(ranks):
+    def body(world):
+        link = world.link
+        half = link.split(link.rank % 2, -link.rank)
+        total = numbers(link.rank)
+        half.native_allreduce(total, np.add)
+        mine = range(link.rank % 2, link.size, 2)
+        assert (half.size, total[0]) == (len(mine), sum(mine))
+        assert half.rank == sorted(mine, reverse=True).index(link.rank)
+        half.barrier()
+
+    ranks(body)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sent", [3, 5])
+def test_another_size_than_expected_is_an_error_that_names_both(ranks, sent):
+    def body(world):
+        link, other = world.link, 1 - world.rank
+        if link.rank == 0:
+            request = link.isend(np.zeros(sent, np.uint8), other)
+            if world.transport == "mpi":
+                request.wait()
+            return
+        with pytest.raises(TransportError, match=r"rank 1.*rank 0.* expected 4 bytes"):
+            link.irecv(np.zeros(4, np.uint8), 0).wait()
+
+    ranks(body)
+
+
+@on_ranks(mpi=(2,))
+def test_long_messages_travel_in_pieces(ranks):
+    def body(world):
+        link, other = world.link, 1 - world.rank
+        link.cut_bytes = 1024
+        x = np.arange(1000, dtype=np.float64) + link.rank
+        # Each direction its own length: one side runs out of pieces before the other.
+        inbox = np.zeros(1000 if link.rank else 700)
+        link.sendrecv(x[: 700 if link.rank else 1000], other, inbox, other)
+        np.testing.assert_array_equal(inbox, (np.arange(1000) + other)[: inbox.size])
+        total = x.copy()
+        link.native_allreduce(total, np.add)
+        np.testing.assert_array_equal(total, 2 * np.arange(1000) + 1)
+        request = link.isend(x, other)
+        link.irecv(inbox := np.zeros(1000), other).wait()
+        request.wait()
+        np.testing.assert_array_equal(inbox, np.arange(1000) + other)
+
+    ranks(body)
+
+
+def test_a_silent_thread_rank_is_an_error_within_the_limit():
+    def body(link):
+        if link.rank == 0:
+            link.irecv(np.zeros(4, np.uint8), 1).wait()
+
+    began = time.monotonic()
+    with pytest.raises(HungError, match="rank 0: irecv of 4 bytes from rank 1: nothing for 0.2 s"):
+        run_ranks(2, body, timeout_s=0.2)
+    assert time.monotonic() - began < 5
+
+
+def test_a_thread_rank_that_fails_ends_the_waits_of_the_others():
+    def body(world):
+        if world.rank == 1:
+            raise ZeroDivisionError("planted")
+        world.link.split(0, 0).barrier()
+
+    with pytest.raises(ZeroDivisionError, match="planted"):
+        run_on("threads", 3, body)
