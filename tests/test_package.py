@@ -1,0 +1,36 @@
+"""The package as others meet it: what importing it costs, its version, its public names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata, resources
+
+import pytest
+
+import hpctrain as ht
+
+
+@pytest.mark.parametrize("module", ["mpi4py.MPI", "cupy", "sklearn"])
+def test_import_leaves_alone(module):
+    code = f"import sys, hpctrain; sys.exit({module!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_version_is_that_of_the_metadata():
+    assert ht.__version__ == metadata.version("hpctrain")
+
+
+def test_public_names_exist_and_are_few():
+    assert len(ht.__all__) <= 15
+    assert [name for name in ht.__all__ if not hasattr(ht, name)] == []
+
+
+@pytest.mark.parametrize("file", ["py.typed", "recipes/digits.toml"])
+def test_package_data_is_there(file):
+    assert resources.files("hpctrain").joinpath(file).is_file()
+
+
+def test_command_is_the_module():
+    (command,) = metadata.entry_points(group="console_scripts", name="hpctrain")
+    assert callable(command.load())
