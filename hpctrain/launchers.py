@@ -1,0 +1,147 @@
+"""Which rank of how many this process is, told by its launcher before MPI starts.
+
+Every launcher leaves its own variables in the environment; all functions here are functions of
+that mapping alone. What Slurm says counts only for what `srun` itself started: under mpirun its
+variables belong to the daemon that started the ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Launched:
+    """Where the launcher put this process; a local field is None where it did not say."""
+
+    name: str  #: a key of `TITLES`, or "none" for a process on its own
+    rank: int
+    size: int
+    local_rank: int | None
+    local_size: int | None
+
+
+ALONE = Launched("none", 0, 1, 0, 1)
+
+TITLES = {
+    "openmpi": "Open MPI's mpirun",
+    "mvapich2": "MVAPICH2's mpirun",
+    "hydra": "the mpiexec of MPICH or Intel MPI",
+    "pals": "the mpiexec of PALS",
+    "flux": "flux run",
+    "jsm": "jsrun",
+    "srun": "srun",
+    "pmi": "a PMI launcher",
+    "none": "no launcher",
+}
+
+# name: variables of rank, size, local rank (all three must be there) and local size
+_VARIABLES = {
+    "openmpi": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "mvapich2": (
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE"),
+    "flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
+    "jsm": (
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "JSM_NAMESPACE_LOCAL_SIZE",
+    ),
+}
+
+# Slurm numbers the shells it opens (batch script, `salloc`'s interactive step) from here on up;
+# they carry the variables of a rank and are none.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+_OF_A_RANK = ("PMI", "OMPI_", "PRTE", "HYDI", "MPI_LOCAL", "MV2_COMM_WORLD_")
+_OF_THE_USER = ("OMPI_ALLOW_", "OMPI_MCA_", "PMIX_MCA_", "PRTE_ALLOW_", "PRTE_MCA_")
+
+
+def launched(environ: Mapping[str, str]) -> Launched:
+    """Return what the launcher's variables in `environ` say."""
+    for name, variables in _VARIABLES.items():
+        rank, size, local_rank, local_size = (_integer(environ, v) for v in variables)
+        if rank is not None and size is not None and local_rank is not None:
+            return Launched(name, rank, size, local_rank, local_size)
+    return _srun(environ) or _pmi(environ) or ALONE
+
+
+def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` without what makes a process a rank: a child that starts MPI needs this."""
+
+    def kept(name: str) -> bool:
+        return name.startswith(_OF_THE_USER) or not name.startswith(_OF_A_RANK)
+
+    return {name: value for name, value in environ.items() if kept(name)}
+
+
+def mismatch(job: Launched, mpi_size: int, mpi_vendor: str, libmpi_path: str) -> str | None:
+    """Return the sentence about `job.size` ranks that MPI took for as many jobs of one rank."""
+    if mpi_size != 1 or job.size == 1:
+        return None
+    return (
+        f"{job.size} ranks were started by {TITLES[job.name]}, but {mpi_vendor} ({libmpi_path}), "
+        f"which mpi4py loaded, says 1: the launcher belongs to another MPI, and these are "
+        f"{job.size} jobs of one rank. Start them with `{_remedy(job, mpi_vendor)}`, or with the "
+        f"mpiexec that was installed beside {libmpi_path}."
+    )
+
+
+def _remedy(job: Launched, mpi_vendor: str) -> str:
+    if job.name == "srun":
+        kind = "pmix" if mpi_vendor == "Open MPI" else "pmi2"
+        return f"srun --mpi={kind} -n {job.size} hpctrain ..."
+    return f"hpctrain launch -n {job.size} ..."
+
+
+def _srun(environ: Mapping[str, str]) -> Launched | None:
+    step = _integer(environ, "SLURM_STEP_ID", "SLURM_STEPID")
+    rank = _integer(environ, "SLURM_PROCID")
+    size = _integer(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    if step is None or step >= _FIRST_SPECIAL_STEP or rank is None or size is None:
+        return None
+    # An mpirun inside the step numbers its own ranks; where it differs, Slurm's are a daemon's.
+    for theirs, ours in (("PMI_RANK", rank), ("PMI_SIZE", size), ("PMIX_RANK", rank)):
+        if _integer(environ, theirs) not in (None, ours):
+            return None
+    return Launched("srun", rank, size, _integer(environ, "SLURM_LOCALID"), _srun_here(environ))
+
+
+def _srun_here(environ: Mapping[str, str]) -> int | None:
+    """Return how many tasks of the step run on this node, from Slurm's "2(x3),1"."""
+    node = _integer(environ, "SLURM_NODEID")
+    counts: list[int] = []
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
+        counts += [int(count)] * int(times or 1)
+    return counts[node] if node is not None and node < len(counts) else None
+
+
+def _pmi(environ: Mapping[str, str]) -> Launched | None:
+    rank, size = _integer(environ, "PMI_RANK"), _integer(environ, "PMI_SIZE")
+    if rank is None or size is None:
+        return None
+    local_rank = _integer(environ, "PMI_LOCAL_RANK")
+    return Launched("pmi", rank, size, local_rank, _integer(environ, "PMI_LOCAL_SIZE"))
+
+
+def _integer(environ: Mapping[str, str], *names: str) -> int | None:
+    """Return the first of the variables that is a whole number of at least 0."""
+    for name in names:
+        value = environ.get(name, "")
+        if value.isascii() and value.isdigit():
+            return int(value)
+    return None

