@@ -1,0 +1,87 @@
+"""A request to stop, which arrives even while the main thread waits inside a blocking MPI call.
+
+Python runs its signal handlers between two byte codes of the main thread, and a blocking call has
+none. So the C half of the handler writes the signal's number into a socket, and a thread reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequest:
+    """Within `with StopRequest() as request`, SIGUSR1, SIGTERM and SIGINT set `request.requested`.
+
+    `signal` is then the name of the first one. A second SIGINT ends the process with 130.
+    Outside the main thread (ranks as threads) no signal is caught; `ask` works everywhere.
+    """
+
+    def __init__(self) -> None:
+        self.requested, self.signal = False, ""
+        self._interrupts = 0
+        self._restore: dict[signal.Signals, Any] = {}
+
+    def ask(self, name: str = "ask") -> None:
+        """Request a stop in the name of `name`; the first one counts."""
+        if not self.requested:
+            self.signal, self.requested = name, True
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._install()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._restore:
+            self._uninstall()
+
+    def _install(self) -> None:
+        self._reading, self._writing = socket.socketpair()
+        self._writing.setblocking(False)
+        self._thread = threading.Thread(target=self._read, name="hpctrain-stop", daemon=True)
+        self._thread.start()
+        # The socket before the handlers: a signal between the two would be lost.
+        self._wakeup = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
+        self._restore = {number: _replace(number) for number in SIGNALS}
+
+    def _uninstall(self) -> None:
+        for number, handler in self._restore.items():
+            # None: it was not set from Python, so Python cannot set it again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        signal.set_wakeup_fd(self._wakeup)
+        self._restore = {}
+        self._writing.close()  # the thread reads to the end, then leaves
+        self._thread.join(5.0)
+        self._reading.close()
+
+    def _read(self) -> None:
+        while numbers := self._reading.recv(64):
+            for number in numbers:
+                if number in SIGNALS:
+                    self._take(signal.Signals(number))
+
+    def _take(self, number: signal.Signals) -> None:
+        self.ask(number.name)
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts == 2:
+            # Past sys.stderr: the main thread may hold its lock.
+            os.write(2, b"interrupted\n")
+            os._exit(130)
+
+
+def _replace(number: signal.Signals) -> Any:
+    old = signal.signal(number, _nothing)
+    # Restart what the signal interrupts: not every C library expects its read to fail half-way.
+    signal.siginterrupt(number, False)
+    return old
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """Exist, so that the C half of the handler runs."""

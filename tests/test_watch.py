@@ -1,0 +1,393 @@
+"""The record survives its rank, and the watch names the rank that keeps the others waiting."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from queue import Empty, Queue
+
+import pytest
+
+from hpctrain import watch
+from hpctrain.watch import Call, Record, Snapshot, Watch, read, record_path, report, where
+
+# Rank 1 of 2, without MPI. `compute` lies in no library, so its line is the one to be shown.
+CHILD = """
+import sys, time
+from pathlib import Path
+from hpctrain.watch import Record, Watch
+
+def compute():
+    time.sleep(60)
+
+folder = Path(sys.argv[1])
+record = Record(folder / "rank-00001", 1, 2)
+record.step = 6
+record.step = 7
+entry = record.entry("main")
+entry.enter(b"sendrecv", 0, 4096)
+if sys.argv[2] == "compute":
+    entry.leave()
+watch = Watch(record, folder, 0.8, print)
+print("ready", flush=True)
+compute()
+"""
+COMPUTE_LINE = 1 + CHILD.splitlines().index("    time.sleep(60)")
+
+
+@pytest.fixture
+def child(start: Callable, tmp_path: Path) -> Callable:
+    """Return what starts rank 1 and waits until its record tells that it is in `compute`."""
+
+    def child(does: str) -> object:
+        script = tmp_path / "child.py"
+        script.write_text(CHILD)
+        job = start(script, tmp_path, does)
+        job.until("ready")
+        limit = time.monotonic() + 10
+        while "compute" not in read(record_path(tmp_path, 1)).line and time.monotonic() < limit:
+            time.sleep(0.05)
+        return job.process
+
+    return child
+
+
+@contextmanager
+def watched(
+    folder: Path | None, timeout_s: float, factor: float = 10
+) -> Iterator[tuple[Record, Queue[str]]]:
+    """Give rank 0 of 2 a record, past its first step, and a watch that reports into a queue."""
+    record = Record(folder and record_path(folder, 0), 0, 2)
+    reports: Queue[str] = Queue()
+    guard = Watch(record, folder, timeout_s, reports.put, factor)
+    try:
+        yield record, reports
+    finally:
+        guard.stop()
+        record.close()
+
+
+def hangs(reports: Queue[str], within_s: float) -> bool:
+    """Return whether a report comes in time."""
+    try:
+        return bool(reports.get(timeout=within_s))
+    except Empty:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("does", "sent", "judgement", "call"),
+    [
+        ("compute", signal.SIGSTOP, "stopped or dead", "last operation"),
+        ("compute", signal.SIGKILL, "stopped or dead", "last operation"),
+        ("wait", signal.SIGSTOP, "stopped or dead", "in"),
+        ("compute", None, "alive, computing", "last operation"),
+        ("wait", None, "waiting", "in"),
+    ],
+)
+def test_the_rank_that_does_not_answer_is_named(
+    tmp_path: Path, child: Callable, does: str, sent: signal.Signals, judgement: str, call: str
+) -> None:
+    process = child(does)
+    if sent is not None:
+        process.send_signal(sent)
+    with watched(tmp_path, 0.8) as (record, reports):
+        record.step = 6
+        record.step = 7
+        record.entry("main").enter(b"recv", 1, 512)
+        text = reports.get(timeout=20)
+        assert not hangs(reports, 1.0)  # once
+    theirs = next(line for line in text.splitlines() if line.startswith("  rank 1 on "))
+    assert f"(pid {process.pid}), step 7, at child.py:{COMPUTE_LINE} compute: " in theirs
+    assert f"{judgement}; {call} sendrecv with rank 0, 4096 bytes, begun " in theirs
+    assert "waiting; in recv with rank 1, 512 bytes, begun " in text
+    headings = text.splitlines()[1::2]
+    assert headings[0] == (
+        "all ranks wait: mismatched calls" if judgement == "waiting" else "the job waits for:"
+    )
+    assert judgement == "waiting" or text.splitlines()[2] == theirs
+
+
+@pytest.mark.parametrize("does", ["compute", "wait"])
+def test_a_record_survives_kill_9(tmp_path: Path, child: Callable, does: str) -> None:
+    process = child(does)
+    process.kill()
+    process.wait(10)
+    seen = read(record_path(tmp_path, 1))
+    (call,) = seen.calls
+    assert (seen.rank, seen.size, seen.pid, seen.step) == (1, 2, process.pid, 7)
+    assert call == Call("main", "sendrecv", 7, 0, 4096, call.since, does == "wait")
+    assert 0 <= time.time() - call.since < 60 and 0 <= time.time() - seen.heartbeat < 60
+
+
+@pytest.mark.parametrize(
+    ("steps", "timeout_s", "factor", "expected"),
+    [
+        ([], 0.2, 100, False),
+        ([0], 0.2, 100, False),
+        ([0, 1], 0.2, 100, True),
+        ([1200], 0.2, 100, False),  # resumed: that first step compiles as well
+        ([1200, 1201], 0.2, 100, True),
+        ([0], 0.2, 2, True),
+        ([0, 1], 60, 1, False),
+    ],
+)
+def test_limit(steps: list[int], timeout_s: float, factor: float, expected: bool) -> None:
+    with watched(None, timeout_s, factor) as (record, reports):
+        for record.step in steps:
+            pass
+        record.entry("main").enter(b"recv", 1, 512)
+        assert hangs(reports, 10 if expected else 1.0) == expected
+
+
+def test_a_new_call_starts_a_new_wait() -> None:
+    with watched(None, 0.6, 1) as (record, reports):
+        entry = record.entry("main")
+        for _ in range(60):  # 1.2 s, almost all of it inside of a call
+            entry.enter(b"recv", 1, 512)
+            time.sleep(0.02)
+        assert reports.empty()
+        entry.leave()
+        assert not hangs(reports, 1.0)
+
+
+@pytest.mark.parametrize("jumps", ["hpctrain.watch.time.monotonic", "hpctrain.watch.clock"])
+def test_a_job_that_slept_does_not_wake_up_hung(
+    monkeypatch: pytest.MonkeyPatch, jumps: str
+) -> None:
+    real = time.monotonic if jumps.endswith("monotonic") else time.time
+    with watched(None, 2.0, 1) as (record, reports):
+        record.entry("main").enter(b"recv", 1, 512)
+        time.sleep(0.7)
+        monkeypatch.setattr(jumps, lambda: real() + 1000)
+        assert not hangs(reports, 0.6)
+        assert hangs(reports, 10)
+
+
+NOW = 1000.0
+WAIT = Call("main", "recv", 5, 0, 64, 990.0, True)
+DONE = replace(WAIT, operation="send", since=980.0, waiting=False)
+COMM = Call("comm", "barrier", 4, -1, 0, 970.0, True)
+WAITING = Snapshot(0, 3, 70, "n0", 999.5, 5, "ring.py:57 ring", (WAIT,))
+COMPUTING = replace(WAITING, calls=(DONE,))
+STOPPED = replace(WAITING, heartbeat=994.0)
+
+
+def ranks(*snapshots: Snapshot | None) -> list[Snapshot]:
+    """Return them as ranks 0, 1, ... of one job; None is a rank without a record."""
+    size = len(snapshots)
+    return [replace(s, rank=i, size=size) for i, s in enumerate(snapshots) if s is not None]
+
+
+AT = "on n0 (pid 70), step 5, at ring.py:57 ring"
+RECV = "recv with rank 0, 64 bytes, begun 10.0 s ago, step 5, thread main"
+SEND = "send with rank 0, 64 bytes, begun 20.0 s ago, step 5, thread main"
+ALL = "barrier with all ranks, 0 bytes, begun 30.0 s ago, step 4, thread comm"
+ALIVE = "heartbeat 0.5 s ago: alive, computing"
+DEAD = "no heartbeat for 6 s: stopped or dead"
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "body"),
+    [
+        (
+            ranks(WAITING, COMPUTING),
+            [
+                "the job waits for:",
+                f"  rank 1 {AT}: {ALIVE}; last operation {SEND}",
+                "these wait:",
+                f"  rank 0 {AT}: waiting; in {RECV}",
+            ],
+        ),
+        (
+            ranks(COMPUTING, None, STOPPED, replace(STOPPED, calls=()), None, WAITING),
+            [
+                "the job waits for:",
+                f"  rank 2 {AT}: {DEAD}; in {RECV}",
+                f"  rank 3 {AT}: {DEAD}; last operation none",
+                "  rank 1: left no record: see its output",
+                "  rank 4: left no record: see its output",
+                f"  rank 0 {AT}: {ALIVE}; last operation {SEND}",
+                "these wait:",
+                f"  rank 5 {AT}: waiting; in {RECV}",
+            ],
+        ),
+        (
+            ranks(WAITING, replace(WAITING, calls=(DONE, COMM))),
+            [
+                "all ranks wait: mismatched calls",
+                f"  rank 0 {AT}: waiting; in {RECV}",
+                f"  rank 1 {AT}: waiting; in {ALL}",
+            ],
+        ),
+        (
+            ranks(replace(WAITING, calls=(WAIT, COMM))),
+            ["all ranks wait: mismatched calls", f"  rank 0 {AT}: waiting; in {RECV}, {ALL}"],
+        ),
+    ],
+)
+def test_report(snapshots: list[Snapshot], body: list[str]) -> None:
+    lines = report(snapshots, NOW, 300).splitlines()
+    assert lines[0] == "hung: a call has waited for longer than 300 s (run.timeout_s)"
+    assert lines[1 : len(body) + 1] == body
+    assert lines[len(body) + 1].startswith("what to do: ")
+    assert "--resume" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "age_s", "dead"),
+    [(300, 2.9, False), (300, 3.1, True), (1, 0.7, False), (1, 0.8, True)],
+)
+def test_silence_is_three_heartbeats(timeout_s: float, age_s: float, dead: bool) -> None:
+    snapshot = replace(COMPUTING, size=1, heartbeat=NOW - age_s)
+    assert ("stopped or dead;" in report([snapshot], NOW, timeout_s)) == dead
+
+
+def test_torn_records_are_read_as_something(tmp_path: Path) -> None:
+    record, noise = Record(record_path(tmp_path, 0), 0, 2), random.Random(0)
+    for index in range(watch.ENTRIES):
+        record.entry(f"thread {index}").enter(b"recv", 1, index)
+    raw, torn = record_path(tmp_path, 0).read_bytes(), tmp_path / "torn"
+    for _ in range(200):
+        start, length = noise.randrange(8, 1500), noise.randrange(1, 400)
+        torn.write_bytes(raw[:start] + noise.randbytes(length) + raw[start + length :])
+        snapshot = replace(read(torn), size=2)  # a size of 2^31 is no torn read: it never changes
+        assert report([snapshot], NOW, 300).startswith("hung: ")
+    record.close()
+
+
+@pytest.mark.parametrize("raw", [b"", b"hpcwtch1", bytes(4096), b"hpcwtch0" + bytes(4088)])
+def test_what_is_no_record_is_refused(tmp_path: Path, raw: bytes) -> None:
+    path = record_path(tmp_path, 3)
+    with pytest.raises(FileNotFoundError):
+        read(path)
+    path.write_bytes(raw)
+    with pytest.raises(ValueError, match="not a record"):
+        read(path)
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_record_holds_what_was_entered(tmp_path: Path, folder: bool) -> None:
+    path = record_path(tmp_path / "watch", 12) if folder else None
+    record = Record(path, 12, 16)
+    record.step = 3
+    names = ["main", "comm", *map(str, range(watch.ENTRIES - 2))]
+    for index, name in enumerate(names):
+        record.entry(name).enter(b"operation " * 3, -1, 2**40 + index)
+    record.step = 4
+    record.entry("comm").leave()
+    seen = record.snapshot() if path is None else read(path)
+    assert (seen.rank, seen.size, seen.step, seen.line.split()[-1]) == (
+        12, 16, 4, "test_record_holds_what_was_entered",
+    )  # fmt: skip
+    assert [(c.thread, c.operation, c.step, c.peer, c.nbytes, c.waiting) for c in seen.calls] == [
+        (name, ("operation " * 3)[:24], 3, -1, 2**40 + index, name != "comm")
+        for index, name in enumerate(names)
+    ]
+    with pytest.raises(ValueError, match="rank 12: one more"):
+        record.entry("one more")
+    record.close()
+    record.close()
+    assert not list(tmp_path.glob("watch/*"))
+
+
+PACKAGE = str(Path(watch.__file__).parent)
+LIBRARY = str(Path(threading.__file__).parent)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (["/home/me/user.py"], "user.py:1 call"),
+        (["<stdin>"], "<stdin>:1 call"),
+        (
+            ["user.py", f"{PACKAGE}/collectives/ring.py", f"{PACKAGE}/transport/mpi.py"],
+            "ring.py:1 call",
+        ),
+        (["user.py", f"{PACKAGE}/trainer.py", f"{PACKAGE}/watch.py"], "trainer.py:1 call"),
+        (["user.py", "/venv/lib/site-packages/numpy/linalg.py"], "user.py:1 call"),
+        (
+            ["user.py", "/usr/lib/python3/dist-packages/a.py", f"{LIBRARY}/threading.py"],
+            "user.py:1 call",
+        ),
+        (["user.py", "<frozen importlib._bootstrap>"], "user.py:1 call"),
+    ],
+)
+def test_where(files: list[str], expected: str) -> None:
+    def call() -> str:
+        return where(sys._getframe(1))
+
+    for file in reversed(files):
+        scope: dict[str, Callable[[], str]] = {"inner": call}
+        exec(compile("def call(): return inner()", file, "exec"), scope)
+        call = scope["call"]
+    assert call() == expected
+
+
+def test_where_of_a_thread_that_ended() -> None:
+    made: Queue[Record] = Queue()
+    thread = threading.Thread(target=lambda: made.put(Record(None, 0, 1)))
+    thread.start()
+    thread.join(10)
+    record = made.get(timeout=10)
+    record.beat()
+    assert record.snapshot().line == "(its main thread has ended)"
+
+
+def test_one_rank_speaks(tmp_path: Path) -> None:
+    won: Queue[bool] = Queue()
+    gate = threading.Barrier(8, timeout=10)
+
+    def rank() -> None:
+        gate.wait()
+        won.put(watch.write_report(tmp_path, "text"))
+
+    for _ in range(2):  # rank 0 of the next job takes the old report away
+        for _ in range(8):
+            threading.Thread(target=rank, daemon=True).start()
+        assert sum(won.get(timeout=10) for _ in range(8)) == 1
+        assert (tmp_path / watch.REPORT).read_text() == "text"
+        Record(record_path(tmp_path, 1), 1, 2).close()
+        assert (tmp_path / watch.REPORT).exists()
+        Record(record_path(tmp_path, 0), 0, 2).close()
+    assert watch.write_report(tmp_path / "lost", "text")
+
+
+def test_stacks_of_all_threads(tmp_path: Path) -> None:
+    over = threading.Event()
+
+    def waits_elsewhere() -> None:
+        over.wait(10)
+
+    thread = threading.Thread(target=waits_elsewhere)
+    thread.start()
+    watch.dump_stacks(tmp_path / "stacks")
+    over.set()
+    thread.join(10)
+    text = (tmp_path / "stacks").read_text()
+    assert "test_stacks_of_all_threads" in text and "waits_elsewhere" in text
+
+
+def test_stop_has_a_limit() -> None:
+    over, told = threading.Event(), threading.Event()
+
+    def on_hang(text: str) -> None:
+        told.set()
+        over.wait(20)
+
+    record = Record(None, 0, 1)
+    record.entry("main").enter(b"recv", 1, 512)
+    guard = Watch(record, None, 0.1, on_hang, 1)
+    assert told.wait(10)
+    began = time.monotonic()
+    guard.stop(limit_s=0.2)
+    assert 0.1 < time.monotonic() - began < 5
+    over.set()
+    guard.stop()
