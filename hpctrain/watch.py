@@ -342,6 +342,10 @@ def write_report(directory: Path, text: str) -> bool:
 
 
 def dump_stacks(path: Path) -> None:
-    """Write the stacks of all threads of this process to `path`. Raises OSError."""
-    with open(path, "w") as stream:
-        faulthandler.dump_traceback(stream, all_threads=True)
+    """Write the stacks of all threads of this process to `path`, or to stderr if that fails."""
+    try:
+        with open(path, "w") as stream:
+            faulthandler.dump_traceback(stream, all_threads=True)
+    except OSError:
+        # A full disk must not keep the watch from ending the job.
+        faulthandler.dump_traceback(2, all_threads=True)

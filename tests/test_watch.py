@@ -360,7 +360,10 @@ def test_one_rank_speaks(tmp_path: Path) -> None:
     assert watch.write_report(tmp_path / "lost", "text")
 
 
-def test_stacks_of_all_threads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", [".", "lost"])
+def test_stacks_of_all_threads(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], folder: str
+) -> None:
     over = threading.Event()
 
     def waits_elsewhere() -> None:
@@ -368,10 +371,11 @@ def test_stacks_of_all_threads(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=waits_elsewhere)
     thread.start()
-    watch.dump_stacks(tmp_path / "stacks")
+    path = tmp_path / folder / "stacks"
+    watch.dump_stacks(path)
     over.set()
     thread.join(10)
-    text = (tmp_path / "stacks").read_text()
+    text = path.read_text() if folder == "." else capfd.readouterr().err
     assert "test_stacks_of_all_threads" in text and "waits_elsewhere" in text
 
 
