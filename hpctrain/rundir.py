@@ -17,13 +17,14 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from hpctrain.errors import UsageError
 
 log = logging.getLogger(__name__)
 
 SUMMARY, METRICS, RECIPE = "summary.json", "metrics.jsonl", "recipe.toml"
+LOCK = ".lock"
 #: The variable in which `hpctrain launch` names a file; rank 0 writes the run's folder there.
 ANNOUNCE = "HPCTRAIN_ANNOUNCE"
 
@@ -33,39 +34,47 @@ def default_path(recipe_name: str) -> Path:
     return Path("runs") / f"{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def claim(run: Path, resume: bool) -> None:
-    """Make the folder; raise UsageError if a run lies there already and `resume` is not set."""
+@contextmanager
+def claimed(run: Path, resume: bool) -> Iterator[None]:
+    """Make the folder and hold it for this job alone; the kernel gives it back however we end.
+
+    Raises UsageError if another job holds it, or if a run lies there and `resume` is not set.
+    """
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--out {run} cannot be made: {error.strerror}") from None
-    if not resume and any(run.iterdir()):
+    if not resume and (names := _names(run)):
         raise UsageError(
-            f"--out {run} is in use: it holds {_some_names(run)}. Add --resume to go on with that "
-            "run, or name a new folder"
+            f"--out {run} is in use: it holds {names}. Add --resume to go on with that run, or "
+            "name a new folder"
         )
-    (run / SUMMARY).unlink(missing_ok=True)  # it told of an earlier part of this run
+    with open(run / LOCK, "a+") as file:
+        _lock(file, run)
+        (run / SUMMARY).unlink(missing_ok=True)  # it told of an earlier part of this run
+        yield
+
+
+def _lock(file: TextIO, run: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        raise UsageError(f"--out {run} is being written by {file.read().strip()}") from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {os.uname().nodename}")
+    file.flush()
+
+
+def _names(run: Path) -> str:
+    names = sorted(path.name for path in run.iterdir() if path.name != LOCK)
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
 def announce(run: Path) -> None:
     """Tell `hpctrain launch`, if that started us, where this run lies."""
     if ANNOUNCE in os.environ:
         Path(os.environ[ANNOUNCE]).write_text(str(run.absolute()))
-
-
-@contextmanager
-def locked(run: Path) -> Iterator[None]:
-    """Hold the folder for this job alone; the kernel gives it back however the job ends."""
-    with open(run / ".lock", "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            raise UsageError(f"--out {run} is being written by {file.read().strip()}") from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}")
-        file.flush()
-        yield
 
 
 def write_recipe(run: Path, text: str) -> None:
@@ -124,7 +133,3 @@ def _parsed(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
 
-
-def _some_names(run: Path) -> str:
-    names = sorted(path.name for path in run.iterdir())
-    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")

@@ -30,21 +30,20 @@ def train(spec: Recipe, world: World, out: Path | None, resume: bool) -> dict[st
     schedule = spec.schedule.build(spec.optimizer.rate, per_epoch, total)
     optimizer = spec.optimizer.build(schedule)
     trainer = Trainer(model, optimizer, spec.engine, spec.run.seed, spec.run.precision, world)
-    try:
-        return trainer.fit(
-            split.train,
-            steps=total,
-            batch=batch,
-            evaluate=split.test,
-            interval_steps=spec.run.interval_steps,
-            out=world.gather(str(out or rundir.default_path(spec.run.name)))[0],
-            resume=resume,
-            checkpoints=spec.checkpoint,
-            timeout_s=spec.run.timeout_s,
-            recipe=spec,
-        )
-    finally:
-        trainer.close()
+    summary = trainer.fit(
+        split.train,
+        steps=total,
+        batch=batch,
+        evaluate=split.test,
+        interval_steps=spec.run.interval_steps,
+        out=world.gather(str(out or rundir.default_path(spec.run.name)))[0],
+        resume=resume,
+        checkpoints=spec.checkpoint,
+        timeout_s=spec.run.timeout_s,
+        recipe=spec,
+    )
+    trainer.close()  # not where a rank failed: closing is collective, and the others are elsewhere
+    return summary
 
 
 def build_model(spec: Recipe, split: Split) -> Any:

@@ -95,7 +95,7 @@ class Trainer:
                 return loop.run(request)
 
     def close(self) -> None:
-        """End the engine's threads."""
+        """End the engine's threads and free its links; collective."""
         self.engine.close()
 
     def evaluate(self, dataset: Dataset) -> nn.Sums:
@@ -127,8 +127,7 @@ class Trainer:
 
         def claim() -> None:
             if self.world.rank == 0:
-                rundir.claim(run, resume)
-                stack.enter_context(rundir.locked(run))
+                stack.enter_context(rundir.claimed(run, resume))
 
         self.world.together(claim)
         stack.enter_context(self.world.watched(run, timeout_s))

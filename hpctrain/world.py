@@ -40,6 +40,7 @@ class World:
     concurrent: bool = True  #: whether several threads may communicate at once
     transport: str = "local"
     record: Record | None = None  #: where links write what they wait for; None among threads
+    others: dict[str, Link] = field(default_factory=dict)  #: the links of other threads, by name
     groups: dict[str, Group] = field(default_factory=dict)
 
     @property
@@ -60,10 +61,10 @@ class World:
 
     def link_for(self, thread: str) -> Link:
         """Return a link to all ranks for another thread of this rank; all ranks must call."""
-        link = self.link.split(0, self.rank)
+        self.others[thread] = self.link.split(0, self.rank)
         if self.record is not None:
-            link.entry = self.record.entry(thread)  # type: ignore[attr-defined]
-        return link
+            self._write_into(self.record)
+        return self.others[thread]
 
     def gather(self, text: str) -> list[str]:
         """Return every rank's `text`."""
@@ -106,15 +107,20 @@ class World:
         directory.mkdir(exist_ok=True)
         record = Record(directory / f"rank-{self.rank:05d}", self.rank, self.size)
         watch = Watch(record, directory, timeout_s, lambda text: _hung(self.rank, run, text))
-        before, self.record = self.record, record
-        self.link.entry = record.entry("main")  # type: ignore[attr-defined]
+        before = self.record
+        self._write_into(record)
         try:
             yield
         finally:
             watch.stop()
-            self.record = before
-            self.link.entry = before.entry("main")  # type: ignore[attr-defined]
+            self._write_into(before)
             record.close()
+
+    def _write_into(self, record: Record) -> None:
+        """Let every thread's link note in `record` what it waits for."""
+        self.record = record
+        for thread, link in {"main": self.link, **self.others}.items():
+            link.entry = record.entry(thread)  # type: ignore[attr-defined]
 
 
 _world: World | None = None

@@ -98,8 +98,9 @@ class AllReduce:
         load_into(self.replica.arena, self._state, arrays)
 
     def close(self) -> None:
-        """End the communication thread."""
+        """End the communication thread and free its link; collective."""
         self._reducer.close()
+        self._wire.link.free()
 
     def _vote(self, flags: Flags) -> Flags:
         said = np.array(flags, np.int32)

@@ -71,7 +71,7 @@ class Engine(Protocol):
         """Take the whole state, given as full flat arrays by name."""
 
     def close(self) -> None:
-        """End the threads of this engine."""
+        """End the threads of this engine and free its links; collective."""
 
 
 def whole(partials: np.ndarray) -> np.ndarray:

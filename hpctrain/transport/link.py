@@ -48,3 +48,6 @@ class Link(Protocol):
 
     def native_allreduce(self, x: np.ndarray, op: np.ufunc) -> None:
         """Reduce `x` in place by the library's own all-reduce: yardstick and oracle."""
+
+    def free(self) -> None:
+        """Give back what this link holds; all its ranks must call, and none may use it after."""

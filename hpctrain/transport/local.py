@@ -118,6 +118,9 @@ class LocalLink:
         """Reduce `x` in place, adding the ranks' arrays in the order of ranks."""
         x[...] = reduce(op, self._lay_out(x.copy()))
 
+    def free(self) -> None:
+        """Do nothing: a hub goes with its last link."""
+
     def wait_until(self, ready: Callable[[], bool], what: str) -> None:
         """Wait for `ready()`; raise HungError after the time limit, or as soon as a rank failed."""
         hub = self.hub

@@ -94,7 +94,7 @@ class MpiLink:
         self.entry.leave()
 
     def free(self) -> None:
-        """Give the communicator back to MPI; collective."""
+        """Give the communicator back to MPI; all its ranks must call, and none may use it after."""
         self._comm.Free()
 
     def _count(self, x: np.ndarray) -> None:

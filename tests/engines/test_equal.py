@@ -1,0 +1,143 @@
+"""P ranks equal one rank: the proof that a regime trains what it says it trains.
+
+SGD with momentum 0.9 at a rate that halves the loss within 50 steps, an uneven last batch:
+|w_P - w_1| <= 1e-10 |w_1 - w_0| in float64 and <= 1e-3 in float32, where one flipped ReLU
+moves 3e-4. AdamW divides by the gradient's own size, so its first gradients are compared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import numpy as np
+import pytest
+from ranks import on_ranks, run_on
+
+from hpctrain import collectives, data, engines, nn, optim
+from hpctrain.collectives.ring import ring
+from hpctrain.gradients.replica import ModelReplica
+from hpctrain.trainer import Trainer
+
+ALGORITHMS = ("auto", "ring", "tree", "recursive-doubling", "native")
+TOLERANCE = {"float64": 1e-10, "float32": 1e-3}
+MODELS = {
+    "mlp": nn.MlpOptions(widths=[64, 24, 10]),
+    "cnn": nn.CnnOptions(channels=[4], hidden=16),
+}
+STEPS, SAMPLES, BATCH = 20, 151, 37  # the last batch of an epoch has 3 samples: fewer than 5 ranks
+
+
+@cache
+def digits() -> data.Dataset:
+    train = data.DigitsOptions().load(0).train
+    return data.Dataset(train.x[:SAMPLES], train.y[:SAMPLES])
+
+
+def trained(world, model: str, precision: str, algorithm: str, steps: int = STEPS):
+    """Return the parameters after training, and the losses seen on the way."""
+    engine = engines.AllReduce(algorithm=algorithm, bucket_bytes=1024)
+    build = MODELS[model].build((8, 8), 10)
+    optimizer = optim.sgd(rate=0.1, momentum=0.9)
+    trainer = Trainer(build, optimizer, engine, precision=precision, world=world)
+    summary = trainer.fit(digits(), steps=steps, batch=BATCH, interval_steps=steps)
+    trainer.close()
+    return trainer.replica.arena.param.copy(), summary["train_loss"]
+
+
+@cache
+def one_rank(model: str, precision: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return parameters before and after training on one rank."""
+    start = ModelReplica(MODELS[model].build((8, 8), 10), 0, np.dtype(precision)).arena.param
+    return start, run_on("threads", 1, lambda w: trained(w, model, precision, "auto")[0])[0]
+
+
+def relative_distance(w, model: str, precision: str) -> float:
+    before, after = one_rank(model, precision)
+    return float(np.linalg.norm(w - after) / np.linalg.norm(after - before))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@on_ranks(2, 3, 4, 5)
+def test_p_ranks_equal_one_rank(ranks, algorithm, precision, model):
+    for w, _ in ranks(trained, model, precision, algorithm):
+        assert relative_distance(w, model, precision) <= TOLERANCE[precision]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_rate_is_one_that_trains(model):
+    """Otherwise the comparison above would compare two models that do not move."""
+
+    def loss_at_start(world):
+        return trained(world, model, "float64", "auto", steps=1)[1]
+
+    def loss_of_the_last_steps(world):
+        trainer = Trainer(
+            MODELS[model].build((8, 8), 10), optim.sgd(0.1, 0.9), precision="float64", world=world
+        )
+        trainer.fit(digits(), steps=STEPS, batch=BATCH)
+        sums = trainer.evaluate(digits())
+        return sums.loss / sums.count
+
+    first, last = (run_on("threads", 1, f)[0] for f in (loss_at_start, loss_of_the_last_steps))
+    assert last < first / 2
+
+
+def one_bucket_not_summed(monkeypatch):
+    calls: Counter[int] = Counter()
+
+    def forgetful(group, x, op):
+        calls[group.link.rank] += 1
+        if calls[group.link.rank] > 1:  # all but the first bucket of the first step
+            ring(group, x, op)
+
+    monkeypatch.setitem(collectives.ALLREDUCE, "ring", forgetful)
+
+
+def a_weight_off_by_one_sample(monkeypatch):
+    rows = data.Dataset.rows
+
+    def one_less(self, indexes):
+        x, y = rows(self, indexes)
+        return (x[:-1], y[:-1]) if len(x) == BATCH // 2 else (x, y)
+
+    monkeypatch.setattr(data.Dataset, "rows", one_less)
+
+
+@pytest.mark.parametrize("plant", [one_bucket_not_summed, a_weight_off_by_one_sample])
+@pytest.mark.parametrize("precision", TOLERANCE)
+def test_a_planted_error_fails(monkeypatch, plant, precision):
+    one_rank("mlp", precision)
+    plant(monkeypatch)
+    found = run_on("threads", 2, lambda w: trained(w, "mlp", precision, "ring")[0])
+    assert max(relative_distance(w, "mlp", precision) for w in found) > TOLERANCE[precision]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@on_ranks(2, 3, 4, 5)
+def test_adamw_sees_the_gradients_of_one_rank(ranks, algorithm):
+    expected = run_on("threads", 1, lambda w: first_gradients(w, algorithm))[0]
+    for found in ranks(first_gradients, algorithm):
+        for mine, alone in zip(found, expected, strict=True):
+            assert np.linalg.norm(mine - alone) <= 1e-12 * np.linalg.norm(alone)
+
+
+def first_gradients(world, algorithm: str) -> list[np.ndarray]:
+    """Return the summed gradients of the first three steps of AdamW."""
+    seen: list[np.ndarray] = []
+    adamw = optim.adamw(rate=0.01)
+
+    def update(grad, *rest):
+        seen.append(grad.copy())
+        adamw.update(grad, *rest)
+
+    engine = engines.AllReduce(algorithm=algorithm, bucket_bytes=1024)
+    trainer = Trainer(
+        MODELS["mlp"].build((8, 8), 10), adamw._replace(update=update), engine,
+        precision="float64", world=world,
+    )  # fmt: skip
+    trainer.fit(digits(), steps=3, batch=BATCH)
+    trainer.close()
+    return seen
