@@ -1,0 +1,254 @@
+"""Checkpoint format 1: what is in the files, and what makes a checkpoint whole.
+
+    part-00000.safetensors    the pieces of rank 0: flat arrays under keys "name@offset"
+    part-00001.safetensors    ...
+    manifest.json             hash and size of each part, size of each array, `about`, own hash
+
+A checkpoint is whole if the manifest and each part have their hashes, and if the pieces cover
+every array: no gap, no overlap. Nothing here is pickled, so reading runs no one's code.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+import pydantic
+import safetensors
+import safetensors.numpy
+
+from hpctrain import config
+from hpctrain.errors import UsageError
+
+MANIFEST = "manifest.json"
+# What reading JSON of another shape than ours may raise.
+_NONSENSE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+Dtype = Literal["float64", "float32", "float16", "int64", "int32", "int16", "int8",
+                "uint64", "uint32", "uint16", "uint8", "bool"]  # fmt: skip
+
+
+class Piece(NamedTuple):
+    """Elements `offset` .. `offset + len(array)` of the flat array `name` of `size` elements."""
+
+    name: str
+    offset: int
+    size: int
+    array: np.ndarray
+
+
+@config.options
+class Part:
+    """One rank's file and what must be in it."""
+
+    sha256: str
+    size_bytes: pydantic.NonNegativeInt
+
+
+@config.options
+class Flat:
+    """A whole flat array, however many pieces it was cut into."""
+
+    size: pydantic.NonNegativeInt
+    dtype: Dtype
+
+
+@config.options
+class Manifest:
+    """What `manifest.json` holds, besides its own hash."""
+
+    step: int
+    parts: list[Part]
+    arrays: dict[str, Flat]
+    about: dict[str, Any]
+    format: Literal[1] = 1
+
+
+_MANIFEST = pydantic.TypeAdapter(Manifest)
+
+
+class Damaged(Exception):
+    """What is on the disk is not what was saved."""
+
+
+class Span(NamedTuple):
+    """Where a piece lies, without its content; what ranks tell each other."""
+
+    name: str
+    offset: int
+    length: int
+    size: int
+    dtype: str
+
+
+def step_name(step: int) -> str:
+    """Return the name of the directory that holds `step`."""
+    return f"step-{step:08d}"
+
+
+def part_name(rank: int) -> str:
+    """Return the name of the file that holds the pieces of `rank`."""
+    return f"part-{rank:05d}.safetensors"
+
+
+def write_part(file: Path, pieces: Sequence[Piece]) -> tuple[dict[str, Any], list[Span]]:
+    """Write `pieces` to a new `file` and through to the disk; return its Part, as a table."""
+    # An array of no elements needs none: its name and dtype are in the manifest.
+    full = [piece for piece in pieces if len(piece.array)]
+    arrays = {f"{p.name}@{p.offset}": np.ascontiguousarray(p.array) for p in full}
+    data = safetensors.numpy.save(arrays)
+    write(file, data)
+    part = Part(sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data))
+    return asdict(part), [_span(piece) for piece in pieces]
+
+
+def check_part(file: Path, part: Part) -> None:
+    """Raise Damaged unless `file` holds the bytes that `part` tells of."""
+    try:
+        seen = file.stat().st_size
+        if seen != part.size_bytes:
+            raise Damaged(f"{file} has {seen} bytes; expected {part.size_bytes}")
+        if _sha256(file) != part.sha256:
+            raise Damaged(f"{file} was altered: its SHA-256 is not that of the manifest")
+    except FileNotFoundError:
+        raise Damaged(f"{file} is missing") from None
+
+
+def manifest_of(
+    step: int, parts: Sequence[Part], spans: Sequence[Span], about: dict[str, Any]
+) -> Manifest:
+    """Return the manifest of these parts; raise Damaged if the spans do not make up arrays."""
+    arrays: dict[str, Flat] = {}
+    for span in spans:
+        flat = Flat(size=span.size, dtype=cast(Dtype, span.dtype))
+        if arrays.setdefault(span.name, flat) != flat:
+            raise Damaged(f"pieces of '{span.name}' are of {arrays[span.name]} and of {flat}")
+    _check_cover(arrays, [span[:3] for span in spans])
+    return Manifest(step=step, parts=list(parts), arrays=arrays, about=about)
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write `manifest` and the directory's entries through to the disk."""
+    table = json.loads(json.dumps(asdict(manifest)))  # as it will be when read
+    table["sha256"] = _seal(table)
+    write(directory / MANIFEST, json.dumps(table, indent=1).encode())
+    sync(directory)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return the manifest of the checkpoint `path`.
+
+    Raises Damaged if it is missing or altered, UsageError if a newer hpctrain wrote it.
+    """
+    file = path / MANIFEST
+    try:
+        table = json.loads(file.read_bytes())
+        if table.pop("sha256") != _seal(table):
+            raise Damaged(f"{file} was altered: its own SHA-256 is another")
+        newer = table["format"] > 1
+        manifest = None if newer else _MANIFEST.validate_json(json.dumps(table))
+    except FileNotFoundError:
+        raise Damaged(f"{file} is missing") from None
+    except _NONSENSE as error:
+        raise Damaged(f"{file} cannot be understood: {error or type(error).__name__}") from None
+    if manifest is None:
+        raise UsageError(f"{path} has format {table['format']}; install a newer hpctrain")
+    named = re.search(r"step-(\d+)", path.name)
+    if named and int(named[1]) != manifest.step:
+        raise Damaged(f"{file} is that of step {manifest.step}")
+    return manifest
+
+
+def read(path: Path, wanted: bool) -> tuple[Manifest, dict[str, np.ndarray]]:
+    """Return the manifest and, if `wanted`, all arrays; raise Damaged unless all is whole."""
+    manifest, spans = read_manifest(path), []
+    arrays = {n: np.empty(f.size if wanted else 0, f.dtype) for n, f in manifest.arrays.items()}
+    for rank, part in enumerate(manifest.parts):
+        file = path / part_name(rank)
+        check_part(file, part)
+        for name, offset, array in _pieces(file):
+            flat, end = manifest.arrays.get(name), offset + len(array)
+            if flat is None or array.dtype != flat.dtype or not 0 <= offset <= end <= flat.size:
+                raise Damaged(f"{file}: piece '{name}@{offset}' does not fit {flat}")
+            spans.append((name, offset, len(array)))
+            if wanted:
+                arrays[name][offset:end] = array
+    _check_cover(manifest.arrays, spans)
+    return manifest, arrays
+
+
+def write(file: Path, data: bytes) -> None:
+    """Write a new file through to the disk; an OSError names it."""
+    try:
+        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(handle, rest) :]
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:  # those of write and fsync do not know the file's name
+        raise OSError(error.errno, error.strerror, str(file)) from None
+
+
+def sync(directory: Path) -> None:
+    """Write the entries of `directory`, such as a rename in it, through to the disk."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot, and need not
+            raise
+    finally:
+        os.close(handle)
+
+
+def _span(piece: Piece) -> Span:
+    if piece.array.ndim != 1:
+        raise ValueError(f"piece '{piece.name}' has shape {piece.array.shape}; expected it flat")
+    return Span(piece.name, piece.offset, len(piece.array), piece.size, piece.array.dtype.name)
+
+
+def _check_cover(arrays: Mapping[str, Flat], spans: Iterable[tuple[str, int, int]]) -> None:
+    reached = dict.fromkeys(arrays, 0)
+    for name, offset, length in sorted(spans):
+        if length and offset != reached[name]:
+            kind = "overlap" if offset < reached[name] else "leave a gap"
+            raise Damaged(f"pieces of '{name}' {kind} at element {min(offset, reached[name])}")
+        reached[name] += length
+    for name, flat in arrays.items():
+        if reached[name] != flat.size:
+            raise Damaged(f"pieces of '{name}' have {reached[name]} of {flat.size} elements")
+
+
+def _pieces(file: Path) -> Iterator[tuple[str, int, np.ndarray]]:
+    try:
+        with safetensors.safe_open(str(file), framework="numpy") as part:
+            for key in part.keys():  # noqa: SIM118  # it is no mapping
+                name, _, offset = key.rpartition("@")
+                array = part.get_tensor(key)
+                if array.ndim != 1:
+                    raise ValueError(f"'{key}' has shape {array.shape}")
+                yield name, int(offset), array
+    except (safetensors.SafetensorError, *_NONSENSE) as error:
+        raise Damaged(f"{file} cannot be understood: {error}") from None
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with open(file, "rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _seal(table: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,74 @@
+"""Batches are a function of (seed, epoch, global index); ranks only cut them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hpctrain.data import Sampler, order, share
+from hpctrain.errors import UsageError
+
+SIZES = [(1, 1), (1, 8), (7, 3), (12, 4), (100, 100), (101, 32), (5, 1)]  # samples, batch
+GOLDEN = [7, 6, 3, 0, 8, 1, 9, 2, 4, 5]
+
+
+@pytest.mark.parametrize("n", [1, 2, 1000])
+def test_order_is_a_permutation_of_its_own_for_each_seed_and_epoch(n):
+    orders = {(s, e): order(s, e, n) for s in (0, 1, 2**63 - 1) for e in (0, 1, 7)}
+    for seen in orders.values():
+        assert sorted(seen) == list(range(n))
+    if n == 1000:
+        assert len({seen.tobytes() for seen in orders.values()}) == len(orders)
+
+
+def test_order_stays_the_same_for_good():
+    # Or a resumed run would see other batches than the run it goes on with.
+    assert order(3, 5, 10).tolist() == GOLDEN
+
+
+def test_order_is_uniform():
+    # Each of the 6 orders of 3 samples: 2000 times in 12,000 epochs, standard deviation 41.
+    seen = [tuple(order(1, epoch, 3)) for epoch in range(12_000)]
+    counts = [seen.count(one) for one in set(seen)]
+    assert len(counts) == 6 and max(abs(count - 2000) for count in counts) < 200
+
+
+@pytest.mark.parametrize(("n", "batch"), SIZES)
+def test_an_epoch_has_each_sample_once_and_only_its_last_batch_is_short(n, batch):
+    sampler = Sampler(n, batch, seed=4)
+    assert sampler.steps_per_epoch == -(-n // batch)
+    for epoch in (0, 1):
+        steps = range(epoch * sampler.steps_per_epoch, (epoch + 1) * sampler.steps_per_epoch)
+        batches = [sampler.batch_indexes(step) for step in steps]
+        assert all(len(one) == batch for one in batches[:-1])
+        assert np.array_equal(np.concatenate(batches), order(4, epoch, n))
+        firsts = [sampler.place(step) for step in steps]
+        assert firsts == [(epoch, i * batch) for i in range(len(batches))]
+
+
+def test_a_batch_does_not_depend_on_the_batches_before():
+    there, alone = Sampler(103, 10, seed=0), [Sampler(103, 10, seed=0) for _ in range(40)]
+    for step in (39, 0, 11, 10, 12, 11, 30):
+        assert np.array_equal(there.batch_indexes(step), alone[step].batch_indexes(step))
+
+
+@pytest.mark.parametrize("size", range(1, 10))
+@pytest.mark.parametrize("length", [0, 1, 4, 5, 6, 101])
+def test_shares_of_all_ranks_make_up_the_batch(length, size):
+    batch = np.arange(length) * 7
+    shares = [share(batch, rank, size) for rank in range(size)]
+    assert np.array_equal(np.concatenate([own for _, own in shares]), batch)
+    for first, own in shares:
+        assert np.array_equal(batch[first : first + len(own)], own)
+    lengths = [len(own) for _, own in shares]
+    assert max(lengths) - min(lengths) <= 1
+
+
+WRONG = [((0, 1, 0), "0 samples"), ((3, 0, 0), "batch is 0"), ((3, 1, -1), "seed is -1"),
+         ((3, -2, 0), "batch is -2"), ((3, 1, 2**63), "seed is 9223372036854775808")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG)
+def test_impossible_batches_are_refused(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        Sampler(*arguments)

@@ -1,0 +1,543 @@
+"""Checkpoints: whatever happens while one is written, or later, only a whole one is ever used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from hpctrain import checkpoint
+from hpctrain.checkpoint import Piece
+from hpctrain.checkpoint import format as files
+from hpctrain.errors import SaveError, UsageError
+from hpctrain.transport.local import run_ranks
+
+ABOUT = {"epoch": 2, "sample": 640, "world_size": 3, "versions": {"numpy": "2"}, "rate": 0.1}
+
+
+def arrays(step: int) -> dict[str, np.ndarray]:
+    """Return a state that depends on `step`; not every rank has a piece of every array."""
+    rng = np.random.default_rng(step)
+    return {
+        "param": rng.normal(size=10007).astype(np.float32),
+        "optimizer.m@half": rng.normal(size=17),
+        "optimizer.step": np.array([step], np.int64),
+        "none": np.empty(0, np.float16),
+        "mask": rng.random(5) < 0.5,
+    }
+
+
+def pieces(state: dict[str, np.ndarray], rank: int, size: int) -> list[Piece]:
+    made = []
+    for name, x in state.items():
+        first, end = (len(x) * r // size for r in (rank, rank + 1))
+        made.append(Piece(name, first, len(x), x[first:end]))
+    return made
+
+
+def save(run: Path, step: int, size: int = 1, keep: int | None = None) -> Path:
+    def rank(link):
+        mine = pieces(arrays(step), link.rank, link.size)
+        return checkpoint.save(run, step, mine, ABOUT, link, keep)
+
+    (path,) = set(run_ranks(size, rank))
+    return path
+
+
+def load(run: Path, size: int = 1) -> list[checkpoint.Loaded | None]:
+    return run_ranks(size, lambda link: checkpoint.load(run, link))
+
+
+def assert_holds(loaded: checkpoint.Loaded | None, step: int) -> None:
+    assert loaded is not None and loaded.step == step
+    expected = arrays(step)
+    assert loaded.arrays.keys() == expected.keys()
+    for name, x in expected.items():
+        assert loaded.arrays[name].dtype == x.dtype
+        assert loaded.arrays[name].tobytes() == x.tobytes()
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3])
+@pytest.mark.parametrize("writers", [1, 2, 3, 5])
+def test_any_number_of_ranks_loads_what_any_other_saved(tmp_path, writers, readers):
+    assert save(tmp_path, 1200, writers) == tmp_path / "checkpoints" / "step-00001200"
+    for loaded in load(tmp_path, readers):
+        assert_holds(loaded, 1200)
+        assert loaded.about == ABOUT and loaded.set_aside == []
+    parts = sorted((tmp_path / "checkpoints" / "step-00001200").glob("part-*.safetensors"))
+    assert [part.name for part in parts] == [f"part-{r:05d}.safetensors" for r in range(writers)]
+
+
+def test_nothing_was_ever_written(tmp_path):
+    assert load(tmp_path, 2) == [None, None]
+    assert load(tmp_path / "no run") == [None]
+    (tmp_path / "checkpoints" / ".step-00000001.partial").mkdir(parents=True)
+    assert load(tmp_path) == [None]  # what was never committed does not count
+
+
+def test_manifest_tells_what_was_saved(tmp_path):
+    path = save(tmp_path, 7, size=2)
+    table = json.loads((path / "manifest.json").read_text())
+    assert table["format"] == 1 and table["step"] == 7 and table["about"] == ABOUT
+    assert table["arrays"]["param"] == {"size": 10007, "dtype": "float32"}
+    for part, file in zip(table["parts"], sorted(path.glob("part-*")), strict=True):
+        data = file.read_bytes()
+        assert part == {"sha256": hashlib.sha256(data).hexdigest(), "size_bytes": len(data)}
+    keys = {key for file in path.glob("part-*") for key in safetensors.numpy.load_file(file)}
+    assert keys >= {"param@0", "param@5003", "optimizer.m@half@0", "optimizer.m@half@8"}
+
+
+def test_prunes_to_the_newest_and_sweeps_what_a_killed_job_left(tmp_path):
+    left = tmp_path / "checkpoints" / ".step-00000009.partial"
+    left.mkdir(parents=True)
+    (left / "part-00000.safetensors").write_bytes(b"half")
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, size=2, keep=2)
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+
+
+def test_pruning_spares_what_was_just_saved(tmp_path):
+    save(tmp_path, 300)
+    save(tmp_path, 200)  # as after going back from a checkpoint that could not be read
+    save(tmp_path, 250, keep=1)
+    assert names(tmp_path) == ["step-00000250", "step-00000300"]
+
+
+def test_the_same_step_again_is_a_newer_revision(tmp_path):
+    old = [save(tmp_path, 5), save(tmp_path, 5, size=2), save(tmp_path, 5)]
+    assert [path.name for path in old] == ["step-00000005", "step-00000005.2", "step-00000005.3"]
+    shutil.rmtree(old[0])
+    assert save(tmp_path, 5, keep=1).name == "step-00000005.4"
+    (loaded,) = load(tmp_path)
+    assert_holds(loaded, 5)
+    assert names(tmp_path) == ["step-00000005.4"]
+
+
+def test_keep_nothing_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="keep is 0; expected at least 1"):
+        save(tmp_path, 1, keep=0)
+
+
+# --- damage afterwards ---------------------------------------------------------------------------
+
+
+def truncate(path: Path) -> None:
+    part = path / "part-00001.safetensors"
+    os.truncate(part, part.stat().st_size - 1)
+
+
+def flip(path: Path, name: str = "part-00001.safetensors", at: int = -3) -> None:
+    data = bytearray((path / name).read_bytes())
+    data[at] ^= 1
+    (path / name).write_bytes(data)
+
+
+def rewrite(path: Path, change: Callable[[dict], object]) -> None:
+    """Change the manifest and seal it anew, as only a bug or a forger does."""
+    table = json.loads((path / "manifest.json").read_text())
+    del table["sha256"]
+    change(table)
+    (path / "manifest.json").write_text(json.dumps({**table, "sha256": files._seal(table)}))
+
+
+def forge(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Put `tensors` in place of the second part, with its hash in the manifest."""
+    data = safetensors.numpy.save(tensors)
+    (path / "part-00001.safetensors").write_bytes(data)
+    part = {"sha256": hashlib.sha256(data).hexdigest(), "size_bytes": len(data)}
+    rewrite(path, lambda table: table["parts"].__setitem__(1, part))
+
+
+def second(path: Path, **changed: np.ndarray) -> dict[str, np.ndarray]:
+    tensors = safetensors.numpy.load_file(path / "part-00001.safetensors")
+    return {**tensors, **changed}
+
+
+def moved(path: Path, by: int) -> dict[str, np.ndarray]:
+    tensors = second(path)
+    tensors[f"param@{5003 + by}"] = tensors.pop("param@5003")
+    return tensors
+
+
+def without(path: Path, key: str) -> dict[str, np.ndarray]:
+    tensors = second(path)
+    del tensors[key]
+    return tensors
+
+
+def set_text(path: Path, text: str) -> None:
+    (path / "manifest.json").write_text(text)
+
+
+def replace_text(path: Path, old: str, new: str) -> None:
+    text = (path / "manifest.json").read_text()
+    assert old in text
+    set_text(path, text.replace(old, new))
+
+
+DAMAGE = {
+    "part truncated": (truncate, "bytes; expected"),
+    "part empty": (lambda p: os.truncate(p / "part-00000.safetensors", 0), "has 0 bytes"),
+    "byte flipped": (flip, "was altered"),
+    "header byte flipped": (lambda p: flip(p, at=20), "was altered"),
+    "part missing": (lambda p: (p / "part-00000.safetensors").unlink(), "is missing"),
+    "manifest altered": (lambda p: replace_text(p, '"epoch": 2', '"epoch": 3'), "was altered"),
+    "hash altered": (lambda p: flip(p, "manifest.json", -5), "was altered"),
+    "manifest missing": (lambda p: (p / "manifest.json").unlink(), "is missing"),
+    "manifest garbage": (lambda p: set_text(p, "{]"), "cannot be understood"),
+    "manifest not text": (
+        lambda p: (p / "manifest.json").write_bytes(b"\xff\x00\xfe"),
+        "cannot be understood",
+    ),
+    "manifest empty": (lambda p: set_text(p, ""), "cannot be understood"),
+    "manifest deep": (lambda p: set_text(p, "[" * 200_000), "cannot be understood"),
+    "manifest a list": (lambda p: set_text(p, "[1]"), "cannot be understood"),
+    "manifest of nothing": (lambda p: rewrite(p, dict.clear), "cannot be understood"),
+    "of another step": (lambda p: rewrite(p, lambda t: t.update(step=7)), "that of step 7"),
+    "unknown dtype": (
+        lambda p: rewrite(p, lambda t: t["arrays"]["param"].update(dtype="object")),
+        "cannot be understood",
+    ),
+    "negative size": (
+        lambda p: rewrite(p, lambda t: t["arrays"]["param"].update(size=-1)),
+        "cannot be understood",
+    ),
+    "array larger": (
+        lambda p: rewrite(p, lambda t: t["arrays"]["param"].update(size=10008)),
+        "10007 of 10008",
+    ),
+    "array unknown": (lambda p: rewrite(p, lambda t: t["arrays"].pop("mask")), "does not fit"),
+    "parts fewer": (lambda p: rewrite(p, lambda t: t["parts"].pop()), "of 10007 elements"),
+    "pieces overlap": (lambda p: forge(p, moved(p, -1)), "overlap at element 5002"),
+    "pieces leave a gap": (lambda p: forge(p, without(p, "param@5003")), "5003 of 10007"),
+    "piece twice": (
+        lambda p: forge(p, second(p, **{"param@0": np.zeros(5003, np.float32)})),
+        "overlap at element 0",
+    ),
+    "piece too far": (lambda p: forge(p, moved(p, 1)), "does not fit"),
+    "piece before the start": (lambda p: forge(p, moved(p, -6000)), "does not fit"),
+    "piece of another dtype": (
+        lambda p: forge(p, second(p, **{"param@5003": np.zeros(5004)})),
+        "does not fit",
+    ),
+    "piece not flat": (
+        lambda p: forge(p, second(p, **{"param@5003": np.zeros((5004, 1), np.float32)})),
+        "has shape",
+    ),
+    "piece without offset": (
+        lambda p: forge(p, second(p, param=np.zeros(1))),
+        "cannot be understood",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_path, name, caplog):
+    damage, reason = DAMAGE[name]
+    save(tmp_path, 1100, size=2)
+    path = save(tmp_path, 1200, size=2)
+    assert checkpoint.verify(path) is None
+    damage(path)
+    assert reason in checkpoint.verify(path)
+    with caplog.at_level(logging.WARNING):
+        ranks = load(tmp_path, 3)
+    for loaded in ranks:
+        assert_holds(loaded, 1100)
+        (said,) = loaded.set_aside
+        assert said.startswith("step-00001200 is damaged") and reason in said
+    assert names(tmp_path) == ["bad-step-00001200", "step-00001100"]
+    (record,) = caplog.records  # said once, not by every rank
+    assert "step-00001200 is damaged" in record.message and "step-00001100" in record.message
+    caplog.clear()
+    assert_holds(load(tmp_path)[0], 1100)
+    assert not caplog.records
+
+
+def test_none_left_is_refused_now_and_later(tmp_path):
+    for step in (1, 2):
+        truncate(save(tmp_path, step, size=2))
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"no checkpoint in .* can be used") as caught:
+            load(tmp_path, 2)
+        assert "step-00000002" in str(caught.value) and "step-00000001" in str(caught.value)
+    assert names(tmp_path) == ["bad-step-00000001", "bad-step-00000002"]
+
+
+def test_bad_ones_of_one_step_are_all_kept(tmp_path):
+    save(tmp_path, 1)
+    for _ in range(3):
+        flip(save(tmp_path, 2), "part-00000.safetensors")
+        assert_holds(load(tmp_path)[0], 1)
+    expected = ["bad-step-00000002", "bad-step-00000002.2", "bad-step-00000002.3", "step-00000001"]
+    assert names(tmp_path) == expected
+
+
+def test_a_newer_format_is_left_alone(tmp_path):
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    rewrite(path, lambda table: table.update(format=2))
+    assert_holds(load(tmp_path)[0], 1)
+    assert path.is_dir() and "install a newer hpctrain" in checkpoint.verify(path)
+
+
+def test_all_ranks_go_back_when_one_cannot_read_and_nothing_is_renamed(tmp_path, monkeypatch):
+    save(tmp_path, 1, size=2)
+    save(tmp_path, 2, size=2)
+    genuine = files.read
+
+    here = threading.local()
+
+    def read(path, wanted):
+        if here.rank == 2 and "step-00000002" in path.name:
+            raise OSError(5, "Input/output error", str(path))
+        return genuine(path, wanted)
+
+    def rank(link):
+        here.rank = link.rank
+        return checkpoint.load(tmp_path, link)
+
+    monkeypatch.setattr(files, "read", read)
+    for loaded in run_ranks(3, rank):
+        assert_holds(loaded, 1)
+        assert "cannot be read (rank 2 on " in loaded.set_aside[0]
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_a_run_that_cannot_be_written_is_read(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    truncate(save(tmp_path, 2, size=2))
+
+    def refuse(*_):
+        raise PermissionError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    assert_holds(load(tmp_path)[0], 1)
+
+
+def test_listing(tmp_path):
+    assert checkpoint.listing(tmp_path) == []
+    save(tmp_path, 1, size=2)
+    set_text(save(tmp_path, 2), "garbage")
+    flip(save(tmp_path, 3, size=2))
+    shutil.move(tmp_path / "checkpoints" / "step-00000002", tmp_path / "checkpoints" / "notes")
+    (tmp_path / "checkpoints" / "step-00000004").write_text("a file")
+    load(tmp_path)
+    set_text(save(tmp_path, 9), "garbage")
+    seen = [(f.path.name, f.step, f.about, f.set_aside) for f in checkpoint.listing(tmp_path)]
+    assert seen == [
+        ("step-00000001", 1, ABOUT, False),
+        ("bad-step-00000003", 3, ABOUT, True),
+        ("step-00000009", 9, None, False),
+    ]
+    first = checkpoint.listing(tmp_path)[0]
+    assert first.size_bytes == sum(file.stat().st_size for file in first.path.iterdir())
+
+
+# --- trouble while saving ------------------------------------------------------------------------
+
+WRONG_PIECES = {
+    "gap": ([Piece("a", 1, 3, np.zeros(2))], "'a' leave a gap at element 0"),
+    "short": ([Piece("a", 0, 3, np.zeros(2))], "2 of 3"),
+    "overlap": ([Piece("a", 0, 2, np.zeros(2)), Piece("a", 0, 2, np.ones(2))], "overlap"),
+    "sizes": ([Piece("a", 0, 1, np.zeros(1)), Piece("a", 1, 2, np.ones(1))], "pieces of 'a' are"),
+    "dtypes": (
+        [Piece("a", 0, 2, np.zeros(1)), Piece("a", 1, 2, np.ones(1, np.float32))],
+        "pieces of 'a' are of",
+    ),
+    "not flat": ([Piece("a", 0, 2, np.zeros((2, 1)))], "expected it flat"),
+    "dtype": ([Piece("a", 0, 1, np.zeros(1, np.complex128))], "complex128"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PIECES)
+def test_pieces_that_make_up_no_array_are_not_saved(tmp_path, name):
+    mine, message = WRONG_PIECES[name]
+    save(tmp_path, 1)
+
+    def rank(link):
+        with pytest.raises(SaveError, match=message):
+            checkpoint.save(tmp_path, 2, mine if link.rank == 1 else [], ABOUT, link)
+
+    run_ranks(2, rank)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_about_that_is_not_json_is_not_saved(tmp_path):
+    with pytest.raises(SaveError, match=r"TypeError: .* not JSON serializable"):
+        run_ranks(1, lambda link: checkpoint.save(tmp_path, 1, [], {"x": object()}, link))
+    assert names(tmp_path) == []
+
+
+def test_about_is_read_as_json_makes_it(tmp_path):
+    about = {"by_rank": {10: 1, 9: 2}, "pair": (1, 2), "loss": float("inf")}
+    run_ranks(1, lambda link: checkpoint.save(tmp_path, 1, [], about, link))
+    (loaded,) = load(tmp_path)
+    assert loaded.about == {"by_rank": {"10": 1, "9": 2}, "pair": [1, 2], "loss": float("inf")}
+
+
+def test_bytes_that_change_on_their_way_to_the_disk_are_never_committed(tmp_path, monkeypatch):
+    save(tmp_path, 1, size=3, keep=1)
+    genuine = files.write
+
+    def write(file, data):
+        genuine(file, data[:-1] + bytes([data[-1] ^ 1]) if "00001" in file.name else data)
+
+    monkeypatch.setattr(files, "write", write)
+    with pytest.raises(SaveError, match=r"rank 0 on .*part-00001.safetensors was altered"):
+        save(tmp_path, 2, size=3, keep=1)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_all_is_on_the_disk_before_the_name_and_the_name_before_the_return(tmp_path, monkeypatch):
+    synced: list[int] = []
+    genuine_sync, genuine_rename = os.fsync, os.rename
+
+    def fsync(handle):
+        synced.append(os.fstat(handle).st_ino)
+        genuine_sync(handle)
+
+    def rename(old, new):
+        inside = {path.stat().st_ino for path in (old, *Path(old).iterdir())}
+        assert len(inside) == 5 and inside <= set(synced)
+        synced.clear()
+        genuine_rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    path = save(tmp_path, 1, size=3)
+    assert synced == [path.parent.stat().st_ino]
+
+
+FULL = """
+import resource, signal, sys
+import numpy as np
+from hpctrain import checkpoint
+from hpctrain.errors import SaveError
+from hpctrain.transport.local import run_ranks
+
+def save(step):
+    def rank(link):
+        x = np.full(40_000 if link.rank == 1 else 10, step, np.float32)
+        try:
+            piece = checkpoint.Piece(f"of {link.rank}", 0, len(x), x)
+            checkpoint.save(sys.argv[1], step, [piece], {}, link, keep=1)
+        except SaveError as error:
+            return str(error)
+    return run_ranks(3, rank)
+
+assert save(1) == [None] * 3
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+said = save(2)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert said[0] == said[1] == said[2], said
+print(said[0])
+"""
+
+
+def test_a_disk_that_takes_no_more_leaves_the_old_one_good(tmp_path):
+    command = [sys.executable, "-c", FULL, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"rank 1 on {os.uname().nodename}: " in done.stdout
+    assert "File too large" in done.stdout and "part-00001.safetensors" in done.stdout
+    assert f"still good: {tmp_path / 'checkpoints' / 'step-00000001'}" in done.stdout
+    assert names(tmp_path) == ["step-00000001"]
+    assert checkpoint.verify(tmp_path / "checkpoints" / "step-00000001") is None
+
+
+CALLS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir", "scandir")
+
+
+class Killed(BaseException):
+    """What ends a process between two calls of the operating system."""
+
+
+class Calls:
+    """Raises `error` at the `last` call of the operating system, and at all calls after it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, last: int, error: BaseException) -> None:
+        self.made, self.last, self.error = 0, last, error
+        for name in CALLS:
+            monkeypatch.setattr(os, name, self._watched(getattr(os, name)))
+
+    def _watched(self, call: Callable) -> Callable:
+        def watched(*args, **options):
+            self.made += 1
+            if self._fails():
+                raise self.error
+            return call(*args, **options)
+
+        return watched
+
+    def _fails(self) -> bool:
+        # A killed process makes no more calls; a disk may fail once.
+        dead = isinstance(self.error, Killed)
+        return self.made >= self.last if dead else self.made == self.last
+
+
+def count_calls(run: Path) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        calls = Calls(patch, sys.maxsize, Killed())
+        save(run, 3, keep=2)
+    return calls.made
+
+
+def attempt(run: Path, last: int, error: BaseException) -> BaseException | None:
+    with pytest.MonkeyPatch.context() as patch:
+        Calls(patch, last, error)
+        try:
+            save(run, 3, keep=2)
+        except (Killed, SaveError) as seen:
+            return seen
+    return None
+
+
+@pytest.mark.parametrize(
+    "error", [Killed(), OSError(28, "No space left on device")], ids=["killed", "disk full"]
+)
+def test_an_end_between_any_two_calls_leaves_a_whole_checkpoint(tmp_path, error):
+    base = tmp_path / "base"
+    for step in (1, 2):
+        save(base, step)
+    total = count_calls(Path(shutil.copytree(base, tmp_path / "count")))
+    assert total > 20  # or the calls were not seen
+    steps = []
+    for last in range(1, total + 1):
+        run = Path(shutil.copytree(base, tmp_path / f"run-{last}"))
+        seen = attempt(run, last, error)
+        (loaded,) = load(run)
+        assert_holds(loaded, loaded.step)
+        assert loaded.set_aside == [], last  # no broken one was ever chosen
+        assert not any(checkpoint.verify(found.path) for found in checkpoint.listing(run))
+        if seen is None:
+            assert loaded.step == 3  # whoever was told that it is saved finds it
+        if isinstance(seen, SaveError):
+            assert "rank 0 on " in str(seen) and "still good: " in str(seen)
+        steps.append(loaded.step)
+        assert_holds(after(run), 4)
+        shutil.rmtree(run)
+    assert set(steps) == {2, 3}
+    if isinstance(error, Killed):
+        assert steps == sorted(steps)  # the old one up to one call, the new one from there
+
+
+def after(run: Path) -> checkpoint.Loaded | None:
+    """Return what is loaded after the next save, which also sweeps what was left."""
+    save(run, 4, keep=2)
+    assert not [name for name in names(run) if name.startswith((".", "bad"))]
+    return load(run)[0]
