@@ -14,10 +14,9 @@ import pytest
 from conftest import BIN, LAUNCHER
 
 ROOT = Path(__file__).parent.parent
-PAGES = [
-    page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.exists()
-]
-EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
+FILES = sorted(f for f in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")) if f.exists())
+PAGES = {str(file.relative_to(ROOT)): file.read_text() for file in FILES}
+EXAMPLES = sorted(str(f.relative_to(ROOT)) for f in (ROOT / "docs" / "examples").glob("*.py"))
 
 
 def blocks(text: str) -> list[tuple[str, int, list[str]]]:
@@ -45,30 +44,26 @@ def commands(text: str) -> list[str]:
     return [line.removeprefix("$ ") for code in run for line in code if line.startswith("$ ")]
 
 
-def name(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@pytest.mark.parametrize("page", PAGES)
 def test_fences_are_known(page):
-    for info, first, _ in blocks(page.read_text()):
+    for info, first, _ in blocks(PAGES[page]):
         known = info.split(" ")[0] in ("python", "console", "toml", "text", "bash", "json")
         reason = "no-run" not in info or info.startswith("python no-run: ")
-        assert known and reason, f"{name(page)}:{first}: fence {info!r}"
+        assert known and reason, f"{page}:{first}: fence {info!r}"
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if script(p.read_text()).strip()], ids=name)
+@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if script(text).strip()])
 def test_python_blocks(page, start, tmp_path):
-    file = tmp_path / f"{page.name}.py"
-    file.write_text(script(page.read_text()))
+    file = tmp_path / f"{Path(page).name}.py"
+    file.write_text(script(PAGES[page]))
     done = start(file).finish()
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if commands(p.read_text())], ids=name)
+@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if commands(text)])
 def test_commands(page, tmp_path):
     env = {**os.environ, **LAUNCHER, "PATH": f"{BIN}:{os.environ['PATH']}"}
-    for command in commands(page.read_text()):
+    for command in commands(PAGES[page]):
         done = subprocess.run(
             command, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True
         )
@@ -77,9 +72,9 @@ def test_commands(page, tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks", [None, 2])
-@pytest.mark.parametrize("example", EXAMPLES, ids=name)
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_example(example, ranks, start):
-    done = start(example, ranks=ranks).finish()
+    done = start(ROOT / example, ranks=ranks).finish()
     assert done.returncode == 0, done.stdout + done.stderr
 
 
