@@ -10,7 +10,7 @@ import traceback
 
 import click
 
-from hpctrain import launchers, world
+from hpctrain import config, launchers, world
 from hpctrain.commands import COMMANDS
 from hpctrain.errors import HpctrainError, SaveError, Stopped, TrainingError, UsageError
 
@@ -26,7 +26,7 @@ class Commands(click.Group):
         return sorted(COMMANDS)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        return COMMANDS[name]() if name in COMMANDS else None
+        return config.pick(COMMANDS, name, "command")()
 
 
 @click.command(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pydantic
 import pydantic.dataclasses
@@ -19,11 +19,12 @@ T = TypeVar("T")
 def options(cls: type[T]) -> type[T]:
     """Make `cls` a frozen dataclass that checks its fields, wherever it is made: file or code."""
     strict = pydantic.ConfigDict(extra="forbid", strict=True)
-    return pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=strict)(cls)
+    made = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=strict)(cls)
+    return cast("type[T]", made)
 
 
 def read(cls: type[T], table: Mapping[str, Any], name: str) -> T:
-    """Return `cls(**table)`; raise UsageError with every fault of table `[name]`, each in a line."""
+    """Return `cls(**table)`; raise UsageError with all faults of table `[name]`, a line each."""
     try:
         return cls(**table)
     except pydantic.ValidationError as error:

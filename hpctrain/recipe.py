@@ -158,7 +158,7 @@ def _engine(table: Table, wire: Table) -> Any:
     table = {"kind": "allreduce", **table}
     wire_options = config.read(WireOptions, wire, "wire")
     allreduce_named(wire_options.algorithm)
-    misplaced = {field.name for field in fields(WireOptions)} & table.keys()  # type: ignore[arg-type]
+    misplaced = {field.name for field in fields(WireOptions)} & table.keys()
     if misplaced:
         raise UsageError(f"[engine] {', '.join(sorted(misplaced))}: belongs into [wire]")
     kind = config.pick(engines.ENGINES, table["kind"], "[engine] kind")

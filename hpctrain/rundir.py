@@ -1,10 +1,10 @@
 """The folder of a run: who may write in it, its rows of metrics, its summary.
 
-    DIR/recipe.toml      what was run, resolved: training it again repeats the run
-    DIR/metrics.jsonl    a row per interval
-    DIR/checkpoints/     see checkpoint.py
-    DIR/summary.json     how it ended; written last, so a reader never sees half of the truth
-    DIR/watch/           what each rank is doing, while it runs
+DIR/recipe.toml      what was run, resolved: training it again repeats the run
+DIR/metrics.jsonl    a row per interval
+DIR/checkpoints/     see checkpoint.py
+DIR/summary.json     how it ended; written last, so a reader never sees half of the truth
+DIR/watch/           what each rank is doing, while it runs
 """
 
 from __future__ import annotations
@@ -132,4 +132,3 @@ def _parsed(line: str) -> dict[str, Any] | None:
         return json.loads(line)
     except ValueError:
         return None
-

@@ -1,4 +1,4 @@
-"""Whole runs: from a recipe to a trained model in a folder, and from the folder back to the model."""
+"""Whole runs: from a recipe to a trained model in a folder, and back to the model."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ from hpctrain import checkpoint, engines, nn, rundir
 from hpctrain.data import Dataset, Sampler, share
 from hpctrain.engines import Engine, Flags
 from hpctrain.errors import SaveError, Stopped, TrainingError, UsageError
-from hpctrain.gradients.arena import params_sha256
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.journal import Journal
 from hpctrain.optim import Optimizer

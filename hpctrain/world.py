@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from hpctrain import collectives, config, launchers, rundir
 from hpctrain.collectives import Group
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import HpctrainError, HungError, UsageError
 from hpctrain.transport.bind import bind
 from hpctrain.transport.link import Link
 from hpctrain.tuning.select import allreduce_named
@@ -106,7 +107,7 @@ class World:
         directory = run / "watch"
         directory.mkdir(exist_ok=True)
         record = Record(directory / f"rank-{self.rank:05d}", self.rank, self.size)
-        watch = Watch(record, directory, timeout_s, lambda text: _hung(self.rank, run, text))
+        watch = Watch(record, directory, timeout_s, partial(_hung, self.rank, run))
         before = self.record
         self._write_into(record)
         try:
@@ -167,12 +168,13 @@ def abort(code: int) -> None:
 def _over_mpi() -> World:
     launched = launchers.launched(os.environ)
     bind(launched)
-    from hpctrain.transport import mpi
     from hpctrain.transport.probe import loaded_mpi
+
+    library = loaded_mpi()  # says what is missing where there is no MPI
+    from hpctrain.transport import mpi
 
     record = Record(None, launched.rank, launched.size)
     link = mpi.start(record.entry("main"))
-    library = loaded_mpi()
     wrong = launchers.mismatch(launched, link.size, library.vendor, library.library)
     if wrong:
         mpi.finalize()
@@ -180,21 +182,31 @@ def _over_mpi() -> World:
     world = World(link, concurrent=mpi.concurrent(), transport="mpi", record=record)
     hosts = tuple(world.gather(os.environ.get("SLURMD_NODENAME") or socket.gethostname()))
     local_rank = hosts[: link.rank].count(hosts[link.rank])
-    Watch(record, None, DEFAULT_TIMEOUT_S, lambda text: _hung(link.rank, None, text))
+    tell = partial(_hung, link.rank, None)
+    Watch(record, None, DEFAULT_TIMEOUT_S, tell, first_step_factor=1)  # no steps are told here
     return replace(world, hosts=hosts, local_rank=local_rank)
 
 
 def _hung(rank: int, run: Path | None, report: str) -> None:
-    """End the job: one rank speaks and writes the summary, the others give it time to."""
-    if run is not None:
-        dump_stacks(run / "watch" / f"stacks-{rank:05d}.txt")
-    if run is None or write_report(run / "watch", report):
-        print(report, file=sys.stderr, flush=True)
+    """End the job, whatever goes wrong on the way: the others wait for it."""
+    try:
         if run is not None:
-            rundir.write_summary(run, {"status": "hung", "exit_code": 86, "reason": report})
-    else:
-        time.sleep(3.0)
-    abort(86)
+            dump_stacks(run / "watch" / f"stacks-{rank:05d}.txt")
+        if run is None or write_report(run / "watch", report):
+            _speak_for_the_hung(run, report)
+        else:
+            time.sleep(
+                3.0
+            )  # whoever speaks first ends the job, and must be given the time to speak
+    finally:
+        abort(HungError.exit_code)
+
+
+def _speak_for_the_hung(run: Path | None, report: str) -> None:
+    print(report, file=sys.stderr, flush=True)
+    if run is not None:
+        told = {"status": "hung", "exit_code": HungError.exit_code, "reason": report}
+        rundir.write_summary(run, told)
 
 
 def allreduce(

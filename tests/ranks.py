@@ -30,7 +30,7 @@ def on_ranks(*sizes: int, mpi: tuple[int, ...] | None = None) -> Callable:
     for p in sizes if mpi is None else mpi:
         if p in MPI_RANKS:
             rows.append(pytest.param(("mpi", p), id=f"mpi-P{p}", marks=pytest.mark.mpi(min_size=p)))
-    return pytest.mark.parametrize("ranks", [row for row in rows], indirect=True)
+    return pytest.mark.parametrize("ranks", rows, indirect=True)
 
 
 def run_on(kind: str, size: int, body: Callable[[World], object]) -> list:
@@ -47,9 +47,11 @@ def _first(size: int) -> Iterator[World | None]:
     everyone = _job()
     member = everyone.rank < size
     link = everyone.link.split(int(member), everyone.rank)
-    yield World(
-        link, hosts=everyone.hosts[:size], concurrent=everyone.concurrent, transport="mpi"
-    ) if member else None
+    yield (
+        World(link, hosts=everyone.hosts[:size], concurrent=everyone.concurrent, transport="mpi")
+        if member
+        else None
+    )
     link.free()
 
 

@@ -158,7 +158,9 @@ def test_a_new_call_starts_a_new_wait() -> None:
         assert not hangs(reports, 1.0)
 
 
-@pytest.mark.parametrize("jumps", ["hpctrain.watch.time.monotonic", "hpctrain.watch.clock"])
+@pytest.mark.parametrize(
+    "jumps", ["hpctrain.watch.deadline.time.monotonic", "hpctrain.watch.deadline.clock"]
+)
 def test_a_job_that_slept_does_not_wake_up_hung(
     monkeypatch: pytest.MonkeyPatch, jumps: str
 ) -> None:
@@ -298,7 +300,7 @@ def test_record_holds_what_was_entered(tmp_path: Path, folder: bool) -> None:
     assert not list(tmp_path.glob("watch/*"))
 
 
-PACKAGE = str(Path(watch.__file__).parent)
+PACKAGE = str(Path(watch.__file__).parents[1])
 LIBRARY = str(Path(threading.__file__).parent)
 
 
@@ -311,7 +313,7 @@ LIBRARY = str(Path(threading.__file__).parent)
             ["user.py", f"{PACKAGE}/collectives/ring.py", f"{PACKAGE}/transport/mpi.py"],
             "ring.py:1 call",
         ),
-        (["user.py", f"{PACKAGE}/trainer.py", f"{PACKAGE}/watch.py"], "trainer.py:1 call"),
+        (["user.py", f"{PACKAGE}/trainer.py", f"{PACKAGE}/watch/deadline.py"], "trainer.py:1 call"),
         (["user.py", "/venv/lib/site-packages/numpy/linalg.py"], "user.py:1 call"),
         (
             ["user.py", "/usr/lib/python3/dist-packages/a.py", f"{LIBRARY}/threading.py"],

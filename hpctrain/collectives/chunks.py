@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 
@@ -19,7 +20,7 @@ def bounds(length: int, parts: int, align: int = 1) -> list[int]:
 def chunks(x: np.ndarray, parts: int) -> list[np.ndarray]:
     """Return `parts` views that cover flat `x`; their lengths differ by one element at most."""
     offsets = bounds(x.size, parts)
-    return [x[a:b] for a, b in zip(offsets, offsets[1:])]  # noqa: B905
+    return [x[a:b] for a, b in pairwise(offsets)]
 
 
 def segments(x: np.ndarray, segment_bytes: int = SEGMENT_BYTES) -> Iterator[np.ndarray]:

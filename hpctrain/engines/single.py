@@ -1,6 +1,6 @@
 """One device: gradient, update. What every other engine is compared with.
 
-    w <- w - update(dL/dw)
+w <- w - update(dL/dw)
 """
 
 from __future__ import annotations

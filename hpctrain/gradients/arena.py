@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import prod
 
 import numpy as np
+import numpy.typing
 
 ALIGN_BYTES = 64
 
@@ -49,7 +50,7 @@ class Arena:
         return {s.name: plane[s.offset : s.stop].reshape(s.shape) for s in self.slots}
 
 
-def make(shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> Arena:
+def make(shapes: Mapping[str, tuple[int, ...]], dtype: np.typing.DTypeLike) -> Arena:
     """Return a zeroed arena with a slot for each of `shapes`, in their order."""
     slots, length = lay_out(shapes, np.dtype(dtype).itemsize)
     return Arena(slots, _zeros(length, dtype), _zeros(length, dtype))
@@ -72,7 +73,7 @@ def params_sha256(arena: Arena) -> str:
     return digest.hexdigest()
 
 
-def _zeros(length: int, dtype: np.dtype) -> np.ndarray:
+def _zeros(length: int, dtype: np.typing.DTypeLike) -> np.ndarray:
     """Return zeros that begin at a cache line, as the slots in them are meant to."""
     itemsize = np.dtype(dtype).itemsize
     memory = np.zeros(length * itemsize + ALIGN_BYTES, np.uint8)

@@ -40,7 +40,7 @@ class Replica(Protocol):
 class ModelReplica:
     """A Replica made of one of our own models."""
 
-    def __init__(self, model: nn.Model, seed: int, dtype: np.dtype):
+    def __init__(self, model: nn.Model, seed: int, dtype: np.typing.DTypeLike):
         """Lay `model` out in an arena of `dtype`, with the initial values that `seed` gives."""
         self.model = model
         shapes = {name: p.shape for name, p in model.parameters.items()}

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpctrain import config, usercode
-
 from hpctrain.nn.activations import ReLU
 from hpctrain.nn.call import CallOptions
 from hpctrain.nn.conv import Conv2d

@@ -19,10 +19,14 @@ Total = Callable[[np.ndarray], np.ndarray]
 class Slot(Protocol):
     """One tensor's place in the flat arrays."""
 
-    name: str
-    offset: int
-    size: int
-    shape: tuple[int, ...]
+    @property
+    def name(self) -> str: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 class Init(Protocol):

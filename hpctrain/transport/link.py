@@ -8,7 +8,7 @@ peer would leave it pending. Every receive compares the bytes that came with the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -37,8 +37,8 @@ class Link(Protocol):
     def sendrecv(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
         """Send `x` and fill `inbox`, both at once."""
 
-    def wait_any(self, requests: Sequence[Request]) -> int:
-        """Return the index of one finished request, which needs no further `wait`."""
+    def wait_any(self, requests: Sequence[Any]) -> int:
+        """Return the index of one finished request of this link; it needs no further `wait`."""
 
     def split(self, color: int, key: int) -> Link:
         """Return the link of those that gave the same `color`, ordered by `key`; all must call."""

@@ -182,9 +182,7 @@ class _Receive:
         self._link.hub.changed.notify_all()
 
 
-def run_ranks(
-    size: int, function: Callable[[LocalLink], T], timeout_s: float = 60.0
-) -> list[T]:
+def run_ranks(size: int, function: Callable[[LocalLink], T], timeout_s: float = 60.0) -> list[T]:
     """Run `function(link)` as `size` ranks, each a thread; return the results in rank order.
 
     The first rank that raises ends the waits of the others, and its error is raised here.

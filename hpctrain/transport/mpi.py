@@ -25,7 +25,7 @@ from hpctrain.watch import Entry  # noqa: E402
 #: Open MPI refuses counts above 2^31 - 1; longer messages travel in pieces of this many bytes.
 CUT_BYTES = 1 << 30
 TAG = 0
-OPERATIONS = {np.add: MPI.SUM, np.minimum: MPI.MIN, np.maximum: MPI.MAX}
+OPERATIONS: dict[np.ufunc, MPI.Op] = {np.add: MPI.SUM, np.minimum: MPI.MIN, np.maximum: MPI.MAX}
 ALL = -1  # the peer, in the watch's record, of a call that waits for every rank
 
 

@@ -114,6 +114,7 @@ def test_broadcast_and_gather(ranks):
 
 def test_a_planted_error_is_seen():
     """A ring that forgets one chunk must fail the comparison that all algorithms pass."""
+
     def forgetful(group, x, op):
         EVERY["ring"](group, x[: x.size * 3 // 4], op)
 

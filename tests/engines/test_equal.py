@@ -25,7 +25,7 @@ MODELS = {
     "mlp": nn.MlpOptions(widths=[64, 24, 10]),
     "cnn": nn.CnnOptions(channels=[4], hidden=16),
 }
-STEPS, SAMPLES, BATCH = 20, 151, 37  # the last batch of an epoch has 3 samples: fewer than 5 ranks
+STEPS, SAMPLES, BATCH = 30, 151, 37  # the last batch of an epoch has 3 samples: fewer than 5 ranks
 
 
 @cache

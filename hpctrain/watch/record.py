@@ -1,29 +1,20 @@
-"""What each rank is doing, where the others can read it, and the end of a job that hangs.
-
-Every rank keeps a *record*, one small mapped file: who it is, a heartbeat, the main thread's line,
-and per thread the last Link call. It costs no system call to write and outlives even a killed rank.
-A daemon thread, the *watch*, beats once a second; when a call of its own rank has waited too long
-it reads all records and reports. In DIR: rank-00000, ... (removed at a clean end), hung-report.txt.
-"""
+"""The record of one rank: what it does, in a mapped page that others can read."""
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import mmap
 import os
 import socket
 import struct
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import time as clock
 from types import FrameType
 
-REPORT = "hung-report.txt"
+REPORT = "hung-report.txt"  #: by the one rank that speaks for a hung job
 ENTRIES = 8
 
 _MAGIC = b"hpcwtch1"
@@ -39,9 +30,9 @@ _STEP_AT = _BEAT_AT + _BEAT.size
 _ENTRY_AT = range(512, 512 + ENTRIES * 128, 128)
 _pack_call = _CALL.pack_into
 
-_PACKAGE = str(Path(__file__).parent) + os.sep
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 # The entry tells the call already; the line worth knowing is the one that asked for it.
-_LINKS = (_PACKAGE + "transport" + os.sep, __file__)
+_LINKS = (_PACKAGE + "transport" + os.sep, _PACKAGE + "watch" + os.sep)
 _LIBRARIES = (os.path.dirname(os.__file__) + os.sep, "<frozen")
 
 
@@ -220,132 +211,3 @@ def _decode_call(raw: bytes, at: int) -> Call:
 
 def _text(raw: bytes) -> str:
     return raw.split(b"\0", 1)[0].decode(errors="replace")
-
-
-class Watch:
-    """A daemon thread that beats, and calls `on_hang(report)` once when a call waits too long.
-
-    The limit is `timeout_s`, times `first_step_factor` in the first step (imports, compilers).
-    Without a `directory` it can report its own rank alone.
-    """
-
-    def __init__(
-        self,
-        record: Record,
-        directory: Path | None,
-        timeout_s: float,
-        on_hang: Callable[[str], None],
-        first_step_factor: float = 10,
-    ) -> None:
-        self._record, self._directory, self._on_hang = record, directory, on_hang
-        self._timeout_s, self._first_step_factor = timeout_s, first_step_factor
-        self._awake_s, self._told = 0.0, False
-        self._began: dict[tuple[str, float], float] = {}
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hpctrain-watch", daemon=True)
-        self._thread.start()
-
-    def stop(self, limit_s: float = 5.0) -> None:
-        """End the thread; wait for it `limit_s` at most."""
-        self._end.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(limit_s)
-
-    def _run(self) -> None:
-        interval, before = interval_s(self._timeout_s), time.monotonic()
-        while not self._end.wait(interval):
-            # Only time that this process was awake counts: a job that its scheduler stopped for an
-            # hour, or whose wall clock was set, must not wake up hung.
-            elapsed, before = time.monotonic() - before, time.monotonic()
-            self._awake_s += min(elapsed, 2 * interval)
-            self._record.beat()
-            self._judge()
-
-    def _judge(self) -> None:
-        keys = [(call.thread, call.since) for call in self._record.snapshot().waits]
-        self._began = {key: self._began.get(key, self._awake_s) for key in keys}
-        waited_s = self._awake_s - min(self._began.values(), default=self._awake_s)
-        factor = self._first_step_factor if self._record.in_first_step else 1
-        if waited_s > self._timeout_s * factor and not self._told:
-            self._told = True
-            self._on_hang(report(self._collect(), clock(), self._timeout_s))
-
-    def _collect(self) -> list[Snapshot]:
-        if self._directory is None:
-            return [self._record.snapshot()]
-        found = []
-        for rank in range(self._record.size):
-            with contextlib.suppress(OSError, ValueError):
-                found.append(read(record_path(self._directory, rank)))
-        return found
-
-
-def interval_s(timeout_s: float) -> float:
-    """Return the seconds between two heartbeats."""
-    return min(1.0, timeout_s / 4)
-
-
-_WAITING, _SILENT, _COMPUTING = "waiting", "stopped or dead", "alive, computing"
-_LOOK = """what to do: look at the ranks that the job waits for.
-  stopped or dead: look on its host for its pid (killed, out of memory?)
-  computing: its stack is in stacks-RRRRR.txt; where it is only slow, raise run.timeout_s
-  then start again with --resume"""
-_MATCH = """what to do: make all ranks call the same operations in the same order.
-  where the operations, peers and lines above differ, there it began; then --resume"""
-
-
-def report(snapshots: Sequence[Snapshot], now: float, timeout_s: float) -> str:
-    """Return who keeps the job waiting: first the ranks that wait for nobody, then the others."""
-    judged = [(s, _judgement(s, now, timeout_s)) for s in snapshots]
-    missing = set(range(max((s.size for s in snapshots), default=0))) - {s.rank for s in snapshots}
-    suspects = [_line(s, j, now) for s, j in judged if j.endswith(_SILENT)]
-    suspects += [f"  rank {rank}: left no record: see its output" for rank in sorted(missing)]
-    suspects += [_line(s, j, now) for s, j in judged if j.endswith(_COMPUTING)]
-    waiting = [_line(s, j, now) for s, j in judged if j == _WAITING]
-    lines = [f"hung: a call has waited for longer than {timeout_s:g} s (run.timeout_s)"]
-    lines += ["the job waits for:", *suspects] if suspects else []
-    lines += ["these wait:" if suspects else "all ranks wait: mismatched calls", *waiting]
-    return "\n".join([*lines, _LOOK if suspects else _MATCH])
-
-
-def _judgement(s: Snapshot, now: float, timeout_s: float) -> str:
-    # Silence first: a rank that was stopped inside a call still seems to wait.
-    age_s = max(now - s.heartbeat, 0.0)
-    if age_s > 3 * interval_s(timeout_s):  # a busy core may well swallow a beat or two
-        return f"no heartbeat for {age_s:.0f} s: {_SILENT}"
-    return _WAITING if s.waits else f"heartbeat {age_s:.1f} s ago: {_COMPUTING}"
-
-
-def _line(s: Snapshot, judgement: str, now: float) -> str:
-    last = sorted(s.calls, key=lambda call: call.since)[-1:]
-    calls = ", ".join(_call(call, now) for call in s.waits or last)
-    kind = "in" if s.waits else "last operation"
-    name = f"  rank {s.rank} on {s.host} (pid {s.pid}), step {s.step}, at {s.line}"
-    return f"{name}: {judgement}; {kind} {calls or 'none'}"
-
-
-def _call(call: Call, now: float) -> str:
-    peer = "all ranks" if call.peer == -1 else f"rank {call.peer}"
-    since = f"begun {max(now - call.since, 0.0):.1f} s ago, step {call.step}, thread {call.thread}"
-    return f"{call.operation} with {peer}, {call.nbytes} bytes, {since}"
-
-
-def write_report(directory: Path, text: str) -> bool:
-    """Write hung-report.txt; return True on the one rank that was first and speaks for the job."""
-    try:
-        with open(directory / REPORT, "x") as stream:
-            stream.write(text)
-    except OSError as error:
-        # A full disk, a lost folder: better that all ranks speak than none.
-        return not isinstance(error, FileExistsError)
-    return True
-
-
-def dump_stacks(path: Path) -> None:
-    """Write the stacks of all threads of this process to `path`, or to stderr if that fails."""
-    try:
-        with open(path, "w") as stream:
-            faulthandler.dump_traceback(stream, all_threads=True)
-    except OSError:
-        # A full disk must not keep the watch from ending the job.
-        faulthandler.dump_traceback(2, all_threads=True)

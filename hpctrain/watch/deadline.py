@@ -1,0 +1,71 @@
+"""The watch: a thread that beats, and sees when a call of its rank has waited too long."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from time import time as clock
+
+from hpctrain.watch.record import Record, Snapshot, read, record_path
+from hpctrain.watch.report import interval_s, report
+
+
+class Watch:
+    """A daemon thread that beats, and calls `on_hang(report)` once when a call waits too long.
+
+    The limit is `timeout_s`, times `first_step_factor` in the first step (imports, compilers).
+    Without a `directory` it can report its own rank alone.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        directory: Path | None,
+        timeout_s: float,
+        on_hang: Callable[[str], None],
+        first_step_factor: float = 10,
+    ) -> None:
+        self._record, self._directory, self._on_hang = record, directory, on_hang
+        self._timeout_s, self._first_step_factor = timeout_s, first_step_factor
+        self._awake_s, self._told = 0.0, False
+        self._began: dict[tuple[str, float], float] = {}
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hpctrain-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self, limit_s: float = 5.0) -> None:
+        """End the thread; wait for it `limit_s` at most."""
+        self._end.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(limit_s)
+
+    def _run(self) -> None:
+        interval, before = interval_s(self._timeout_s), time.monotonic()
+        while not self._end.wait(interval):
+            # Only time that this process was awake counts: a job that its scheduler stopped for an
+            # hour, or whose wall clock was set, must not wake up hung.
+            elapsed, before = time.monotonic() - before, time.monotonic()
+            self._awake_s += min(elapsed, 2 * interval)
+            self._record.beat()
+            self._judge()
+
+    def _judge(self) -> None:
+        keys = [(call.thread, call.since) for call in self._record.snapshot().waits]
+        self._began = {key: self._began.get(key, self._awake_s) for key in keys}
+        waited_s = self._awake_s - min(self._began.values(), default=self._awake_s)
+        factor = self._first_step_factor if self._record.in_first_step else 1
+        if waited_s > self._timeout_s * factor and not self._told:
+            self._told = True
+            self._on_hang(report(self._collect(), clock(), self._timeout_s))
+
+    def _collect(self) -> list[Snapshot]:
+        if self._directory is None:
+            return [self._record.snapshot()]
+        found = []
+        for rank in range(self._record.size):
+            with contextlib.suppress(OSError, ValueError):
+                found.append(read(record_path(self._directory, rank)))
+        return found

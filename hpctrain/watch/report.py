@@ -1,0 +1,79 @@
+"""What is told of a hung job: who keeps it waiting, who waits, where, and what to do."""
+
+from __future__ import annotations
+
+import faulthandler
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpctrain.watch.record import REPORT, Call, Snapshot
+
+_WAITING, _SILENT, _COMPUTING = "waiting", "stopped or dead", "alive, computing"
+_LOOK = """what to do: look at the ranks that the job waits for.
+  stopped or dead: look on its host for its pid (killed, out of memory?)
+  computing: its stack is in stacks-RRRRR.txt; where it is only slow, raise run.timeout_s
+  then start again with --resume"""
+_MATCH = """what to do: make all ranks call the same operations in the same order.
+  where the operations, peers and lines above differ, there it began; then --resume"""
+
+
+def interval_s(timeout_s: float) -> float:
+    """Return the seconds between two heartbeats."""
+    return min(1.0, timeout_s / 4)
+
+
+def report(snapshots: Sequence[Snapshot], now: float, timeout_s: float) -> str:
+    """Return who keeps the job waiting: first the ranks that wait for nobody, then the others."""
+    judged = [(s, _judgement(s, now, timeout_s)) for s in snapshots]
+    missing = set(range(max((s.size for s in snapshots), default=0))) - {s.rank for s in snapshots}
+    suspects = [_line(s, j, now) for s, j in judged if j.endswith(_SILENT)]
+    suspects += [f"  rank {rank}: left no record: see its output" for rank in sorted(missing)]
+    suspects += [_line(s, j, now) for s, j in judged if j.endswith(_COMPUTING)]
+    waiting = [_line(s, j, now) for s, j in judged if j == _WAITING]
+    lines = [f"hung: a call has waited for longer than {timeout_s:g} s (run.timeout_s)"]
+    lines += ["the job waits for:", *suspects] if suspects else []
+    lines += ["these wait:" if suspects else "all ranks wait: mismatched calls", *waiting]
+    return "\n".join([*lines, _LOOK if suspects else _MATCH])
+
+
+def _judgement(s: Snapshot, now: float, timeout_s: float) -> str:
+    # Silence first: a rank that was stopped inside a call still seems to wait.
+    age_s = max(now - s.heartbeat, 0.0)
+    if age_s > 3 * interval_s(timeout_s):  # a busy core may well swallow a beat or two
+        return f"no heartbeat for {age_s:.0f} s: {_SILENT}"
+    return _WAITING if s.waits else f"heartbeat {age_s:.1f} s ago: {_COMPUTING}"
+
+
+def _line(s: Snapshot, judgement: str, now: float) -> str:
+    last = sorted(s.calls, key=lambda call: call.since)[-1:]
+    calls = ", ".join(_call(call, now) for call in s.waits or last)
+    kind = "in" if s.waits else "last operation"
+    name = f"  rank {s.rank} on {s.host} (pid {s.pid}), step {s.step}, at {s.line}"
+    return f"{name}: {judgement}; {kind} {calls or 'none'}"
+
+
+def _call(call: Call, now: float) -> str:
+    peer = "all ranks" if call.peer == -1 else f"rank {call.peer}"
+    since = f"begun {max(now - call.since, 0.0):.1f} s ago, step {call.step}, thread {call.thread}"
+    return f"{call.operation} with {peer}, {call.nbytes} bytes, {since}"
+
+
+def write_report(directory: Path, text: str) -> bool:
+    """Write hung-report.txt; return True on the one rank that was first and speaks for the job."""
+    try:
+        with open(directory / REPORT, "x") as stream:
+            stream.write(text)
+    except OSError as error:
+        # A full disk, a lost folder: better that all ranks speak than none.
+        return not isinstance(error, FileExistsError)
+    return True
+
+
+def dump_stacks(path: Path) -> None:
+    """Write the stacks of all threads of this process to `path`, or to stderr if that fails."""
+    try:
+        with open(path, "w") as stream:
+            faulthandler.dump_traceback(stream, all_threads=True)
+    except OSError:
+        # A full disk must not keep the watch from ending the job.
+        faulthandler.dump_traceback(2, all_threads=True)
