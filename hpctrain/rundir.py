@@ -2,7 +2,7 @@
 
 DIR/recipe.toml      what was run, resolved: training it again repeats the run
 DIR/metrics.jsonl    a row per interval
-DIR/checkpoints/     see checkpoint.py
+DIR/checkpoints/     see hpctrain/checkpoint
 DIR/summary.json     how it ended; written last, so a reader never sees half of the truth
 DIR/watch/           what each rank is doing, while it runs
 """
@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,8 +31,10 @@ ANNOUNCE = "HPCTRAIN_ANNOUNCE"
 
 
 def default_path(recipe_name: str) -> Path:
-    """Return `runs/RECIPE-TIME`."""
-    return Path("runs") / f"{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    """Return `runs/RECIPE-TIME`, with a number behind it where that is taken."""
+    path = Path("runs") / f"{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    numbered = (path.with_name(f"{path.name}-{i}") for i in count(2))
+    return next(p for p in chain([path], numbered) if not p.exists())
 
 
 @contextmanager

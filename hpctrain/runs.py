@@ -36,7 +36,7 @@ def train(spec: Recipe, world: World, out: Path | None, resume: bool) -> dict[st
         batch=batch,
         evaluate=split.test,
         interval_steps=spec.run.interval_steps,
-        out=world.gather(str(out or rundir.default_path(spec.run.name)))[0],
+        out=world.gather(str((out or rundir.default_path(spec.run.name)).absolute()))[0],
         resume=resume,
         checkpoints=spec.checkpoint,
         timeout_s=spec.run.timeout_s,

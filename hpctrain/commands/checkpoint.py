@@ -22,14 +22,16 @@ def checkpoint() -> None:
 def list_(run: Path) -> None:
     """Print a line per checkpoint in DIR, oldest first."""
     for found in checkpoints.listing(run):
-        click.echo(f"step {found.step}  {found.path}")
+        ranks = found.about["world_size"] if found.about else "?"
+        note = "  (damaged, set aside)" if found.set_aside else ""
+        click.echo(f"step {found.step}  {found.size_bytes} bytes  {ranks} ranks  {found.path}{note}")
 
 
 @checkpoint.command()
 @RUN
 def verify(run: Path) -> None:
     """Read every checkpoint in DIR and compare all hashes; end with 2 if one is damaged."""
-    found = checkpoints.listing(run)
+    found = [one for one in checkpoints.listing(run) if not one.set_aside]
     if not found:
         raise UsageError(f"{run} holds no checkpoint")
     faults = {one.path: checkpoints.verify(one.path) for one in found}

@@ -53,8 +53,8 @@ class Reducer:
         self._grad, self._group, self._allreduce = grad, group, allreduce
         self._slices = [grad[bucket.start : bucket.stop] for bucket in buckets]
         self._bucket_of = {name: i for i, b in enumerate(buckets) for name in b.names}
-        self._sizes = [len(bucket.names) for bucket in buckets]
-        self._missing = list(self._sizes)
+        self._names = [bucket.names for bucket in buckets]
+        self._missing = [set(names) for names in self._names]
         self._sent = 0  # buckets handed to the wire in this step
         self._outbox: SimpleQueue[np.ndarray | None] = SimpleQueue()
         self._arrived: SimpleQueue[BaseException | None] = SimpleQueue()
@@ -65,22 +65,25 @@ class Reducer:
 
     def ready(self, name: str) -> None:
         """Take note that the gradient of slot `name` is final; send the buckets that are full."""
-        self._missing[self._bucket_of[name]] -= 1
-        while self._sent < len(self._slices) and self._missing[self._sent] == 0:
+        missing = self._missing[self._bucket_of[name]]
+        if name not in missing:
+            raise HpctrainError(f"on_ready fired twice for slot '{name}'")
+        missing.remove(name)
+        while self._sent < len(self._slices) and not self._missing[self._sent]:
             if self._thread is not None:
                 self._outbox.put(self._slices[self._sent])
             self._sent += 1
 
     def wait(self) -> np.ndarray:
         """Return the plane that holds the sums, once all buckets are in; raise what went wrong."""
-        if self._sent < len(self._slices) or any(self._missing):
-            raise HpctrainError(f"on_ready did not fire exactly once for: {self._blamed()}")
+        if silent := sorted(set().union(*self._missing)):
+            raise HpctrainError(f"on_ready never fired for slots: {', '.join(silent)}")
         for x in self._slices:
             if self._thread is None:
                 self._reduce(x)
             elif error := self._arrived.get():
                 raise error
-        self._missing, self._sent = list(self._sizes), 0
+        self._missing, self._sent = [set(names) for names in self._names], 0
         return self._grad
 
     def close(self) -> None:
@@ -102,8 +105,3 @@ class Reducer:
         start = time.perf_counter()
         self._allreduce(self._group, x, np.add)
         self.wire_s += time.perf_counter() - start
-
-    def _blamed(self) -> str:
-        wrong = [i for i, missing in enumerate(self._missing) if missing]
-        names = [name for name, i in self._bucket_of.items() if i in wrong]
-        return ", ".join(sorted(names))

@@ -1,0 +1,106 @@
+"""A run that stops and resumes ends with the bytes of one that did not; accuracy on real data."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from ranks import on_ranks, run_on
+
+from hpctrain import recipe, rundir, runs
+from hpctrain.errors import Stopped
+from hpctrain.stop import StopRequest
+
+EPOCHS = 6
+STEPS = 12 * EPOCHS
+
+
+def spec(*overrides: str) -> recipe.Recipe:
+    return recipe.load("digits", [f"run.epochs={EPOCHS}", "checkpoint.every_epochs=2", *overrides])
+
+
+def train(world, out, resume=False, *overrides: str):
+    return runs.train(spec(*overrides), world, out, resume)
+
+
+@pytest.fixture
+def stops(monkeypatch):
+    """Let a rank be asked to stop once it has begun so and so many steps."""
+    looked = StopRequest.requested if hasattr(StopRequest, "requested") else None
+    assert looked is None  # it is an attribute of the object, so a property here goes before it
+
+    def at(steps: int):
+        seen = iter(range(10**6))
+        monkeypatch.setattr(
+            StopRequest, "requested", property(lambda self: next(seen) >= steps, _ignore), False
+        )
+
+    yield at
+
+
+def _ignore(self, value) -> None:
+    """Take no note: `requested` is what the test says."""
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_resumed_runs_end_with_the_same_bytes(tmp_path, stops, monkeypatch, size, optimizer):
+    change = ["optimizer.kind=adamw", "optimizer.momentum=", "optimizer.rate=0.001"]
+    change = change if optimizer == "adamw" else []
+    whole = run_on("threads", size, lambda w: train(w, tmp_path / "whole", False, *change))[0]
+    cut, done = tmp_path / "cut", 0
+    random.seed(f"{size} {optimizer}")
+    while True:
+        stops(size * random.randint(5, 30))
+        try:
+            ends = run_on("threads", size, lambda w: train(w, cut, done > 0, *change))
+            break
+        except Stopped:
+            done += 1
+        monkeypatch.undo()
+    assert done >= 2
+    assert {one["params_sha256"] for one in ends} == {whole["params_sha256"]}
+    rows = rundir.rows(cut)
+    assert [r["step"] for r in rows] == sorted({r["step"] for r in rows})
+    assert sum(row["steps"] for row in rows) == STEPS  # each step in exactly one row
+    assert ends[0]["steps_redone"] == 0
+    assert rows[-1]["samples"] == whole["samples"] == 1437 * EPOCHS
+
+
+def test_steps_after_the_last_checkpoint_are_done_again_and_counted(tmp_path):
+    """A killed job leaves rows of steps that no checkpoint holds."""
+    out = tmp_path / "run"
+    whole = run_on("threads", 1, lambda w: train(w, out))[0]
+    newest = max((out / "checkpoints").iterdir())
+    newest.rename(tmp_path / "lost")  # steps 49 to 72
+    again = run_on("threads", 1, lambda w: train(w, out, True))[0]
+    assert again["params_sha256"] == whole["params_sha256"]
+    assert again["steps_redone"] == 24
+    assert sum(row["steps"] for row in rundir.rows(out)) == STEPS
+
+
+@pytest.mark.parametrize("sizes", [(1, 3), (3, 2), (2, 1)])
+def test_another_number_of_ranks_sees_the_same_batches(tmp_path, sizes, monkeypatch, stops):
+    """In float64, 1e-10 of the way: sums are rounded in another order, and no more."""
+    precise = "run.precision=float64"
+    whole = run_on("threads", 1, lambda w: train(w, tmp_path / "whole", False, precise))[0]
+    stops(sizes[0] * 30)
+    with pytest.raises(Stopped):
+        run_on("threads", sizes[0], lambda w: train(w, tmp_path / "cut", False, precise))
+    monkeypatch.undo()
+    ends = run_on("threads", sizes[1], lambda w: train(w, tmp_path / "cut", True, precise))[0]
+    assert ends["train_loss"] == pytest.approx(whole["train_loss"], rel=1e-9)
+    models = [runs.load(tmp_path / name).arena.param for name in ("whole", "cut")]
+    assert abs(models[0] - models[1]).max() < 1e-10
+
+
+@on_ranks(1, 2, 3, 5, mpi=(4,))
+def test_digits_reaches_its_accuracy(ranks, tmp_path, monkeypatch):
+    """The mean of 5 seeds is at least 0.97, whatever the number of ranks."""
+    monkeypatch.chdir(tmp_path)
+    accuracies = []
+    for seed in range(5):
+        seeded = recipe.load("digits", [f"run.seed={seed}"])
+        for one in ranks(lambda w, seeded=seeded: runs.train(seeded, w, None, False)):
+            accuracies.append(one["test_accuracy"])
+    assert not accuracies or sum(accuracies) / len(accuracies) >= 0.97
