@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 import time
-import traceback
 
 import click
 
@@ -67,7 +66,8 @@ def _guarded() -> int:
         _say(f"hpctrain: {error}")
         return _leave(error.exit_code)
     except Exception as error:
-        return _fail_alone(error)
+        world.fail_alone(error)
+        return error.exit_code if isinstance(error, HpctrainError) else BUG
 
 
 def _refuse(message: str) -> int:
@@ -79,18 +79,6 @@ def _refuse(message: str) -> int:
         time.sleep(1.0)
     _say(f"hpctrain: {message}")
     return UsageError.exit_code
-
-
-def _fail_alone(error: Exception) -> int:
-    """Show where this rank failed, and end the job: the others wait for it."""
-    here = world.current()
-    code = error.exit_code if isinstance(error, HpctrainError) else BUG
-    who = f"rank {here.rank} on {here.host}" if here else "before MPI was started"
-    lines = "".join(traceback.format_exception(error)).splitlines()
-    print("\n".join(f"[{who}] {line}" for line in lines), file=sys.stderr, flush=True)
-    if here is not None and here.size > 1:
-        world.abort(code)
-    return code
 
 
 def _leave(code: int) -> int:

@@ -5,10 +5,12 @@ Order of start: cores and BLAS threads are bound, then MPI is initialised; see `
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -136,6 +138,8 @@ def init() -> World:
     global _world
     if _world is None:
         _world = _over_mpi()
+        atexit.register(finish)
+        sys.excepthook = lambda kind, error, trace: fail_alone(error)
     return _world
 
 
@@ -150,12 +154,21 @@ def current() -> World | None:
 
 
 def finish() -> None:
-    """End MPI when every rank has come here."""
-    if _world is not None:
-        from hpctrain.transport import mpi
+    """End MPI when every rank has come here; a script that called `init` does so at its end."""
+    from hpctrain.transport import mpi
 
+    if _world is not None and mpi.running():
         _world.link.barrier()  # on our own link: the watch sees who is missing
         mpi.finalize()
+
+
+def fail_alone(error: BaseException) -> None:
+    """Show where this rank failed, and end the job: the others wait for it."""
+    who = f"rank {_world.rank} on {_world.host}" if _world else "before MPI was started"
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    print("\n".join(f"[{who}] {line}" for line in lines), file=sys.stderr, flush=True)
+    if _world is not None and _world.size > 1:
+        abort(error.exit_code if isinstance(error, HpctrainError) else 1)
 
 
 def abort(code: int) -> None:

@@ -24,7 +24,9 @@ def list_(run: Path) -> None:
     for found in checkpoints.listing(run):
         ranks = found.about["world_size"] if found.about else "?"
         note = "  (damaged, set aside)" if found.set_aside else ""
-        click.echo(f"step {found.step}  {found.size_bytes} bytes  {ranks} ranks  {found.path}{note}")
+        click.echo(
+            f"step {found.step}  {found.size_bytes} bytes  {ranks} ranks  {found.path}{note}"
+        )
 
 
 @checkpoint.command()

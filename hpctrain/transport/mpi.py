@@ -193,9 +193,14 @@ def concurrent() -> bool:
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
+def running() -> bool:
+    """Return whether MPI was started and not yet ended."""
+    return MPI.Is_initialized() and not MPI.Is_finalized()
+
+
 def finalize() -> None:
     """End MPI after all ranks came here, so that no launcher mistakes an early leaver for lost."""
-    if MPI.Is_initialized() and not MPI.Is_finalized():
+    if running():
         MPI.COMM_WORLD.Barrier()
         MPI.Finalize()
 
@@ -206,7 +211,7 @@ def abort(code: int, grace_s: float = 2.0) -> None:
     MPI_Abort may wait for a lock that this other thread holds: then this process leaves alone
     after `grace_s` seconds, and the launcher ends the rest.
     """
-    if MPI.Is_initialized() and not MPI.Is_finalized():
+    if running():
         threading.Thread(target=MPI.COMM_WORLD.Abort, args=(code,), daemon=True).start()
         time.sleep(grace_s)
     os._exit(code)
