@@ -59,3 +59,7 @@ class ModelReplica:
     def evaluate(self, batch: Batch) -> nn.Sums:
         """Return the sums over `batch`; see Replica."""
         return self.model.evaluate(self._params, *batch)
+
+    def outputs(self, x: np.ndarray) -> np.ndarray:
+        """Return the model's outputs for samples `x` (n, ...): logits (n, classes), a new array."""
+        return self.model.outputs(self._params, x)

@@ -59,12 +59,12 @@ class Model:
         `on_ready(name)` is called once per parameter, directly after its last write, the last
         layer's first. Raises UsageError if samples have another shape than `input_shape`.
         """
-        x, y = self._inputs(params, x, y)
+        x = self._samples(params, x)
         tape: list[Any] = []
         for i, layer in enumerate(self.layers.values()):
             x, saved = layer.forward(self._own(i, params), x, key._replace(layer=i))
             tape.append(saved)
-        sums, dy = self.loss(x, y, scale)
+        sums, dy = self.loss(x, namespace(x).asarray(y), scale)
         self._backward(params, grads, tape, dy, on_ready)
         return sums
 
@@ -73,11 +73,16 @@ class Model:
         sums = Sums(0.0, 0, 0)
         for start in range(0, len(x), EVALUATION_ROWS):
             piece = slice(start, start + EVALUATION_ROWS)
-            z, labels = self._inputs(params, x[piece], y[piece])
-            for i, layer in enumerate(self.layers.values()):
-                z, _ = layer.forward(self._own(i, params), z, None)
-            sums = add(sums, self.loss(z, labels, None)[0])
+            outputs = self.outputs(params, x[piece])
+            sums = add(sums, self.loss(outputs, namespace(outputs).asarray(y[piece]), None)[0])
         return sums
+
+    def outputs(self, params: Mapping[str, Array], x: Array) -> Array:
+        """Return what the last layer says of `x`, (n, *output_shape), with nothing dropped out."""
+        z = self._samples(params, x)
+        for i, layer in enumerate(self.layers.values()):
+            z, _ = layer.forward(self._own(i, params), z, None)
+        return z
 
     def _backward(
         self,
@@ -99,15 +104,14 @@ class Model:
     def _own(self, i: int, arrays: Mapping[str, Array]) -> dict[str, Array]:
         return {word: arrays[name] for word, name in self._names[i].items()}
 
-    def _inputs(self, params: Mapping[str, Array], x: Array, y: Array) -> tuple[Array, Array]:
+    def _samples(self, params: Mapping[str, Array], x: Array) -> Array:
         if tuple(x.shape[1:]) != self.input_shape:
             raise UsageError(
                 f"the model expects samples of shape {self.input_shape}, "
                 f"seen {tuple(x.shape[1:])}; give the data that shape or build the model for it"
             )
         one = params[next(iter(self.parameters))]
-        xp = namespace(one)
-        return xp.asarray(x, dtype=one.dtype), xp.asarray(y)
+        return namespace(one).asarray(x, dtype=one.dtype)
 
 
 def initial_values(parameters: Mapping[str, Parameter], seed: int) -> dict[str, np.ndarray]:

@@ -1,0 +1,58 @@
+"""Claim: an all-reduce of 256 MiB needs at most one chunk (n/P) of memory beside its array.
+
+    python benchmarks/memory.py [--ranks 4]
+
+The kernel's own peak of the resident set (VmHWM), reset before each call; the rank that grows
+most counts. The first call of each algorithm is the one measured: later ones find the scratch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from _common import options, world_of, write
+
+from hpctrain.collectives import ALLREDUCE, Group, all_gather
+
+BYTES = 256 << 20
+
+
+def main() -> None:
+    arguments = options(__doc__).parse_args()
+    world = world_of(arguments.ranks)
+    x, rows = np.ones(BYTES // 4, np.float32), []
+    for name, function in ALLREDUCE.items():
+        group = Group(world.link)
+        function(group, np.ones(1024, np.float32), np.add)  # connections are made on first use
+        world.link.barrier()
+        before = start_peak()
+        function(group, x, np.add)
+        grown = np.array([peak() - before])
+        most = int(all_gather(world.link, grown.view(np.uint8)).view(np.int64).max())
+        rows.append(
+            {
+                "algorithm": name,
+                "bytes": BYTES,
+                "ranks": world.size,
+                "grown_bytes": most,
+                "chunk_bytes": BYTES // world.size,
+                "grown_in_chunks": most * world.size / BYTES,
+            }
+        )
+    write(world, f"memory-{world.size}-ranks", rows)
+
+
+def start_peak() -> int:
+    """Set the peak back to what is resident now, and return it in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
+
+
+def peak() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+if __name__ == "__main__":
+    main()

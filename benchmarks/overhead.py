@@ -1,0 +1,98 @@
+"""Claims: the machinery around an all-reduce costs a step at most 3 %, a bucket at most 25 us.
+
+    python benchmarks/overhead.py [--ranks 2] [--rounds 200]
+
+1. `single` and `allreduce` with `null` (which sends nothing) take steps in turn in the same
+   processes, on equal models; the median of the paired ratios is the overhead of reducer, vote
+   and communication thread.
+2. The same step with the gradient cut into 1, 4, 16 and 64 buckets; the slope of the medians.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from _common import interleaved, options, paired_ratio, spread, world_of, write
+
+from hpctrain import nn, optim
+from hpctrain.engines import Flags
+from hpctrain.engines.allreduce import AllReduce, AllReduceOptions
+from hpctrain.engines.single import Single
+from hpctrain.gradients.replica import Batch, ModelReplica
+from hpctrain.world import World
+
+BUCKETS = (1, 4, 16, 64)
+LAYERS, WIDTH, BATCH = 64, 64, 32
+
+
+def main() -> None:
+    arguments = options(__doc__).parse_args()
+    world = world_of(arguments.ranks)
+    rows = [*against_single(world, arguments.rounds), *over_buckets(world, arguments.rounds)]
+    ratio = paired_ratio_of(rows)
+    slope = slope_of(rows)
+    for row in rows:
+        row.pop("seconds")
+    write(world, "overhead", rows, ratio_null_to_single=ratio, us_per_bucket=slope)
+
+
+def against_single(world: World, rounds: int) -> list[dict]:
+    """Return the rows of `single` and of `allreduce` with `null`, on MLP 784-1024-1024-10."""
+    widths, optimizer = [784, 1024, 1024, 10], optim.sgd(0.01, 0.9)
+    batch = samples(784, 10)
+    engines = {
+        "single": Single(replica_of(widths), optimizer),
+        "null": AllReduce(
+            world, replica_of(widths), optimizer, AllReduceOptions(algorithm="null")
+        ),
+    }
+    steps = {name: step_of(engine, batch) for name, engine in engines.items()}
+    return rows_of("mlp", interleaved(world.link, steps, rounds))
+
+
+def over_buckets(world: World, rounds: int) -> list[dict]:
+    """Return a row per number of buckets, on 64 equal layers."""
+    widths = [WIDTH] * (LAYERS + 1)
+    layer_bytes = 4 * (WIDTH * WIDTH + WIDTH)
+    steps = {}
+    for count in BUCKETS:
+        size = layer_bytes * LAYERS // count
+        options_ = AllReduceOptions(algorithm="null", bucket_bytes=size)
+        engine = AllReduce(world, replica_of(widths), optim.sgd(1e-6), options_)
+        assert len(engine._reducer._slices) == count
+        steps[str(count)] = step_of(engine, samples(WIDTH, WIDTH))
+    return rows_of("buckets", interleaved(world.link, steps, rounds))
+
+
+def replica_of(widths: list[int]) -> ModelReplica:
+    return ModelReplica(nn.MlpOptions(widths=widths).build(None, None), 0, "float32")
+
+
+def samples(features: int, classes: int) -> Batch:
+    draw = np.random.default_rng(0)
+    x = draw.standard_normal((BATCH, features)).astype(np.float32)
+    return Batch(x, draw.integers(0, classes, BATCH))
+
+
+def step_of(engine: Single | AllReduce, batch: Batch) -> Callable[[], object]:
+    return lambda: engine.step(batch, 1 / BATCH, nn.Key(0, 0, 0), Flags())
+
+
+def rows_of(study: str, seconds: dict[str, list[float]]) -> list[dict]:
+    return [{"study": study, "what": k, **spread(v), "seconds": v} for k, v in seconds.items()]
+
+
+def paired_ratio_of(rows: list[dict]) -> float:
+    by = {row["what"]: row["seconds"] for row in rows if row["study"] == "mlp"}
+    return paired_ratio(by["null"], by["single"])
+
+
+def slope_of(rows: list[dict]) -> float:
+    """Return microseconds per bucket: the least-squares slope of the medians."""
+    found = [(int(r["what"]), r["median_s"]) for r in rows if r["study"] == "buckets"]
+    return float(np.polyfit(*zip(*found, strict=True), 1)[0] * 1e6)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""A finished run, read back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ranks import run_on
+
+from hpctrain import recipe, rundir, runs
+from hpctrain.errors import UsageError
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of three epochs on two ranks, and its summary."""
+    out = tmp_path_factory.mktemp("runs") / "digits"
+    spec = recipe.load("digits", ["run.epochs=3"])
+    return out, run_on("threads", 2, lambda w: runs.train(spec, w, out, False))[0]
+
+
+def test_the_loaded_model_is_the_trained_one(finished):
+    out, summary = finished
+    spec = recipe.load(str(out / rundir.RECIPE))
+    test = spec.data.load(spec.run.seed).test
+    right = runs.load(out).outputs(test.x).argmax(1) == test.y
+    assert right.mean() == summary["test_accuracy"]
+    assert runs.evaluate(out) == pytest.approx(
+        {key: summary[key] for key in ("test_loss", "test_accuracy")} | {"samples": len(test)}
+    )
+
+
+def test_the_recipe_beside_the_results_repeats_the_run(finished, tmp_path):
+    out, summary = finished
+    again = recipe.load(str(out / rundir.RECIPE))
+    repeated = run_on("threads", 2, lambda w: runs.train(again, w, tmp_path / "again", False))[0]
+    assert repeated["params_sha256"] == summary["params_sha256"]
+    assert (tmp_path / "again" / rundir.RECIPE).read_text() == (out / rundir.RECIPE).read_text()
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"recipe\.toml"):
+        runs.load(tmp_path)
+
+
+def test_a_run_without_a_checkpoint_is_refused(finished, tmp_path):
+    (tmp_path / rundir.RECIPE).write_text((finished[0] / rundir.RECIPE).read_text())
+    with pytest.raises(UsageError, match="holds no checkpoint"):
+        runs.load(tmp_path)
+
+
+def test_the_summary_says_what_the_contract_promises(finished):
+    _, summary = finished
+    promised = """status exit_code recipe engine algorithm transport world_size workers servers
+        hosts epochs steps steps_redone samples samples_per_s wall_s compute_s wire_s wait_s
+        bytes_sent_per_rank train_loss test_loss test_accuracy staleness_mean staleness_max
+        staleness_histogram clock_gap_max dropped_gradients idle_fraction params_sha256 seed
+        threads versions"""
+    assert set(promised.split()) <= set(summary)
+    assert (summary["status"], summary["exit_code"], summary["epochs"]) == ("done", 0, 3.0)
+    assert summary["compute_s"] + summary["wait_s"] <= summary["wall_s"]
+    assert summary["bytes_sent_per_rank"] > 0 and np.isfinite(summary["train_loss"])
