@@ -59,6 +59,9 @@ class Journal:
             log.warning("batch was %s before, now %s", about["batch"], self.sampler.batch)
         if self.run is not None and self.world.rank == 0:
             self.steps_redone = rundir.cut_rows(self.run, step)
+            # A run that was complete makes no row of its own: its summary tells of the last one.
+            self._last = next(reversed(rundir.rows(self.run)), {})
+            self._tested = {key: self._last.get(key) for key in self._tested}
         self._tell("resumed at step %d of %d", step, self.total_steps)
 
     def begin(self, step: int) -> None:

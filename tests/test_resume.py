@@ -104,3 +104,10 @@ def test_digits_reaches_its_accuracy(ranks, tmp_path, monkeypatch):
         for one in ranks(lambda w, seeded=seeded: runs.train(seeded, w, None, False)):
             accuracies.append(one["test_accuracy"])
     assert not accuracies or sum(accuracies) / len(accuracies) >= 0.97
+
+
+def test_resuming_a_complete_run_changes_nothing(tmp_path):
+    whole = run_on("threads", 2, lambda w: train(w, tmp_path / "run"))[0]
+    again = run_on("threads", 2, lambda w: train(w, tmp_path / "run", True))[0]
+    kept = ("status", "steps", "samples", "train_loss", "test_accuracy", "params_sha256")
+    assert [again[key] for key in kept] == [whole[key] for key in kept]
