@@ -11,7 +11,10 @@ from collections.abc import Callable
 import numpy as np
 
 from hpctrain.collectives.agree import all_gather, all_gather_bytes
+from hpctrain.collectives.chunks import chunks
+from hpctrain.collectives.double_tree import double_tree
 from hpctrain.collectives.group import Group
+from hpctrain.collectives.halving_doubling import halving_doubling
 from hpctrain.collectives.native import native
 from hpctrain.collectives.null import null
 from hpctrain.collectives.recursive_doubling import recursive_doubling
@@ -24,7 +27,9 @@ AllReduceFunction = Callable[[Group, np.ndarray, np.ufunc], None]
 ALLREDUCE: dict[str, AllReduceFunction] = {
     "ring": ring,
     "tree": tree,
+    "double-tree": double_tree,
     "recursive-doubling": recursive_doubling,
+    "halving-doubling": halving_doubling,
     "native": native,
     "null": null,
 }
@@ -40,5 +45,6 @@ __all__ = [
     "all_gather",
     "all_gather_bytes",
     "broadcast",
+    "chunks",
     "reduce",
 ]

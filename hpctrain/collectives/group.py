@@ -15,11 +15,21 @@ class Scratch:
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
 
+    def take(self, length: int, dtype: np.dtype) -> np.ndarray:
+        """Return an array of `length` elements; the next call hands out the same memory."""
+        nbytes = length * dtype.itemsize
+        if self._memory.nbytes < nbytes:
+            self._memory = np.empty(nbytes, np.uint8)
+        return self._memory[:nbytes].view(dtype)
+
     def like(self, x: np.ndarray) -> np.ndarray:
         """Return an array of `x`'s length and dtype; the next call hands out the same memory."""
-        if self._memory.nbytes < x.nbytes:
-            self._memory = np.empty(x.nbytes, np.uint8)
-        return self._memory[: x.nbytes].view(x.dtype)
+        return self.take(x.size, x.dtype)
+
+    def slots(self, x: np.ndarray, count: int, slot_bytes: int) -> np.ndarray:
+        """Return an array (count, n) of `x`'s dtype, n as long as a segment of `x` can be."""
+        length = min(x.size, max(1, slot_bytes // x.itemsize))
+        return self.take(count * length, x.dtype).reshape(count, length)
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,26 @@
-"""Ring all-reduce: every rank sends 1/P of the vector to its right neighbour, 2(P-1) times.
+"""Ring algorithms: every rank sends 1/P of the vector to its right neighbour, again and again.
 
-The vector is cut into P chunks. Four ranks, chunks a b c d; `2` means "the sum of two ranks":
+The vector is cut into P chunks. Four ranks, chunks a b c d; `2b` means "the sum of two ranks":
 
     rank   start     reduce-scatter                          all-gather
-     0    a b c d    a  b  c 2d    a  b 3c 2d    a 4b 3c 2d   4a 4b 3c 2d  ...  4a 4b 4c 4d
-     1    a b c d   2a  b  c  d   2a  b  c 3d   2a  b 4c 3d   2a 4b 4c 3d  ...  4a 4b 4c 4d
-     2    a b c d    a 2b  c  d   3a 2b  c  d   3a 2b  c 4d   3a 2b 4c 4d  ...  4a 4b 4c 4d
-     3    a b c d    a  b 2c  d    a 3b 2c  d   4a 3b 2c  d   4a 3b 2c 4d  ...  4a 4b 4c 4d
+     0    a b c d    a  b 2c  d    a 3b 2c  d   4a 3b 2c  d   4a 3b 2c 4d  ...  4a 4b 4c 4d
+     1    a b c d    a  b  c 2d    a  b 3c 2d    a 4b 3c 2d   4a 4b 3c 2d  ...  4a 4b 4c 4d
+     2    a b c d   2a  b  c  d   2a  b  c 3d   2a  b 4c 3d   2a 4b 4c 3d  ...  4a 4b 4c 4d
+     3    a b c d    a 2b  c  d   3a 2b  c  d   3a 2b  c 4d   3a 2b 4c 4d  ...  4a 4b 4c 4d
 
-Index rule: at step s of the first half, rank r sends chunk r - s and adds what comes from the
-left to chunk r - s - 1; so it ends owning the sum of chunk r + 1. At step s of the second half
-it sends chunk r + 1 - s and receives chunk r - s into place.
+Index rule: at step s of the reduce-scatter, rank r sends chunk r - 1 - s and adds what comes from
+the left to chunk r - 2 - s; so it ends owning the sum of chunk r. At step s of the all-gather it
+sends chunk r - s and receives chunk r - 1 - s into place.
 
-Cost: 2(P-1) steps, 2n(P-1)/P bytes sent per rank (the least possible), n(P-1)/P elements added.
-Scratch: one chunk, n/P. The sum of a chunk is made along one path and then only copied, so all
-ranks end with the same bytes.
+A chunk travels in segments: while segment k is added, k + 1 and those behind it are on the wire,
+and the segment that is added still lies in the cache.
+
+    wire   [ seg 0 ][ seg 1 ][ seg 2 ][ seg 3 ]
+    add             [ seg 0 ][ seg 1 ][ seg 2 ][ seg 3 ]
+
+Cost of the all-reduce: 2(P-1) steps, 2n(P-1)/P bytes sent per rank (the least possible), n(P-1)/P
+elements added. Scratch: AHEAD segments; `plain_ring`, which does not cut chunks: one chunk, n/P.
+The sum of a chunk is made along one path and then only copied: all ranks end with the same bytes.
 
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 workstations", 2009.
@@ -22,23 +28,92 @@ workstations", 2009.
 
 from __future__ import annotations
 
+from collections import deque
+from itertools import zip_longest
+
 import numpy as np
 
-from hpctrain.collectives.chunks import chunks
+from hpctrain.collectives.chunks import chunks, segments
 from hpctrain.collectives.group import Group
+from hpctrain.transport.link import Link, Request
+
+#: Two such inboxes fit a second-level cache; shorter ones pay more per message than they gain.
+SEGMENT_BYTES = 1 << 19
+AHEAD = 2  # segments whose receive is posted before they are needed
 
 
 def ring(group: Group, x: np.ndarray, op: np.ufunc) -> None:
     """Reduce flat `x` in place over all ranks of `group`."""
-    link = group.link
-    rank, size = link.rank, link.size
-    left, right = (rank - 1) % size, (rank + 1) % size
+    reduce_scatter(group, x, op)
+    all_gather(group, x)
+
+
+def plain_ring(group: Group, x: np.ndarray, op: np.ufunc) -> None:
+    """Reduce flat `x` in place with uncut chunks: what the segments are measured against."""
+    reduce_scatter(group, x, op, segment_bytes=max(x.nbytes, 1))
+    all_gather(group, x)
+
+
+def reduce_scatter(
+    group: Group, x: np.ndarray, op: np.ufunc, segment_bytes: int = SEGMENT_BYTES
+) -> np.ndarray:
+    """Return the view of flat `x` that is this rank's chunk, reduced; the rest of `x` is spoilt."""
+    rank, size = group.link.rank, group.link.size
     chunk = chunks(x, size)
     for step in range(size - 1):
-        mine, theirs = chunk[(rank - step) % size], chunk[(rank - step - 1) % size]
-        inbox = group.scratch.like(theirs)
-        link.sendrecv(mine, right, inbox, left)
-        op(theirs, inbox, out=theirs)
+        mine, theirs = chunk[(rank - 1 - step) % size], chunk[(rank - 2 - step) % size]
+        if max(mine.nbytes, theirs.nbytes) <= segment_bytes:
+            _exchange(group, mine, theirs, op)
+        else:
+            _exchange_in_segments(group, mine, theirs, op, segment_bytes)
+    return chunk[rank]
+
+
+def all_gather(group: Group, x: np.ndarray) -> None:
+    """Fill flat `x` with every rank's chunk; before, this rank's own is in place."""
+    link = group.link
+    rank, size = link.rank, link.size
+    left, right = _neighbours(link)
+    chunk = chunks(x, size)
     for step in range(size - 1):
-        mine, theirs = chunk[(rank + 1 - step) % size], chunk[(rank - step) % size]
-        link.sendrecv(mine, right, theirs, left)
+        link.sendrecv(chunk[(rank - step) % size], right, chunk[(rank - 1 - step) % size], left)
+
+
+def _exchange(group: Group, mine: np.ndarray, theirs: np.ndarray, op: np.ufunc) -> None:
+    """Send chunk `mine` to the right and add what comes from the left to chunk `theirs`."""
+    left, right = _neighbours(group.link)
+    inbox = group.scratch.like(theirs)
+    group.link.sendrecv(mine, right, inbox, left)
+    op(theirs, inbox, out=theirs)
+
+
+def _exchange_in_segments(
+    group: Group, mine: np.ndarray, theirs: np.ndarray, op: np.ufunc, segment_bytes: int
+) -> None:
+    link = group.link
+    left, right = _neighbours(link)
+    inboxes = group.scratch.slots(theirs, AHEAD, segment_bytes)
+    sends: list[Request] = []
+    coming: deque[tuple[Request, np.ndarray, np.ndarray]] = deque()
+    pairs = zip_longest(segments(mine, segment_bytes), segments(theirs, segment_bytes))
+    for k, (out, into) in enumerate(pairs):
+        if len(coming) == AHEAD:
+            _add(*coming.popleft(), op)
+        if into is not None:
+            inbox = inboxes[k % AHEAD][: into.size]
+            coming.append((link.irecv(inbox, left), inbox, into))
+        if out is not None:
+            sends.append(link.isend(out, right))
+    for segment in coming:
+        _add(*segment, op)
+    for send in sends:
+        send.wait()
+
+
+def _add(request: Request, inbox: np.ndarray, into: np.ndarray, op: np.ufunc) -> None:
+    request.wait()
+    op(into, inbox, out=into)
+
+
+def _neighbours(link: Link) -> tuple[int, int]:
+    return (link.rank - 1) % link.size, (link.rank + 1) % link.size

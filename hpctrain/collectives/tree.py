@@ -13,7 +13,7 @@ Eight ranks, root 0; the number on an edge is the bit in which child and parent 
 
 A vector travels in segments, so the scratch is one segment and a parent adds segment k while
 its children send k + 1. Cost of the all-reduce: 2 ceil(log2 P) steps deep; a rank sends its
-vector once up and once to each child: 2n bytes on average, up to n ceil(log2 P) at the root.
+vector once up and once to each child: 2n(P-1)/P bytes on average, n ceil(log2 P) at the root.
 All ranks receive the root's sum: the same bytes.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in

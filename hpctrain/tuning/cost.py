@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hpctrain.collectives.chunks import SEGMENT_BYTES
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -56,8 +58,27 @@ def recursive_doubling(n: int, ranks: int) -> Cost:
     return Cost(core + 2 * folded, (core + 2 * folded) * n, (core + folded) * n)
 
 
+def halving_doubling(n: int, ranks: int) -> Cost:
+    """Return 2 log2 Q steps, 2n(Q-1)/Q bytes, Q the largest power of two; folding adds 3 and 2n."""
+    core = 1 << (ranks.bit_length() - 1)
+    folded, share = ranks != core, n * (core - 1) / core
+    steps = 2 * (core.bit_length() - 1) + 3 * folded
+    return Cost(steps, 2 * share + 2 * n * folded, share + n / 2 * folded)
+
+
+def double_tree(n: int, ranks: int, segment_bytes: int = SEGMENT_BYTES) -> Cost:
+    """Return 2(2L + 2k) steps of n/2k bytes: both trees in turn, k segments each, up and down."""
+    if ranks == 1:
+        return Cost(0, 0, 0)
+    depth, k = (ranks - 1).bit_length(), max(1, -(-n // (2 * segment_bytes)))
+    steps = 4 * (depth + k)
+    return Cost(steps, steps * n / (2 * k), steps / 2 * n / (2 * k))
+
+
 ALLREDUCE: dict[str, Callable[[int, int], Cost]] = {
     "ring": ring,
     "tree": tree,
+    "double-tree": double_tree,
     "recursive-doubling": recursive_doubling,
+    "halving-doubling": halving_doubling,
 }

@@ -7,9 +7,14 @@ import pytest
 from ranks import THREAD_RANKS, on_ranks, run_on
 
 from hpctrain.collectives import ALLREDUCE, OPERATIONS, Group, all_gather_bytes, broadcast
+from hpctrain.collectives.ring import plain_ring
 from hpctrain.tuning import cost, select
 
-EVERY = {"auto": select.auto, **{k: f for k, f in ALLREDUCE.items() if k != "null"}}
+EVERY = {
+    "auto": select.auto,
+    "plain-ring": plain_ring,
+    **{k: f for k, f in ALLREDUCE.items() if k != "null"},
+}
 LENGTHS = ("0", "1", "P-1", "P", "P+1", "100003")
 
 
@@ -86,15 +91,20 @@ def test_bytes_and_steps_are_those_of_the_cost_model(ranks, name):
 
     def check(sent):
         p, predicted = ranks.size, cost.ALLREDUCE[name](n, ranks.size)
-        total, largest = sum(b for b, _ in sent), max(b for b, _ in sent)
-        if name == "ring":
-            assert set(sent) == {(predicted.bytes, predicted.steps)}
-            return
         core = 1 << (p.bit_length() - 1)
-        exchanges = core * (p.bit_length() - 1) + 2 * (p - core)
-        edges = {"tree": 2 * (p - 1), "recursive-doubling": exchanges}[name]
-        assert total == edges * n
+        total, largest = sum(b for b, _ in sent), max(b for b, _ in sent)
+        # What all ranks together send: along each edge of the picture, or each rank alike.
+        together = {
+            "ring": 2 * (p - 1) * n,
+            "tree": 2 * (p - 1) * n,
+            "double-tree": 2 * (p - 1) * n,
+            "recursive-doubling": core * (p.bit_length() - 1) * n + 2 * (p - core) * n,
+            "halving-doubling": 2 * (core - 1) * n + (p - core) * 5 * n // 2,
+        }
+        assert total == together[name]
         assert largest <= predicted.bytes
+        if name == "ring" or (p == core and name.endswith("doubling")):
+            assert set(sent) == {(predicted.bytes, predicted.steps)}
 
     ranks(body)
 
@@ -126,6 +136,14 @@ def test_a_planted_error_is_seen():
     assert not any(run_on("threads", 4, body))
 
 
-def test_auto_takes_few_steps_for_short_and_few_bytes_for_long():
-    assert select.fastest(4, 8) == "recursive-doubling"
-    assert select.fastest(64 << 20, 8) == "ring"
+@pytest.mark.parametrize(
+    ("nbytes", "ranks", "name"),
+    [
+        (4, 8, "recursive-doubling"),  # the fewest steps
+        (64 << 20, 8, "halving-doubling"),  # the fewest bytes, and fewer steps than a ring
+        (64 << 20, 5, "ring"),  # the fewest bytes: folding would add some
+        (4 << 20, 1000, "halving-doubling"),  # a ring of so many has too many steps
+    ],
+)
+def test_auto_takes_what_the_model_says(nbytes, ranks, name):
+    assert select.fastest(nbytes, ranks) == name
