@@ -68,7 +68,7 @@ class Journal:
         """Start the clocks and the bar."""
         self._first_step = self._row_step = step
         if self.run is not None and self.world.rank == 0:
-            rundir.announce(self.run)
+            rundir.begin(self.run)
             if self.recipe is not None:
                 rundir.write_recipe(self.run, self.recipe.toml())
         shown = self.world.rank == 0 and log.isEnabledFor(logging.INFO)

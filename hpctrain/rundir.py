@@ -41,21 +41,26 @@ def default_path(recipe_name: str) -> Path:
 def claimed(run: Path, resume: bool) -> Iterator[None]:
     """Make the folder and hold it for this job alone; the kernel gives it back however we end.
 
-    Raises UsageError if another job holds it, or if a run lies there and `resume` is not set.
+    Raises UsageError if another job holds it, if a run lies there and `resume` is not set, or if
+    it cannot be written.
     """
     try:
-        run.mkdir(parents=True, exist_ok=True)
+        file = _opened(run, resume)
     except OSError as error:
-        raise UsageError(f"--out {run} cannot be made: {error.strerror}") from None
+        raise UsageError(f"--out {run} cannot be written: {error.strerror}") from None
+    with file:
+        _lock(file, run)
+        yield
+
+
+def _opened(run: Path, resume: bool) -> TextIO:
+    run.mkdir(parents=True, exist_ok=True)
     if not resume and (names := _names(run)):
         raise UsageError(
             f"--out {run} is in use: it holds {names}. Add --resume to go on with that run, or "
             "name a new folder"
         )
-    with open(run / LOCK, "a+") as file:
-        _lock(file, run)
-        (run / SUMMARY).unlink(missing_ok=True)  # it told of an earlier part of this run
-        yield
+    return open(run / LOCK, "a+")
 
 
 def _lock(file: TextIO, run: Path) -> None:
@@ -74,8 +79,9 @@ def _names(run: Path) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
-def announce(run: Path) -> None:
-    """Tell `hpctrain launch`, if that started us, where this run lies."""
+def begin(run: Path) -> None:
+    """Drop what was said of an earlier part; tell `hpctrain launch`, if it started us, of `run`."""
+    (run / SUMMARY).unlink(missing_ok=True)
     if ANNOUNCE in os.environ:
         Path(os.environ[ANNOUNCE]).write_text(str(run.absolute()))
 
