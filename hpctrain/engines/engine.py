@@ -14,6 +14,7 @@ import numpy as np
 
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives.chunks import bounds
+from hpctrain.errors import UsageError
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.nn import Key, Sums
@@ -89,13 +90,27 @@ def pieces_of(
 def load_into(
     arena: Arena, optimizer_state: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]
 ) -> None:
-    """Copy the full `arrays` of a checkpoint into arena and optimizer state."""
+    """Copy the full `arrays` of a checkpoint into arena and optimizer state.
+
+    Raises UsageError if they are those of another model or optimizer.
+    """
     for name, x in _flat(arena, optimizer_state).items():
+        seen = arrays[name].size if name in arrays else "none"
+        if seen != x.size:
+            raise UsageError(
+                f"the checkpoint does not fit the recipe: expected {x.size} numbers of '{name}', "
+                f"seen {seen}; resume with the model and the optimizer that it was made with"
+            )
         x[...] = arrays[name]
 
 
 def _flat(arena: Arena, optimizer_state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {"param": arena.param} | {f"optimizer.{k}": x for k, x in optimizer_state.items()}
+    buffer = {"buffer": arena.buffer} if arena.buffer.size else {}
+    return {
+        "param": arena.param,
+        **buffer,
+        **{f"optimizer.{k}": x for k, x in optimizer_state.items()},
+    }
 
 
 def _piece(name: str, x: np.ndarray, rank: int, size: int) -> Piece:
