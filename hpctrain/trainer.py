@@ -17,7 +17,7 @@ import numpy as np
 from hpctrain import checkpoint, engines, nn, rundir
 from hpctrain.data import Dataset, Sampler, share
 from hpctrain.engines import Engine, Flags
-from hpctrain.errors import SaveError, Stopped, TrainingError, UsageError
+from hpctrain.errors import HpctrainError, SaveError, Stopped, TrainingError, UsageError
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.journal import Journal
 from hpctrain.optim import Optimizer
@@ -77,10 +77,12 @@ class Trainer:
         Raises UsageError, TrainingError (loss not finite), Stopped (a signal asked to; there is a
         checkpoint) or SaveError, each on all ranks.
         """
-        sampler = self._sampler(train, batch)
+        sampler = self.world.together(lambda: self._sampler(train, batch))
         if (epochs is None) == (steps is None):
             raise UsageError("fit needs exactly one of epochs and steps")
         total = steps or (epochs or 0) * sampler.steps_per_epoch
+        plan = f"{len(train)} samples in batches of {batch} for {total} steps with seed {self.seed}"
+        self.world.must_agree(plan, "the plan of a training")
         with ExitStack() as stack:
             run = self._claim(stack, out, resume, timeout_s)
             journal = Journal(self.world, self.engine, sampler, total, run, recipe)
@@ -221,7 +223,8 @@ class _Loop:
         except SaveError as error:
             if must:
                 raise
-            log.warning("%s; training goes on", error)
+            if self.world.rank == 0:
+                log.warning("%s; training goes on", error)
 
 
 @contextmanager
@@ -235,6 +238,9 @@ def _told(journal: Journal) -> Iterator[None]:
     except (TrainingError, SaveError) as error:  # raised on all ranks
         journal.finish("failed", error.exit_code, str(error))
         raise
+    except UsageError as error:  # out of a user's code, on this rank: the time to refuse is over
+        journal.fail_alone(error)
+        raise HpctrainError(str(error)) from error
     except BaseException as error:
         journal.fail_alone(error)
         raise
