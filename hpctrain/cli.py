@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import time
 
@@ -16,6 +17,8 @@ from hpctrain.errors import HpctrainError, SaveError, Stopped, TrainingError, Us
 #: Errors that all ranks raise together; any other means that this rank leaves the others alone.
 AGREED = (UsageError, TrainingError, SaveError, Stopped)
 INTERRUPTED, BUG = 130, 1
+#: How long ranks that need not speak wait for rank 0, which says what all of them have seen.
+SPEAK_FIRST_S, ALONE_S = 1.0, 10.0
 
 
 class Commands(click.Group):
@@ -57,28 +60,43 @@ def _guarded() -> int:
         code = hpctrain.main(prog_name="hpctrain", standalone_mode=False)
         return _leave(code if isinstance(code, int) else 0)
     except click.ClickException as error:
-        return _refuse(_usage(error))
+        return _refuse(error, _usage(error))
     except (click.Abort, KeyboardInterrupt):
-        return INTERRUPTED
+        return _end(INTERRUPTED)
     except AGREED as error:
         if world.current() is None:
-            return _refuse(str(error))
+            return _refuse(error, str(error))
         _say(f"hpctrain: {error}")
         return _leave(error.exit_code)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # also where a user's code leaves, on this rank alone
         world.fail_alone(error)
         return error.exit_code if isinstance(error, HpctrainError) else BUG
 
 
-def _refuse(message: str) -> int:
-    """Say, before MPI starts, what is wrong; all ranks have seen the same.
+def _refuse(error: Exception, message: str) -> int:
+    """Say, before MPI starts, what is wrong; most likely all ranks have seen the same.
 
-    The silent ranks give rank 0 a second to speak: launchers kill all when the first one fails.
+    So rank 0 speaks, and the others give it the time to: Open MPI kills all when one ends with an
+    error, and whom it lets live was wrong alone. A file may be missing on one host alone.
     """
-    if launchers.launched(os.environ).rank > 0:
-        time.sleep(1.0)
-    _say(f"hpctrain: {message}")
+    here = launchers.launched(os.environ)
+    if here.rank > 0:
+        time.sleep(ALONE_S if here.name == "openmpi" else SPEAK_FIRST_S)
+    of_host = here.local_rank == 0 and isinstance(error.__context__, OSError)
+    if here.rank == 0:
+        print(f"hpctrain: {message}", file=sys.stderr, flush=True)
+    elif here.name == "openmpi" or of_host:
+        who = f"rank {here.rank} on {socket.gethostname()}"
+        print(f"hpctrain: {who}: {message}", file=sys.stderr, flush=True)
     return UsageError.exit_code
+
+
+def _end(code: int) -> int:
+    """End the whole job, if there is one: the other ranks wait for this one."""
+    here = world.current()
+    if here is not None and here.size > 1:
+        world.abort(code)
+    return code
 
 
 def _leave(code: int) -> int:
@@ -88,9 +106,9 @@ def _leave(code: int) -> int:
 
 
 def _say(message: str) -> None:
-    """Print on stderr, from one rank of the job."""
+    """Print on stderr, from rank 0 of the job."""
     here = world.current()
-    if (here.rank if here else launchers.launched(os.environ).rank) == 0:
+    if here is None or here.rank == 0:
         print(message, file=sys.stderr, flush=True)
 
 

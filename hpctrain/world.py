@@ -31,6 +31,9 @@ from hpctrain.watch import Record, Watch, dump_stacks, write_report
 T = TypeVar("T")
 DTYPES = ("float32", "float64", "int32", "int64")
 DEFAULT_TIMEOUT_S = 300.0
+#: Where all ranks fail alike, each is given this long to say so before one ends the job.
+SAME_FAULT_S = 0.5
+SPEAK_FIRST_S = 3.0  # whoever reports a hang first ends the job, and is given this long to speak
 
 
 @dataclass
@@ -155,9 +158,11 @@ def current() -> World | None:
 
 def finish() -> None:
     """End MPI when every rank has come here; a script that called `init` does so at its end."""
+    if _world is None:
+        return
     from hpctrain.transport import mpi
 
-    if _world is not None and mpi.running():
+    if mpi.running():
         _world.link.barrier()  # on our own link: the watch sees who is missing
         mpi.finalize()
 
@@ -168,6 +173,7 @@ def fail_alone(error: BaseException) -> None:
     lines = "".join(traceback.format_exception(error)).splitlines()
     print("\n".join(f"[{who}] {line}" for line in lines), file=sys.stderr, flush=True)
     if _world is not None and _world.size > 1:
+        time.sleep(SAME_FAULT_S)
         abort(error.exit_code if isinstance(error, HpctrainError) else 1)
 
 
@@ -187,7 +193,7 @@ def _over_mpi() -> World:
     from hpctrain.transport import mpi
 
     record = Record(None, launched.rank, launched.size)
-    link = mpi.start(record.entry("main"))
+    link = mpi.start(record.entry("main"), DEFAULT_TIMEOUT_S)
     wrong = launchers.mismatch(launched, link.size, library.vendor, library.library)
     if wrong:
         mpi.finalize()
@@ -208,9 +214,7 @@ def _hung(rank: int, run: Path | None, report: str) -> None:
         if run is None or write_report(run / "watch", report):
             _speak_for_the_hung(run, report)
         else:
-            time.sleep(
-                3.0
-            )  # whoever speaks first ends the job, and must be given the time to speak
+            time.sleep(SPEAK_FIRST_S)
     finally:
         abort(HungError.exit_code)
 
@@ -240,7 +244,7 @@ def allreduce(
     """
     world = world or init()
     function = allreduce_named(algorithm)
-    ufunc = np.add if op == "mean" else config.pick(collectives.OPERATIONS, op, "op")
+    ufunc = config.pick({**collectives.OPERATIONS, "mean": np.add}, op, "op")
     flat = _flat(x)
     if op == "mean" and flat.dtype.kind != "f":
         raise UsageError(f"op 'mean' needs floating point, seen {flat.dtype}; use 'sum'")

@@ -6,9 +6,11 @@ devices are set before it looks at them, and so that `import hpctrain` costs not
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
@@ -181,10 +183,19 @@ def _finish(piece: MPI.Request, status: MPI.Status) -> int:
     return status.Get_count(MPI.BYTE)
 
 
-def start(entry: Entry) -> MpiLink:
-    """Start MPI unless somebody has, asking for THREAD_MULTIPLE, and return a link to all ranks."""
+def start(entry: Entry, timeout_s: float) -> MpiLink:
+    """Start MPI unless somebody has, asking for THREAD_MULTIPLE, and return a link to all ranks.
+
+    Where a rank never comes, the others leave after `timeout_s` with their stacks and exit code 1.
+    """
     if not MPI.Is_initialized():
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        # mpi4py holds the interpreter in there, so no thread of Python could keep the time.
+        faulthandler.dump_traceback_later(timeout_s, exit=True)
+        with warnings.catch_warnings():
+            # Of a foreign launcher; `hpctrain.init` says that once, with a remedy.
+            warnings.filterwarnings("ignore", "suspicious MPI", RuntimeWarning)
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        faulthandler.cancel_dump_traceback_later()
     return MpiLink(MPI.COMM_WORLD.Dup(), entry)
 
 
