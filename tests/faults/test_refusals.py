@@ -1,0 +1,210 @@
+"""Bad input: said once, before any training, whatever the number of ranks; exit code 2."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+import numpy as np
+import pytest
+from jobs import MARK, sets
+
+from hpctrain.cluster import launch
+
+pytestmark = pytest.mark.processes
+
+# What is wrong with the command line of `train` -> what is said
+UNKNOWN = {
+    "recipe": (["digts"], "unknown recipe 'digts'; did you mean 'digits'?"),
+    "key": (
+        ["digits", *sets(run_epocs=3)],
+        "unknown key in [run]: 'epocs'; did you mean 'epochs'?",
+    ),
+    "engine": (
+        ["digits", "--engine", "allredce"],
+        "unknown [engine] kind 'allredce'; did you mean 'allreduce'?",
+    ),
+    "algorithm": (
+        ["digits", *sets(wire_algorithm="rng")],
+        "unknown algorithm 'rng'; did you mean 'ring'?",
+    ),
+    "option": (["digits", "--epoch", "3"], "No such option '--epoch'. Did you mean '--epochs'?"),
+    "batch 0": (["digits", *sets(optimizer_batch=0)], "equal to 1, seen 0"),
+    "no file": (["nowhere/digits.toml"], "recipe nowhere/digits.toml: No such file"),
+}
+IN_TIME_S = 10  # 3 on an idle machine; tests share theirs
+
+
+def refused(ended, message, out):
+    """Check that `message` was said once, that nothing else was, and that nothing was made."""
+    assert ended.stderr.count(message) == 1, ended.stderr
+    assert ended.stderr.count("hpctrain: ") == 1, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert ended.returncode == 2
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("wrong", UNKNOWN)
+def test_wrong_command_line(begin, wrong):
+    args, message = UNKNOWN[wrong]
+    job = begin(*args, ranks=4)
+    ended = job.finish()
+    refused(ended, message, job.out)
+    assert ended.seconds < IN_TIME_S
+
+
+def test_launch_returns_the_code_of_a_refusal(begin):
+    job = begin("digts", launch=True)
+    refused(job.finish(), "did you mean 'digits'?", job.out)
+
+
+def good():
+    """Return arrays of 40 samples with 3 classes, and as many for a test."""
+    y = np.arange(40) % 3
+    return {"x": np.ones((40, 64)), "y": y, "x_test": np.ones((4, 64)), "y_test": y[:4]}
+
+
+# What is done to good arrays -> what is said of the file
+DATA = {
+    "missing": (None, "data.npz: expected an .npz file, seen nothing"),
+    "truncated": (600, "data.npz: expected a whole .npz file"),
+    "no labels": ({"y": None}, "expected an array 'y', seen: x, x_test, y_test"),
+    "no samples in rows": ({"x": np.ones(40)}, "x is of shape (40,); expected an array"),
+    "lengths": ({"y": np.zeros(39, int)}, "x has 40 samples but y has 39 labels"),
+    "wrong for the model": ({"x": np.ones((40, 63)), "x_test": np.ones((4, 63))},
+                            "[model] widths: expected 63 first"),
+    "negative label": ({"y": np.arange(40) - 1}, "y holds label -1 in sample 0"),
+    "label too large": ({"y": np.arange(40)}, "[model] widths: expected at least 40 last"),
+    "unseen label": ({"y_test": np.array([0, 1, 2, 3])}, "test label 3 is out of range"),
+    "floats as labels": ({"y": np.zeros(40)}, "y has dtype float64; expected integer class labels"),
+    "not finite": ({"x": np.full((40, 64), np.nan)}, "x holds nan in sample 0"),
+    "fewer than ranks": ({"x": np.ones((1, 64)), "y": np.array([2])},
+                         "1 training samples for 2 ranks"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", DATA)
+def test_bad_data(begin, tmp_path, wrong):
+    change, message = DATA[wrong]
+    write(tmp_path / "data.npz", change)
+    keys = sets(data_kind="npz", data_path="data.npz", model_widths="[64,16,10]")
+    job = begin("digits", *keys)
+    refused(job.finish(), message, job.out)
+
+
+def write(file, change):
+    if change is None:
+        return
+    arrays = good() | (change if isinstance(change, dict) else {})
+    np.savez(file, **{name: x for name, x in arrays.items() if x is not None})
+    if isinstance(change, int):
+        file.write_bytes(file.read_bytes()[:change])
+
+
+def test_a_batch_smaller_than_the_job(digits):
+    job = digits(*sets(optimizer_batch=2), ranks=3)
+    refused(job.finish(), "2 samples per batch for 3 ranks", job.out)
+
+
+SCRIPT = """
+import sys
+import numpy as np
+import hpctrain as ht
+mine = ht.init().rank == 1
+ht.allreduce({})
+print("not refused")
+"""
+# What ranks call -> what every one of them is told
+CALLS = {
+    "strided": ("np.ones(9)[::2]", "needs a C-contiguous array, seen shape (5,)"),
+    "dtype": ("np.ones(4, np.float16)", "float32, float64, int32, int64, seen float16"),
+    "list": ("[1.0]", "needs a NumPy array, seen list"),
+    "op": ("np.ones(4), op='meen'", "unknown op 'meen'; did you mean 'mean'?"),
+    "algorithm": ("np.ones(4), algorithm='rign'", "unknown algorithm 'rign'; did you mean 'ring'?"),
+    "mean of integers": ("np.ones(4, int), op='mean'", "op 'mean' needs floating point"),
+    "lengths": ("np.ones(4 + mine)", "rank 0 has 4 float64 sum, rank 1 has 5 float64 sum"),
+    "dtypes": ("np.ones(4, 'f4' if mine else 'f8')",
+               "rank 0 has 4 float64 sum, rank 1 has 4 float32 sum"),
+    "ops": ("np.ones(4), op='max' if mine else 'min'",
+            "rank 0 has 4 float64 min, rank 1 has 4 float64 max"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", CALLS)
+def test_allreduce_of_what_does_not_fit(start, mark, wrong):
+    call, message = CALLS[wrong]
+    ended = start("-c", SCRIPT.format(call), ranks=3, env={MARK: mark}).finish()
+    for rank in range(3):
+        who = re.escape(f"[rank {rank} on ")
+        assert re.search(f"{who}.*UsageError: .*{re.escape(message)}", ended.stderr), ended.stderr
+    assert ended.stdout == ""
+    assert ended.returncode == 2
+
+
+# The variables of the other MPI's launcher, for rank R of 4
+OTHERS = {
+    "MPICH": {f"OMPI_COMM_WORLD_{name}": "R" for name in ("RANK", "LOCAL_RANK")}
+    | {f"OMPI_COMM_WORLD_{name}": "4" for name in ("SIZE", "LOCAL_SIZE")},
+    "Open MPI": {"PMI_RANK": "R", "PMI_SIZE": "4", "MPI_LOCALRANKID": "R", "MPI_LOCALNRANKS": "4"},
+}
+
+
+def test_the_launcher_of_another_mpi(start, mark, tmp_path):
+    mpi = launch._probe()
+    jobs = []
+    for rank in range(4):
+        env = {name: value.replace("R", str(rank)) for name, value in OTHERS[mpi.vendor].items()}
+        jobs.append(start("-m", "hpctrain", "train", "digits", env={MARK: mark, **env}))
+    first = jobs[0].finish()
+    assert first.returncode == 2
+    assert f"but {mpi.vendor} ({mpi.library}), which mpi4py loaded, says 1" in first.stderr
+    assert "4 jobs of one rank" in first.stderr and "hpctrain launch -n 4" in first.stderr
+    for job in jobs[1:]:
+        if mpi.vendor == "MPICH":
+            job.kill()  # as Open MPI's mpirun does when the first one fails; MPICH's does not
+        else:
+            assert job.finish().returncode == 2
+        assert job.output() == ""
+    assert not (tmp_path / "runs").exists()
+
+
+def contents(folder):
+    return {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes())
+            for path in sorted(folder.rglob("*"))}  # fmt: skip
+
+
+@pytest.fixture
+def used(tmp_path):
+    """A folder with somebody's results in it."""
+    folder = tmp_path / "run"
+    (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    return folder
+
+
+def test_a_used_folder_stays_as_it_is(digits, used):
+    before = contents(used)
+    ended = digits().finish()
+    assert ended.returncode == 2
+    assert ended.stderr.count("is in use: it holds checkpoints, metrics.jsonl. Add --resume") == 1
+    assert contents(used) == before
+
+
+def test_a_folder_that_another_job_writes(digits):
+    first = digits("--epochs", "100000", ranks=1)  # ranks that wait for each other take all cores
+    first.reach(5, ranks=1)
+    before = {path for path in first.out.rglob("*") if path.is_file()}
+    for resume, message in (([], "is in use"), (["--resume"], "is being written by process")):
+        ended = digits(*resume).finish()
+        assert (ended.returncode, ended.stderr.count(message)) == (2, 1), ended.stderr
+    assert before - set(first.out.rglob("*")) == set()
+    first.job.ranks()[-1].send_signal(signal.SIGUSR1)
+    assert (first.finish().returncode, first.summary["status"]) == (75, "stopped")
+
+
+def test_a_folder_that_two_jobs_take_at_the_same_time(digits):
+    jobs = [digits("--epochs", "40", ranks=1) for _ in range(2)]
+    ended = sorted((job.finish() for job in jobs), key=lambda one: one.returncode)
+    assert [one.returncode for one in ended] == [0, 2]
+    assert re.search("is in use|is being written by", ended[1].stderr)
+    assert jobs[0].summary["status"] == "done"

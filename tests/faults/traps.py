@@ -1,0 +1,86 @@
+"""A model that goes wrong on one rank at one step: user code, named in recipes as traps:model."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import time
+from dataclasses import dataclass
+
+import hpctrain as ht
+from hpctrain import nn
+from hpctrain.errors import UsageError
+
+EVERY = -1
+
+
+def model(input_shape, classes, widths, trap, rank, step):
+    """Return an MLP with a trap as its first layer; one of step -1 springs here."""
+    layer = Trap(trap, rank, step)
+    layer.look(-1)
+    layers = {"trap": layer, "flatten": nn.Flatten()}
+    for i, outputs in enumerate(widths[1:]):
+        layers |= {f"linear{i}": nn.Linear(outputs), f"relu{i}": nn.ReLU()}
+    return nn.Model(layers, input_shape)
+
+
+@dataclass(frozen=True)
+class Trap:
+    """Pass samples through; at `step`, spring on `rank`."""
+
+    kind: str
+    rank: int
+    step: int
+
+    def output_shape(self, shape):
+        return shape
+
+    def parameters(self, shape):
+        return {}
+
+    def forward(self, p, x, key):
+        factor = self.look(key.step) if key is not None else None
+        return (x if factor is None else x * factor), None
+
+    def backward(self, p, g, saved, dy, want_dx):
+        return dy
+
+    def look(self, step):
+        if step == self.step and self.rank in (EVERY, ht.init().rank):
+            return SPRING[self.kind]()
+        return None
+
+
+def raises(error):
+    raise error
+
+
+def send(number):
+    return lambda: os.kill(os.getpid(), number)
+
+
+def stop():
+    """Stop this process, as a debugger or a batch system may, a while after its last heartbeat."""
+    time.sleep(0.6)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def full():
+    """Let no file of this process grow beyond 8 KiB from now on: writing more fails."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 13, 1 << 13))
+
+
+SPRING = {
+    "raise": lambda: raises(RuntimeError("the model broke")),
+    "refuse": lambda: raises(UsageError("seen on one rank only")),
+    "leave": lambda: sys.exit(0),
+    "kill": send(signal.SIGKILL),
+    "stop": stop,
+    "usr1": send(signal.SIGUSR1),
+    "term": send(signal.SIGTERM),
+    "diverge": lambda: float("nan"),
+    "full": full,
+    "none": lambda: None,
+}

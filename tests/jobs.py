@@ -1,0 +1,77 @@
+"""Jobs of real processes that are to fail: what a test waits for, looks at, and sees through."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import Completed, Job
+
+from hpctrain import rundir, watch
+
+MARK = "HPCTRAIN_TEST_JOB"
+EVERY = -1  # for `trap`: every rank
+
+
+def sets(**keys: object) -> list[str]:
+    """Return `--set` arguments; `model_widths` stands for model.widths."""
+    return [word for k, v in keys.items() for word in ("--set", f"{k.replace('_', '.', 1)}={v}")]
+
+
+SMALL = sets(model_widths="[64,16,10]")
+
+
+@dataclass
+class Training:
+    """A training job under way, and its folder `out`."""
+
+    job: Job
+    out: Path
+
+    def finish(self, timeout: float = 60) -> Completed:
+        return self.job.finish(timeout)
+
+    @property
+    def summary(self) -> dict | None:
+        return rundir.read_summary(self.out)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of which there are checkpoints."""
+        found = (self.out / "checkpoints").glob("step-*")
+        return sorted(int(path.name.removeprefix("step-")) for path in found)
+
+    def reach(self, step: int, ranks: int = 2, timeout: float = 40) -> None:
+        """Wait until every rank has begun `step`."""
+        deadline = time.monotonic() + timeout
+        while not all(self._has_begun(step, rank) for rank in range(ranks)):
+            if time.monotonic() > deadline or self.job.process.poll() is not None:
+                pytest.fail(f"step {step} was never reached:\n{self.job.output()}")
+            time.sleep(0.02)
+
+    def _has_begun(self, step: int, rank: int) -> bool:
+        try:
+            return watch.read(watch.record_path(self.out / "watch", rank)).step >= step
+        except (OSError, ValueError):
+            return False
+
+
+def carriers(mark: str) -> list[psutil.Process]:
+    """Return the processes started with `mark` in their environment; zombies have none."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark:
+                found.append(process)
+        except psutil.Error:  # it has ended, or is not ours
+            continue
+    return found
+
+
+def trap(kind: str, rank: int, step: int = 7) -> list[str]:
+    """Return arguments for a model that springs a trap of faults/traps.py on `rank` at `step`."""
+    keys = {"model_kind": "traps:model", "model_trap": kind, "model_rank": rank}
+    return sets(**keys, model_step=step)
