@@ -1,7 +1,7 @@
 """Collective operations, written by hand over point-to-point messages.
 
 Every all-reduce is a plain function `f(group, x, op)` that reduces the flat, contiguous array
-`x` in place; `op` is a NumPy ufunc of two arguments such as `np.add`.
+`x` in place; `op` is a NumPy ufunc of two arguments such as `np.add`, or called like one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from hpctrain.collectives.group import Group
 from hpctrain.collectives.halving_doubling import halving_doubling
 from hpctrain.collectives.native import native
 from hpctrain.collectives.null import null
+from hpctrain.collectives.operations import DTYPES, OPERATIONS, Operation, operation
 from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.collectives.ring import ring
 from hpctrain.collectives.tree import broadcast, reduce, tree
 
-AllReduceFunction = Callable[[Group, np.ndarray, np.ufunc], None]
+AllReduceFunction = Callable[[Group, np.ndarray, Operation], None]
 
 #: The algorithms by the names that people type.
 ALLREDUCE: dict[str, AllReduceFunction] = {
@@ -34,17 +35,17 @@ ALLREDUCE: dict[str, AllReduceFunction] = {
     "null": null,
 }
 
-#: The operations by the names that people type.
-OPERATIONS: dict[str, np.ufunc] = {"sum": np.add, "min": np.minimum, "max": np.maximum}
-
 __all__ = [
     "ALLREDUCE",
+    "DTYPES",
     "OPERATIONS",
     "AllReduceFunction",
     "Group",
+    "Operation",
     "all_gather",
     "all_gather_bytes",
     "broadcast",
     "chunks",
+    "operation",
     "reduce",
 ]

@@ -37,6 +37,7 @@ import numpy as np
 
 from hpctrain.collectives.chunks import segments
 from hpctrain.collectives.group import Group
+from hpctrain.collectives.operations import Operation
 from hpctrain.transport.link import Request
 
 
@@ -47,13 +48,13 @@ class Family(NamedTuple):
     children: tuple[int, ...]
 
 
-def double_tree(group: Group, x: np.ndarray, op: np.ufunc) -> None:
+def double_tree(group: Group, x: np.ndarray, op: Operation) -> None:
     """Reduce flat `x` in place over all ranks of `group`."""
     _reduce(group, x, op)
     _broadcast(group, x)
 
 
-def _reduce(group: Group, x: np.ndarray, op: np.ufunc) -> None:
+def _reduce(group: Group, x: np.ndarray, op: Operation) -> None:
     sends: list[Request] = []
     for segment, family in _in_turn(group, x):
         for child in family.children:

@@ -28,9 +28,10 @@ import numpy as np
 
 from hpctrain.collectives.chunks import bounds, segments
 from hpctrain.collectives.group import Group
+from hpctrain.collectives.operations import Operation
 
 
-def halving_doubling(group: Group, x: np.ndarray, op: np.ufunc) -> None:
+def halving_doubling(group: Group, x: np.ndarray, op: Operation) -> None:
     """Reduce flat `x` in place over all ranks of `group`."""
     rank, size = group.link.rank, group.link.size
     core = 1 << (size.bit_length() - 1)
@@ -45,7 +46,7 @@ def halving_doubling(group: Group, x: np.ndarray, op: np.ufunc) -> None:
         group.link.isend(x, extra).wait()
 
 
-def _halve_and_double(group: Group, x: np.ndarray, op: np.ufunc, core: int) -> None:
+def _halve_and_double(group: Group, x: np.ndarray, op: Operation, core: int) -> None:
     link, at = group.link, bounds(x.size, core)
     first, last = 0, core  # our range of chunks
     way: list[tuple[int, slice, slice]] = []
@@ -64,7 +65,7 @@ def _halve_and_double(group: Group, x: np.ndarray, op: np.ufunc, core: int) -> N
 
 
 def _exchange_and_add(
-    group: Group, give: np.ndarray, keep: np.ndarray, op: np.ufunc, partner: int
+    group: Group, give: np.ndarray, keep: np.ndarray, op: Operation, partner: int
 ) -> None:
     """Send `give` and add what comes to `keep`; halves may differ by an element."""
     sends = [group.link.isend(segment, partner) for segment in segments(give)]
@@ -76,14 +77,14 @@ def _exchange_and_add(
         send.wait()
 
 
-def _take_over(group: Group, x: np.ndarray, op: np.ufunc, extra: int) -> None:
+def _take_over(group: Group, x: np.ndarray, op: Operation, extra: int) -> None:
     """Add the vector of folded rank `extra`: we the lower half, it the upper, which it sends us."""
     lower, upper = np.split(x, [x.size // 2])
     _exchange_and_add(group, upper, lower, op, extra)
     group.link.irecv(upper, extra).wait()
 
 
-def _hand_over(group: Group, x: np.ndarray, op: np.ufunc, partner: int) -> None:
+def _hand_over(group: Group, x: np.ndarray, op: Operation, partner: int) -> None:
     """Fold into `partner`, and take the result."""
     lower, upper = np.split(x, [x.size // 2])
     _exchange_and_add(group, lower, upper, op, partner)

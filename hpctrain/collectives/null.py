@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from hpctrain.collectives.group import Group
+from hpctrain.collectives.operations import Operation
 
 
-def null(group: Group, x: np.ndarray, op: np.ufunc) -> None:
+def null(group: Group, x: np.ndarray, op: Operation) -> None:
     """Leave `x` as it is."""

@@ -26,9 +26,10 @@ import numpy as np
 
 from hpctrain.collectives.chunks import segments
 from hpctrain.collectives.group import Group
+from hpctrain.collectives.operations import Operation
 
 
-def recursive_doubling(group: Group, x: np.ndarray, op: np.ufunc) -> None:
+def recursive_doubling(group: Group, x: np.ndarray, op: Operation) -> None:
     """Reduce flat `x` in place over all ranks of `group`."""
     rank, size = group.link.rank, group.link.size
     core = 1 << (size.bit_length() - 1)
@@ -40,7 +41,7 @@ def recursive_doubling(group: Group, x: np.ndarray, op: np.ufunc) -> None:
 
 
 def _reduce_segment(
-    group: Group, segment: np.ndarray, op: np.ufunc, core: int, extra: int | None
+    group: Group, segment: np.ndarray, op: Operation, core: int, extra: int | None
 ) -> None:
     link, inbox = group.link, group.scratch.like(segment)
     if extra is not None:

@@ -35,6 +35,7 @@ import numpy as np
 
 from hpctrain.collectives.chunks import chunks, segments
 from hpctrain.collectives.group import Group
+from hpctrain.collectives.operations import Operation
 from hpctrain.transport.link import Link, Request
 
 #: Two such inboxes fit a second-level cache; shorter ones pay more per message than they gain.
@@ -42,20 +43,20 @@ SEGMENT_BYTES = 1 << 19
 AHEAD = 2  # segments whose receive is posted before they are needed
 
 
-def ring(group: Group, x: np.ndarray, op: np.ufunc) -> None:
+def ring(group: Group, x: np.ndarray, op: Operation) -> None:
     """Reduce flat `x` in place over all ranks of `group`."""
     reduce_scatter(group, x, op)
     all_gather(group, x)
 
 
-def plain_ring(group: Group, x: np.ndarray, op: np.ufunc) -> None:
+def plain_ring(group: Group, x: np.ndarray, op: Operation) -> None:
     """Reduce flat `x` in place with uncut chunks: what the segments are measured against."""
     reduce_scatter(group, x, op, segment_bytes=max(x.nbytes, 1))
     all_gather(group, x)
 
 
 def reduce_scatter(
-    group: Group, x: np.ndarray, op: np.ufunc, segment_bytes: int = SEGMENT_BYTES
+    group: Group, x: np.ndarray, op: Operation, segment_bytes: int = SEGMENT_BYTES
 ) -> np.ndarray:
     """Return the view of flat `x` that is this rank's chunk, reduced; the rest of `x` is spoilt."""
     rank, size = group.link.rank, group.link.size
@@ -79,7 +80,7 @@ def all_gather(group: Group, x: np.ndarray) -> None:
         link.sendrecv(chunk[(rank - step) % size], right, chunk[(rank - 1 - step) % size], left)
 
 
-def _exchange(group: Group, mine: np.ndarray, theirs: np.ndarray, op: np.ufunc) -> None:
+def _exchange(group: Group, mine: np.ndarray, theirs: np.ndarray, op: Operation) -> None:
     """Send chunk `mine` to the right and add what comes from the left to chunk `theirs`."""
     left, right = _neighbours(group.link)
     inbox = group.scratch.like(theirs)
@@ -88,7 +89,7 @@ def _exchange(group: Group, mine: np.ndarray, theirs: np.ndarray, op: np.ufunc) 
 
 
 def _exchange_in_segments(
-    group: Group, mine: np.ndarray, theirs: np.ndarray, op: np.ufunc, segment_bytes: int
+    group: Group, mine: np.ndarray, theirs: np.ndarray, op: Operation, segment_bytes: int
 ) -> None:
     link = group.link
     left, right = _neighbours(link)
@@ -110,7 +111,7 @@ def _exchange_in_segments(
         send.wait()
 
 
-def _add(request: Request, inbox: np.ndarray, into: np.ndarray, op: np.ufunc) -> None:
+def _add(request: Request, inbox: np.ndarray, into: np.ndarray, op: Operation) -> None:
     request.wait()
     op(into, inbox, out=into)
 

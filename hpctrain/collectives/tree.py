@@ -26,15 +26,16 @@ import numpy as np
 
 from hpctrain.collectives.chunks import segments
 from hpctrain.collectives.group import Group
+from hpctrain.collectives.operations import Operation
 
 
-def tree(group: Group, x: np.ndarray, op: np.ufunc) -> None:
+def tree(group: Group, x: np.ndarray, op: Operation) -> None:
     """Reduce flat `x` in place over all ranks of `group`."""
     reduce(group, x, op)
     broadcast(group, x)
 
 
-def reduce(group: Group, x: np.ndarray, op: np.ufunc, root: int = 0) -> None:
+def reduce(group: Group, x: np.ndarray, op: Operation, root: int = 0) -> None:
     """Reduce flat `x` in place to `root`; on other ranks `x` ends with partial results."""
     link = group.link
     parent, children = family(link.rank, link.size, root)

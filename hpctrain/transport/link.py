@@ -46,7 +46,7 @@ class Link(Protocol):
     def barrier(self) -> None:
         """Return once every rank has called."""
 
-    def native_allreduce(self, x: np.ndarray, op: np.ufunc) -> None:
+    def native_allreduce(self, x: np.ndarray, op: Any) -> None:
         """Reduce `x` in place by the library's own all-reduce: yardstick and oracle."""
 
     def free(self) -> None:

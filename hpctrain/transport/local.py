@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from functools import reduce
 from typing import Any, TypeVar
 
 import numpy as np
@@ -114,9 +113,12 @@ class LocalLink:
         except threading.BrokenBarrierError:
             raise self._gave_up("barrier") from None
 
-    def native_allreduce(self, x: np.ndarray, op: np.ufunc) -> None:
+    def native_allreduce(self, x: np.ndarray, op: Any) -> None:
         """Reduce `x` in place, adding the ranks' arrays in the order of ranks."""
-        x[...] = reduce(op, self._lay_out(x.copy()))
+        first, *others = self._lay_out(x.copy())
+        x[...] = first
+        for other in others:
+            op(x, other, out=x)
 
     def free(self) -> None:
         """Do nothing: a hub goes with its last link."""

@@ -6,6 +6,7 @@ import numpy as np
 
 from hpctrain import collectives, config
 from hpctrain.collectives import AllReduceFunction, Group
+from hpctrain.collectives.operations import Operation
 from hpctrain.tuning import cost
 
 #: What a user may type for an all-reduce.
@@ -17,7 +18,7 @@ def fastest(n: int, ranks: int, machine: cost.Machine = cost.Machine()) -> str: 
     return min(cost.ALLREDUCE, key=lambda name: machine.seconds(cost.ALLREDUCE[name](n, ranks)))
 
 
-def auto(group: Group, x: np.ndarray, op: np.ufunc) -> None:
+def auto(group: Group, x: np.ndarray, op: Operation) -> None:
     """Reduce flat `x` in place by the algorithm that fits its length and the number of ranks."""
     collectives.ALLREDUCE[fastest(x.nbytes, group.link.size)](group, x, op)
 

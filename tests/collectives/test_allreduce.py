@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from ranks import THREAD_RANKS, on_ranks, run_on
 
-from hpctrain.collectives import ALLREDUCE, OPERATIONS, Group, all_gather_bytes, broadcast
+from hpctrain.collectives import (
+    ALLREDUCE,
+    OPERATIONS,
+    Group,
+    all_gather_bytes,
+    broadcast,
+    operation,
+)
 from hpctrain.collectives.ring import plain_ring
 from hpctrain.tuning import cost, select
 
@@ -147,3 +155,33 @@ def test_a_planted_error_is_seen():
 )
 def test_auto_takes_what_the_model_says(nbytes, ranks, name):
     assert select.fastest(nbytes, ranks) == name
+
+
+@on_ranks(*THREAD_RANKS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", [name for name in EVERY if name != "native"])
+def test_16_bit_floats_are_summed_in_float32(ranks, name, dtype):
+    """Each hop rounds once, by half a unit in the last place at most: the same bytes everywhere.
+
+    So an element is within (P-1) 2^-8 (bfloat16) of its sum of magnitudes, and all elements
+    together, whose leading digits differ, within half of that.
+    """
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
+
+    def body(world):
+        values = [
+            np.random.default_rng(rank).standard_normal(4099).astype(kind)
+            for rank in range(world.size)
+        ]
+        x = values[world.rank].copy()
+        EVERY[name](Group(world.link), x, operation("sum", kind))
+        exact = np.array([one.astype(np.float64) for one in values])
+        error = np.abs(x.astype(np.float64) - exact.sum(0))
+        bound = (world.size - 1) * unit * np.abs(exact).sum(0)
+        assert (error <= bound).all()
+        assert error.sum() <= bound.sum() / 2
+        all_bytes = all_gather_bytes(world.link, x.tobytes())
+        assert all(one == all_bytes[0] for one in all_bytes)
+
+    ranks(body)
