@@ -48,10 +48,14 @@ class RunOptions:
 
 @config.options
 class BatchOptions:
-    """Samples per step: of all ranks together (strong scaling), or per rank (weak scaling)."""
+    """Samples per step: of all ranks together (strong scaling), or per rank (weak scaling).
+
+    A rank's share is computed in `micro_batches` pieces, which need less memory.
+    """
 
     batch: Positive | None = None
     batch_per_rank: Positive | None = None
+    micro_batches: Positive = 1
 
     def size(self, ranks: int) -> int:
         """Return the samples of one step over all ranks."""
@@ -129,12 +133,13 @@ def check(tables: Mapping[str, Any]) -> Recipe:
         if not isinstance(table, Mapping):
             raise UsageError(f"'{name}' is a table: write [{name}], seen {table!r}")
     at = {name: dict(tables.get(name, {})) for name in TABLES}
-    batch = {key: at["optimizer"].pop(key) for key in BATCH_KEYS if key in at["optimizer"]}
+    keys = (*BATCH_KEYS, "micro_batches")
+    batch = {key: at["optimizer"].pop(key) for key in keys if key in at["optimizer"]}
     return Recipe(
         run=_one_of(config.read(RunOptions, at["run"], "run"), "run", "epochs", "steps"),
         model=nn.read(at["model"]),
         data=data.read(at["data"]),
-        batch=_one_of(config.read(BatchOptions, batch, "optimizer"), "optimizer", *BATCH_KEYS),
+        batch=_batch(batch),
         optimizer=config.read_kind(optim.OPTIMIZERS, at["optimizer"], "optimizer"),
         schedule=config.read_kind(
             optim.SCHEDULES, {"kind": "constant", **at["schedule"]}, "schedule"
@@ -165,6 +170,18 @@ def _engine(table: Table, wire: Table) -> Any:
     return config.read_kind(
         engines.ENGINES, table | (wire if issubclass(kind, WireOptions) else {}), "engine"
     )
+
+
+def _batch(table: Table) -> BatchOptions:
+    options: BatchOptions = _one_of(
+        config.read(BatchOptions, table, "optimizer"), "optimizer", *BATCH_KEYS
+    )
+    if options.size(1) % options.micro_batches:
+        raise UsageError(
+            f"[optimizer] micro_batches: expected a divisor of the batch of {options.size(1)}, "
+            f"seen {options.micro_batches}"
+        )
+    return options
 
 
 def _one_of(options: Any, table: str, first: str, second: str) -> Any:

@@ -34,6 +34,7 @@ def train(spec: Recipe, world: World, out: Path | None, resume: bool) -> dict[st
         split.train,
         steps=total,
         batch=batch,
+        micro_batches=spec.batch.micro_batches,
         evaluate=split.test,
         interval_steps=spec.run.interval_steps,
         out=world.gather(str((out or rundir.default_path(spec.run.name)).absolute()))[0],
@@ -82,5 +83,5 @@ def evaluate(run: str | Path) -> dict[str, Any]:
     return {
         "test_loss": sums.loss / sums.count,
         "test_accuracy": sums.correct / sums.count,
-        "samples": sums.count,
+        "samples": len(split.test),
     }

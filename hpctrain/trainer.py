@@ -1,7 +1,8 @@
 """The trainer: the loop over steps, whatever the engine, and what is kept of it.
 
-Scale is set here and nowhere else: 1 over the samples of a step, all ranks together. So
-collectives only ever sum, and a last batch that is short or unevenly shared is right as it is.
+Scale is set here and nowhere else: 1 over the targets of a step, all ranks together, which are
+its samples, or the places in its texts. So collectives only ever sum, and a last batch that is
+short or unevenly shared is right as it is.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Trainer:
         epochs: int | None = None,
         steps: int | None = None,
         batch: int = 128,
+        micro_batches: int = 1,
         evaluate: Dataset | None = None,
         interval_steps: int | None = None,
         out: str | Path | None = None,
@@ -69,6 +71,7 @@ class Trainer:
     ) -> dict[str, Any]:
         """Train for `epochs` or `steps` with `batch` samples per step over all ranks; collective.
 
+        Each rank computes its share of a step in `micro_batches` pieces, which need less memory.
         Returns the summary, which also lies in `out`/summary.json if `out` is given, beside
         metrics and checkpoints; `resume` goes on from the newest good checkpoint there. A row of
         metrics is made every `interval_steps` (an epoch) and the `evaluate` set is looked at
@@ -80,6 +83,7 @@ class Trainer:
         sampler = self.world.together(lambda: self._sampler(train, batch))
         if (epochs is None) == (steps is None):
             raise UsageError("fit needs exactly one of epochs and steps")
+        self.replica.micro_batches = self._micro_batches(micro_batches)
         total = steps or (epochs or 0) * sampler.steps_per_epoch
         plan = f"{len(train)} samples in batches of {batch} for {total} steps with seed {self.seed}"
         self.world.must_agree(plan, "the plan of a training")
@@ -117,6 +121,14 @@ class Trainer:
                 "start fewer ranks"
             )
         return Sampler(len(train), batch, self.seed)
+
+    def _micro_batches(self, pieces: int) -> int:
+        if pieces > 1 and self.replica.model.buffers:
+            raise UsageError(
+                f"micro_batches is {pieces}, but the model normalizes over the batch: over pieces "
+                "of it the result would be another; set micro_batches = 1"
+            )
+        return pieces
 
     def _claim(
         self, stack: ExitStack, out: str | Path | None, resume: bool, timeout_s: float
@@ -185,7 +197,8 @@ class _Loop:
             self.world.record.step = self.step
         key = nn.Key(self.trainer.seed, self.step, first)
         batch = Batch(*self.train.rows(own))
-        sums, flags = self.engine.step(batch, 1.0 / len(indexes), key, flags)
+        targets = len(indexes) * self.trainer.replica.model.targets
+        sums, flags = self.engine.step(batch, 1.0 / targets, key, flags)
         if flags.failed:
             raise TrainingError(self._not_finite(flags.failed - 1))
         self.step += 1

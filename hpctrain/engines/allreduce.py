@@ -50,18 +50,21 @@ class AllReduce:
     ):
         arena = replica.arena
         cut = buckets.cut(arena.slots, arena.grad.size, arena.grad.itemsize, options.bucket_bytes)
-        world.must_agree(f"{options}, {arena.param.dtype}, {arena.slots}", "model and options")
+        said = f"{options}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
+        world.must_agree(said, "model and options")
         self.replica, self.times, self.algorithm = replica, Times(), options.algorithm
         self._optimizer, self._state = optimizer, optimizer.init(arena.param)
         self._group = world.group()
-        broadcast(self._group, arena.param)  # a user's own model may start from random numbers
+        for plane in (arena.param, arena.buffer):
+            broadcast(self._group, plane)  # a user's own model may start from random numbers
         self._wire = Group(world.link_for("wire"))
         function = allreduce_named(options.algorithm)
         self._reducer = Reducer(arena.grad, cut, self._wire, function, world.concurrent)
 
     def step(self, batch: Batch, scale: float, key: Key, flags: Flags) -> tuple[Sums, Flags]:
         """Sum the gradients of all shares while they are made, and take the sum."""
-        start, arena = perf_counter(), self.replica.arena
+        start, waited, arena = perf_counter(), self.times.wait_s, self.replica.arena
+        key = key._replace(sum_over_ranks=self._sum_and_wait)
         sums = self.replica.gradient(batch, scale, key, self._reducer.ready)
         waits = perf_counter()
         flags = self._vote(flags.seen_by(self._group.link.rank, sums))
@@ -70,7 +73,7 @@ class AllReduce:
         if not flags.failed:
             self._optimizer.update(gradient, self._state, arena.param, arena.slots, whole)
         self.times.wait_s += arrived - waits
-        self.times.compute_s += perf_counter() - arrived + waits - start
+        self.times.compute_s += perf_counter() - start - (self.times.wait_s - waited)
         self.times.wire_s = self._reducer.wire_s
         return sums, flags
 
@@ -83,6 +86,14 @@ class AllReduce:
         """Return the sums of a few float64 over all ranks, the same on each."""
         total = np.array(numbers, np.float64)
         recursive_doubling(self._group, total, np.add)
+        return total
+
+    def _sum_and_wait(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the sums that a layer asks for on its way: time in which nothing is computed."""
+        # On the main link, while the wire thread has its own: each keeps its order on all ranks.
+        start = perf_counter()
+        total = self.sum(numbers)
+        self.times.wait_s += perf_counter() - start
         return total
 
     def settle(self) -> None:

@@ -5,13 +5,14 @@ behind a slot stays zero in every plane: an all-reduce or an update may run over
 
     param  | 0.weight .............. |pad| 0.bias .. |pad| 1.weight ....... |
     grad   | the same layout                                                |
+    buffer | 0.mean |pad| 0.variance |    what is not trained: a layout of its own
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
@@ -39,21 +40,30 @@ class Slot:
 
 @dataclass(frozen=True)
 class Arena:
-    """The planes of one model over one layout of slots; each plane is one flat array."""
+    """The planes of one model over layouts of slots; each plane is one flat array."""
 
     slots: tuple[Slot, ...]
     param: np.ndarray
     grad: np.ndarray
+    buffer_slots: tuple[Slot, ...] = ()
+    buffer: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def views(self, plane: np.ndarray) -> dict[str, np.ndarray]:
         """Return the tensors of a plane by name: views, so writing them writes the plane."""
-        return {s.name: plane[s.offset : s.stop].reshape(s.shape) for s in self.slots}
+        slots = self.buffer_slots if plane is self.buffer else self.slots
+        return {s.name: plane[s.offset : s.stop].reshape(s.shape) for s in slots}
 
 
-def make(shapes: Mapping[str, tuple[int, ...]], dtype: np.typing.DTypeLike) -> Arena:
-    """Return a zeroed arena with a slot for each of `shapes`, in their order."""
+def make(
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: np.typing.DTypeLike,
+    buffers: Mapping[str, tuple[int, ...]] = {},
+) -> Arena:
+    """Return a zeroed arena with a slot for each of `shapes` and of `buffers`, in their order."""
     slots, length = lay_out(shapes, np.dtype(dtype).itemsize)
-    return Arena(slots, _zeros(length, dtype), _zeros(length, dtype))
+    beside, size = lay_out(buffers, np.dtype(dtype).itemsize)
+    planes = (_zeros(length, dtype), _zeros(length, dtype))
+    return Arena(slots, *planes, beside, _zeros(size, dtype))
 
 
 def lay_out(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> tuple[tuple[Slot, ...], int]:

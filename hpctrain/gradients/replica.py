@@ -44,17 +44,31 @@ class ModelReplica:
         """Lay `model` out in an arena of `dtype`, with the initial values that `seed` gives."""
         self.model = model
         shapes = {name: p.shape for name, p in model.parameters.items()}
-        self.arena = arenas.make(shapes, dtype)
-        self._params = self.arena.views(self.arena.param)
+        buffers = {name: p.shape for name, p in model.buffers.items()}
+        self.arena = arenas.make(shapes, dtype, buffers)
+        self.micro_batches = 1  #: pieces that a batch is computed in: more need less memory
+        self._params = self.arena.views(self.arena.param) | self.arena.views(self.arena.buffer)
         self._grads = self.arena.views(self.arena.grad)
-        for name, values in nn.initial_values(model.parameters, seed).items():
-            self._params[name][...] = values
+        for own in (model.parameters, model.buffers):
+            for name, values in nn.initial_values(own, seed).items():
+                self._params[name][...] = values
 
     def gradient(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
-        """Write the gradient into the arena; see Replica."""
-        return self.model.gradient(self._params, self._grads, *batch, scale, key, on_ready)
+        """Write the gradient into the arena, as the sum over micro-batches; see Replica."""
+        sums, n = nn.Sums(0.0, 0, 0), len(batch.y)
+        pieces = max(1, min(self.micro_batches, n))
+        for i in range(pieces):
+            start, stop = n * i // pieces, n * (i + 1) // pieces
+            x, y = batch.x[start:stop], batch.y[start:stop]
+            here = key._replace(first=key.first + start)
+            ready = on_ready if i == pieces - 1 else _more_to_come
+            one = self.model.gradient(
+                self._params, self._grads, x, y, scale, here, ready, more=i > 0
+            )
+            sums = nn.add(sums, one)
+        return sums
 
     def evaluate(self, batch: Batch) -> nn.Sums:
         """Return the sums over `batch`; see Replica."""
@@ -63,3 +77,7 @@ class ModelReplica:
     def outputs(self, x: np.ndarray) -> np.ndarray:
         """Return the model's outputs for samples `x` (n, ...): logits (n, classes), a new array."""
         return self.model.outputs(self._params, x)
+
+
+def _more_to_come(name: str) -> None:
+    """Take no note: another micro-batch adds to this gradient."""

@@ -6,38 +6,60 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpctrain import config, usercode
-from hpctrain.nn.activations import ReLU
+from hpctrain.nn.activations import GELU, ReLU
+from hpctrain.nn.attention import CausalAttention
+from hpctrain.nn.batch_norm import BatchNorm
 from hpctrain.nn.call import CallOptions
+from hpctrain.nn.chain import Chain, Recompute, Residual
 from hpctrain.nn.conv import Conv2d
 from hpctrain.nn.dropout import Dropout
+from hpctrain.nn.embedding import Embedding, Positions, Unembedding
 from hpctrain.nn.layer import Key, Layer, Parameter
+from hpctrain.nn.layer_norm import LayerNorm
 from hpctrain.nn.linear import Linear
-from hpctrain.nn.losses import Sums, add, cross_entropy
+from hpctrain.nn.losses import Sums, add, cross_entropy, mean_squared_error
 from hpctrain.nn.model import Model, initial_values
-from hpctrain.nn.pooling import MaxPool2d
-from hpctrain.nn.reshape import AddChannel, Flatten
+from hpctrain.nn.pooling import MaxPool2d, MeanPool
+from hpctrain.nn.reshape import AddChannel, Flatten, Subsample
+from hpctrain.nn.resnet import ResNetOptions
+from hpctrain.nn.transformer import TransformerOptions
 from hpctrain.nn.zoo import MODELS, CnnOptions, MlpOptions
 
 __all__ = [
     "MODELS",
     "AddChannel",
+    "BatchNorm",
     "CallOptions",
+    "CausalAttention",
+    "Chain",
     "CnnOptions",
     "Conv2d",
     "Dropout",
+    "Embedding",
     "Flatten",
+    "GELU",
     "Key",
     "Layer",
+    "LayerNorm",
     "Linear",
     "MaxPool2d",
+    "MeanPool",
     "MlpOptions",
     "Model",
     "Parameter",
+    "Positions",
     "ReLU",
+    "Recompute",
+    "ResNetOptions",
+    "Residual",
+    "Subsample",
     "Sums",
+    "TransformerOptions",
+    "Unembedding",
     "add",
     "cross_entropy",
     "initial_values",
+    "mean_squared_error",
     "read",
 ]
 

@@ -43,14 +43,15 @@ class Conv2d:
     """Slide `outputs` square kernels over images: (n, h, w, c) -> (n, oh, ow, outputs).
 
     oh = (h + 2 padding - kernel) // stride + 1; `weight` is (kernel, kernel, c, outputs), `bias`
-    (outputs,); the border is padded with zeros. Raises UsageError if samples are not (h, w, c) or
-    are smaller than the kernel.
+    (outputs,) unless left out; the border is padded with zeros. Raises UsageError if samples are
+    not (h, w, c) or are smaller than the kernel.
     """
 
     outputs: int
     kernel: int
     stride: int = 1
     padding: int = 0
+    bias: bool = True
 
     def __post_init__(self) -> None:
         at_least(self, outputs=(self.outputs, 1), kernel=(self.kernel, 1))
@@ -62,14 +63,16 @@ class Conv2d:
     def parameters(self, shape: Shape) -> dict[str, Parameter]:
         size = (self.kernel, self.kernel, shape[2], self.outputs)
         weight = Parameter(size, he_normal(self.kernel * self.kernel * shape[2]))
-        return {"weight": weight, "bias": Parameter((self.outputs,), zeros)}
+        bias = {"bias": Parameter((self.outputs,), zeros)} if self.bias else {}
+        return {"weight": weight, **bias}
 
     def forward(
         self, p: Mapping[str, Array], x: Array, key: Key | None
     ) -> tuple[Array, tuple[Array, Shape]]:
         columns = self._columns(x)
         y = columns @ p["weight"].reshape(columns.shape[1], self.outputs)
-        y += p["bias"]
+        if self.bias:
+            y += p["bias"]
         return y.reshape(len(x), *self.output_shape(x.shape[1:])), (columns, x.shape)
 
     def backward(
@@ -84,7 +87,8 @@ class Conv2d:
         dy = dy.reshape(len(columns), self.outputs)
         weight = g["weight"].reshape(columns.shape[1], self.outputs)
         namespace(dy).matmul(columns.T, dy, out=weight)
-        sum_rows(dy, out=g["bias"])
+        if self.bias:
+            sum_rows(dy, out=g["bias"])
         return self._image(p["weight"], dy, shape) if want_dx else None
 
     def _columns(self, x: Array) -> Array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,21 +21,33 @@ Shape = tuple[int, ...]
 Init = Callable[[np.random.Generator, Shape], np.ndarray]
 
 
+#: Takes a few float64, returns their sums over all ranks, the same bytes on each; all ranks call.
+SumOverRanks = Callable[[np.ndarray], np.ndarray]
+
+
 class Key(NamedTuple):
-    """Names the random numbers of one share of one step; they depend on nothing else."""
+    """What a layer is told of a step; the first four alone name its random numbers."""
 
     seed: int
     step: int
     first: int  #: index of this share's first sample in the global batch of the step
     layer: int = 0  #: position of the layer that draws; set by the model
+    sum_over_ranks: SumOverRanks | None = None  #: None: this share is the whole batch
+    again: bool = False  #: a forward pass made once more; nothing may be counted twice
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One trained array: its shape, and `init(generator, shape)` that gives float64 values."""
+    """One array of a layer: its shape, and `init(generator, shape)` that gives float64 values.
+
+    Without `trained` it is a buffer: `forward` writes it, and no gradient moves it. `same_as` is
+    the full name of a parameter of an earlier layer that this one is, not a copy of it.
+    """
 
     shape: Shape
     init: Init
+    trained: bool = True
+    same_as: str | None = None
 
 
 class Layer(Protocol):
@@ -44,12 +57,13 @@ class Layer(Protocol):
         """Return the shape a sample of `shape` leaves with; raise UsageError if it cannot enter."""
 
     def parameters(self, shape: Shape) -> dict[str, Parameter]:
-        """Return what is trained when samples of `shape` enter, in a fixed order."""
+        """Return the arrays needed when samples of `shape` enter, in a fixed order."""
 
     def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Any]:
         """Return the output and what `backward` needs; `key` None means evaluation.
 
-        `x` is never written. Arrays are in the dtype of the parameters.
+        `x` is never written, and of `p` nothing but buffers, where there is a key. Arrays are in
+        the dtype of the parameters.
         """
 
     def backward(
@@ -66,6 +80,16 @@ def he_normal(fan_in: int) -> Init:
     return lambda generator, shape: generator.standard_normal(shape) * np.sqrt(2.0 / fan_in)
 
 
+def normal(spread: float) -> Init:
+    """Return an init of normal values with standard deviation `spread`."""
+    return lambda generator, shape: generator.standard_normal(shape) * spread
+
+
+def ones(generator: np.random.Generator, shape: Shape) -> np.ndarray:
+    """Return ones: the start of every factor."""
+    return np.ones(shape)
+
+
 def zeros(generator: np.random.Generator, shape: Shape) -> np.ndarray:
     """Return zeros: the start of every bias."""
     return np.zeros(shape)
@@ -77,6 +101,12 @@ def at_least(layer: object, **limits: tuple[int, int]) -> None:
         if value < least:
             kind = type(layer).__name__
             raise UsageError(f"{kind}: {name} must be at least {least}, seen {value}")
+
+
+def rows_of(x: Array) -> Array:
+    """Return `x` (..., m) as (rows, m)."""
+    # The rows are counted: -1 has no answer for a share of no samples.
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def sum_rows(x: Array, out: Array) -> None:

@@ -6,7 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpctrain.errors import UsageError
-from hpctrain.nn.layer import Key, Parameter, Shape, at_least, he_normal, sum_rows, zeros
+from hpctrain.nn.layer import (
+    Key,
+    Parameter,
+    Shape,
+    at_least,
+    he_normal,
+    normal,
+    rows_of,
+    sum_rows,
+    zeros,
+)
 from hpctrain.xp import Array, namespace
 
 
@@ -14,32 +24,41 @@ from hpctrain.xp import Array, namespace
 class Linear:
     """y = x W + b: (n, inputs) -> (n, outputs); `weight` is (inputs, outputs), `bias` (outputs,).
 
-    `inputs` follows from the layer before. Raises UsageError if samples are not vectors.
+    `inputs` follows from the layer before. With `places` samples are (length, inputs), and each
+    place is a vector of its own. `spread` is the standard deviation of the weights at the start,
+    that of He et al. (2015) if None. Raises UsageError if samples are not vectors.
     """
 
     outputs: int
+    places: bool = False
+    spread: float | None = None
 
     def __post_init__(self) -> None:
         at_least(self, outputs=(self.outputs, 1))
 
     def output_shape(self, shape: Shape) -> Shape:
-        if len(shape) != 1:
+        if self.places and len(shape) != 2:
+            raise UsageError(f"expected vectors at places (length, features), seen {shape}")
+        if not self.places and len(shape) != 1:
             raise UsageError(f"expected vectors (features,), seen {shape}; put a Flatten before")
-        return (self.outputs,)
+        return (*shape[:-1], self.outputs)
 
     def parameters(self, shape: Shape) -> dict[str, Parameter]:
-        weight = Parameter((shape[0], self.outputs), he_normal(shape[0]))
+        init = he_normal(shape[-1]) if self.spread is None else normal(self.spread)
+        weight = Parameter((shape[-1], self.outputs), init)
         return {"weight": weight, "bias": Parameter((self.outputs,), zeros)}
 
     def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Array]:
-        y = x @ p["weight"]
+        flat = rows_of(x)
+        y = flat @ p["weight"]
         y += p["bias"]
-        return y, x
+        return y.reshape(*x.shape[:-1], self.outputs), flat
 
     def backward(
         self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Array, dy: Array, want_dx: bool
     ) -> Array | None:
         # BLAS reads both transposes in place and writes straight into the slot of the gradient.
-        namespace(dy).matmul(saved.T, dy, out=g["weight"])
-        sum_rows(dy, out=g["bias"])
-        return dy @ p["weight"].T if want_dx else None
+        flat = rows_of(dy)
+        namespace(dy).matmul(saved.T, flat, out=g["weight"])
+        sum_rows(flat, out=g["bias"])
+        return (flat @ p["weight"].T).reshape(*dy.shape[:-1], saved.shape[1]) if want_dx else None

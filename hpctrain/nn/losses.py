@@ -10,7 +10,10 @@ from hpctrain.xp import Array, namespace
 
 
 class Sums(NamedTuple):
-    """Totals over samples, never means: those of shares can be added, whatever their sizes."""
+    """Totals over targets, never means: those of shares can be added, whatever their sizes.
+
+    A sample has one target, its label, or several: a text has one at each place.
+    """
 
     loss: float
     correct: int
@@ -31,26 +34,51 @@ def cross_entropy(
 ) -> tuple[Sums, Array | None]:
     """Return the softmax cross-entropy of `logits` and the gradient of `scale` times it.
 
-    `logits` is (n, classes), float32 or float64, not written; `labels` is (n,), integers in
-    [0, classes), which whoever reads the data has checked. The gradient is a new array like
-    `logits`. Raises UsageError if the shapes do not fit.
+    `logits` is (n, ..., classes), float32 or float64, not written; `labels` is (n, ...), integers
+    in [0, classes), which whoever reads the data has checked; each of them counts as one target.
+    The gradient is a new array like `logits`. Raises UsageError if the shapes do not fit.
     """
-    if logits.ndim != 2 or labels.shape != logits.shape[:1]:
+    if logits.ndim < 2 or labels.shape != logits.shape[:-1]:
         raise UsageError(
-            f"cross_entropy: expected logits (n, classes) and labels (n,), "
+            f"cross_entropy: expected logits (n, ..., classes) and labels (n, ...), "
             f"seen {logits.shape} and {labels.shape}"
         )
-    xp = namespace(logits)
+    xp, shape = namespace(logits), logits.shape
+    logits, labels = logits.reshape(labels.size, shape[-1]), labels.reshape(-1)
     rows = xp.arange(len(logits))
     correct = int((logits.argmax(axis=1) == labels).sum())
     # exp of numbers <= 0 cannot overflow, and the shift cancels in the softmax.
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    powers = xp.exp(shifted)
+    powers = logits - logits.max(axis=1, keepdims=True)
+    own = powers[rows, labels]
+    xp.exp(powers, out=powers)
     totals = powers.sum(axis=1)
-    each = xp.log(totals) - shifted[rows, labels]
+    each = xp.log(totals) - own
     sums = Sums(float(each.sum(dtype="float64")), correct, len(logits))
     if scale is None:
         return sums, None
     powers *= (scale / totals)[:, None]
     powers[rows, labels] -= scale
-    return sums, powers
+    return sums, powers.reshape(shape)
+
+
+def mean_squared_error(
+    outputs: Array, wanted: Array, scale: float | None = None
+) -> tuple[Sums, Array | None]:
+    """Return the squared error, a mean over the last axis, and the gradient of `scale` times it.
+
+    Both are (n, ..., features), or `wanted` is (n, ...) for one feature; a target is one vector of
+    features, and none is `correct`. Raises UsageError if the shapes do not fit.
+    """
+    features = outputs.shape[-1]
+    one = features == 1 and wanted.shape == outputs.shape[:-1]
+    if outputs.ndim < 2 or not (one or wanted.shape == outputs.shape):
+        raise UsageError(
+            f"mean_squared_error: expected {outputs.shape} as the outputs have, seen {wanted.shape}"
+        )
+    error = outputs - wanted.reshape(outputs.shape)
+    total = float((error * error).sum(dtype="float64")) / features
+    sums = Sums(total, 0, outputs.size // features)
+    if scale is None:
+        return sums, None
+    error *= 2 * scale / features
+    return sums, error

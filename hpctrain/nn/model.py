@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from hpctrain.errors import UsageError
+from hpctrain.nn.chain import named, shapes
 from hpctrain.nn.layer import Key, Layer, Parameter, Shape
 from hpctrain.nn.losses import Loss, Sums, add, cross_entropy
 from hpctrain.xp import Array, namespace
 
-EVALUATION_ROWS = 256  #: samples at once in `evaluate`; bounds the memory whatever the test set
+EVALUATION_TARGETS = 2048  #: at once in `evaluate`; bounds the memory whatever the test set
+EVALUATION_ROWS = 256  #: samples at once, at most
 
 __all__ = ["Key", "Model", "initial_values"]
 
@@ -30,16 +34,21 @@ class Model:
         self.layers = dict(layers)
         self.input_shape = tuple(input_shape)
         self.loss = loss
-        shapes = _shapes(self.layers, self.input_shape)
-        self.output_shape = shapes[-1]
+        seen = shapes(self.layers, self.input_shape)
+        self.output_shape = seen[-1]
         self.parameters: dict[str, Parameter] = {}
+        self.buffers: dict[str, Parameter] = {}
         self._names: list[dict[str, str]] = []  # per layer: its own word for each, and the model's
-        for (name, layer), shape in zip(self.layers.items(), shapes[:-1], strict=True):
-            own = layer.parameters(shape)
-            self.parameters |= {f"{name}.{word}": one for word, one in own.items()}
-            self._names.append({word: f"{name}.{word}" for word in own})
+        for (name, layer), shape in zip(self.layers.items(), seen, strict=False):
+            self._names.append(self._take(name, layer.parameters(shape)))
         if not self.parameters:
             raise UsageError("a model needs a layer with parameters, seen none")
+        self._uses = Counter(name for names in self._names for name in names.values())
+
+    @property
+    def targets(self) -> int:
+        """How many targets, which `Sums` counts, one sample has: vectors in what the model says."""
+        return prod(self.output_shape[:-1])
 
     def gradient(
         self,
@@ -50,14 +59,17 @@ class Model:
         scale: float,
         key: Key,
         on_ready: Callable[[str], None],
+        more: bool = False,
     ) -> Sums:
         """Write the gradient of `scale` times the summed loss of a batch into `grads`.
 
-        `params` and `grads` hold an array per parameter, all of one dtype, float32 or float64;
-        `grads` must be contiguous and is overwritten, also by a batch of no samples (with zeros).
-        `x` is (n, *input_shape) in any real dtype, `y` is (n,) integers; neither is written.
-        `on_ready(name)` is called once per parameter, directly after its last write, the last
-        layer's first. Raises UsageError if samples have another shape than `input_shape`.
+        `params` holds an array per parameter and buffer, `grads` one per parameter, all of one
+        dtype, float32 or float64; buffers are written. `grads` must be contiguous and is
+        overwritten, also by a batch of no samples (with zeros); with `more` it is added to.
+        `x` is (n, *input_shape) in any real dtype, `y` what the loss wants, mostly (n,) integers;
+        neither is written. `on_ready(name)` is called once per parameter, directly after its last
+        write, the last layer's first. Raises UsageError if samples have another shape than
+        `input_shape`.
         """
         x = self._samples(params, x)
         tape: list[Any] = []
@@ -65,14 +77,15 @@ class Model:
             x, saved = layer.forward(self._own(i, params), x, key._replace(layer=i))
             tape.append(saved)
         sums, dy = self.loss(x, namespace(x).asarray(y), scale)
-        self._backward(params, grads, tape, dy, on_ready)
+        self._backward(params, grads, tape, dy, on_ready, more)
         return sums
 
     def evaluate(self, params: Mapping[str, Array], x: Array, y: Array) -> Sums:
         """Return the sums of a data set; arrays as in `gradient`, with nothing dropped out."""
         sums = Sums(0.0, 0, 0)
-        for start in range(0, len(x), EVALUATION_ROWS):
-            piece = slice(start, start + EVALUATION_ROWS)
+        rows = max(1, min(EVALUATION_ROWS, EVALUATION_TARGETS // self.targets))
+        for start in range(0, len(x), rows):
+            piece = slice(start, start + rows)
             outputs = self.outputs(params, x[piece])
             sums = add(sums, self.loss(outputs, namespace(outputs).asarray(y[piece]), None)[0])
         return sums
@@ -91,15 +104,42 @@ class Model:
         tape: list[Any],
         dy: Array,
         on_ready: Callable[[str], None],
+        more: bool,
     ) -> None:
         # Below the first layer with parameters nobody needs a gradient.
         lowest = next(i for i, names in enumerate(self._names) if names)
-        layers = list(self.layers.values())
+        layers, uses = list(self.layers.values()), Counter(self._uses)
+        written = set(self.parameters) if more else set()
         for i in range(len(layers) - 1, lowest - 1, -1):
-            p, g = self._own(i, params), self._own(i, grads)
-            dy = layers[i].backward(p, g, tape.pop(), dy, i > lowest)
-            for name in reversed(self._names[i].values()):
-                on_ready(name)
+            names = {w: name for w, name in self._names[i].items() if name in self.parameters}
+            # Layers write; a second contribution is written aside and added.
+            added = {w: _like(grads[name]) for w, name in names.items() if name in written}
+            g = {w: grads[name] for w, name in names.items()} | added
+            dy = layers[i].backward(self._own(i, params), g, tape.pop(), dy, i > lowest)
+            for w, name in reversed(names.items()):
+                if w in added:
+                    grads[name][...] += added[w]
+                written.add(name)
+                uses[name] -= 1
+                if not uses[name]:
+                    on_ready(name)
+
+    def _take(self, layer: str, own: Mapping[str, Parameter]) -> dict[str, str]:
+        """Take in the parameters and buffers of a layer; return its words with the model's."""
+        names = {}
+        for name, one in named(layer, own).items():
+            target = one.same_as or name
+            names[name.removeprefix(f"{layer}.")] = target
+            if one.same_as:
+                self._must_be(layer, target, one)
+            else:
+                (self.parameters if one.trained else self.buffers)[name] = one
+        return names
+
+    def _must_be(self, layer: str, name: str, one: Parameter) -> None:
+        seen = self.parameters[name].shape if name in self.parameters else "none before it"
+        if seen != one.shape:
+            raise UsageError(f"layer '{layer}' shares '{name}': expected {one.shape}, seen {seen}")
 
     def _own(self, i: int, arrays: Mapping[str, Array]) -> dict[str, Array]:
         return {word: arrays[name] for word, name in self._names[i].items()}
@@ -129,14 +169,5 @@ def _words(seed: int, index: int) -> np.ndarray:
     return np.array([seed, index], dtype=np.uint64)
 
 
-def _shapes(layers: Mapping[str, Layer], shape: Shape) -> list[Shape]:
-    """Return the shape of a sample before each layer and after the last."""
-    shapes, before = [shape], "the input"
-    for name, layer in layers.items():
-        this = f"'{name}' ({type(layer).__name__})"
-        try:
-            shapes.append(layer.output_shape(shapes[-1]))
-        except UsageError as error:
-            raise UsageError(f"layer {this} cannot follow {before}: {error}") from None
-        before = this
-    return shapes
+def _like(x: Array) -> Array:
+    return namespace(x).empty_like(x)

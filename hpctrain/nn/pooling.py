@@ -1,10 +1,11 @@
-"""Pooling: one number for each window of an image, channels last."""
+"""Pooling: one number for each window of an image, or for all of it; channels last."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hpctrain.errors import UsageError
 from hpctrain.nn.conv import image_shape, places
 from hpctrain.nn.layer import Key, Parameter, Shape, at_least
 from hpctrain.xp import Array, namespace
@@ -61,3 +62,27 @@ class MaxPool2d:
     def _places(self, x: Array) -> list[tuple[int, int, tuple]]:
         oh, ow, _ = self.output_shape(x.shape[1:])
         return list(places(self.window, self.stride, oh, ow))
+
+
+@dataclass(frozen=True)
+class MeanPool:
+    """The mean of each channel over the whole image: (n, h, w, c) -> (n, c)."""
+
+    def output_shape(self, shape: Shape) -> Shape:
+        if len(shape) != 3:
+            raise UsageError(f"expected images (h, w, channels), seen {shape}")
+        return shape[2:]
+
+    def parameters(self, shape: Shape) -> dict[str, Parameter]:
+        return {}
+
+    def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Shape]:
+        return x.mean(axis=(1, 2)), x.shape
+
+    def backward(
+        self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Shape, dy: Array, want_dx: bool
+    ) -> Array | None:
+        n, h, w, c = saved
+        dx = namespace(dy).empty(saved, dy.dtype)
+        dx[...] = (dy / (h * w)).reshape(n, 1, 1, c)
+        return dx

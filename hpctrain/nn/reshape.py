@@ -1,4 +1,4 @@
-"""Layers that only look at the same numbers in another shape; they copy nothing."""
+"""Layers without arithmetic: the same numbers in another shape, or some of them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpctrain.errors import UsageError
-from hpctrain.nn.layer import Key, Parameter, Shape
-from hpctrain.xp import Array
+from hpctrain.nn.layer import Key, Parameter, Shape, at_least
+from hpctrain.xp import Array, namespace
 
 
 @dataclass(frozen=True)
@@ -53,3 +53,41 @@ class AddChannel:
         self, p: Mapping[str, Array], g: Mapping[str, Array], saved: None, dy: Array, want_dx: bool
     ) -> Array | None:
         return dy[..., 0]
+
+
+@dataclass(frozen=True)
+class Subsample:
+    """Take every `stride`-th pixel and add channels of zeros, up to `channels`.
+
+    (n, h, w, c) -> (n, oh, ow, channels) with oh = ceil(h / stride). The shortcut without
+    parameters of He et al. (2015), option A. Raises UsageError if samples are not (h, w, c) or
+    have more than `channels`.
+    """
+
+    stride: int
+    channels: int
+
+    def __post_init__(self) -> None:
+        at_least(self, stride=(self.stride, 1), channels=(self.channels, 1))
+
+    def output_shape(self, shape: Shape) -> Shape:
+        if len(shape) != 3 or shape[2] > self.channels:
+            raise UsageError(
+                f"expected images (h, w, at most {self.channels} channels), seen {shape}"
+            )
+        return (-(-shape[0] // self.stride), -(-shape[1] // self.stride), self.channels)
+
+    def parameters(self, shape: Shape) -> dict[str, Parameter]:
+        return {}
+
+    def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Shape]:
+        y = namespace(x).zeros((len(x), *self.output_shape(x.shape[1:])), x.dtype)
+        y[..., : x.shape[3]] = x[:, :: self.stride, :: self.stride]
+        return y, x.shape
+
+    def backward(
+        self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Shape, dy: Array, want_dx: bool
+    ) -> Array | None:
+        dx = namespace(dy).zeros(saved, dy.dtype)
+        dx[:, :: self.stride, :: self.stride] = dy[..., : saved[3]]
+        return dx

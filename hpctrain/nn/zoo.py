@@ -17,6 +17,8 @@ from hpctrain.nn.linear import Linear
 from hpctrain.nn.model import Model
 from hpctrain.nn.pooling import MaxPool2d
 from hpctrain.nn.reshape import AddChannel, Flatten
+from hpctrain.nn.resnet import ResNetOptions
+from hpctrain.nn.transformer import TransformerOptions
 
 Count = Annotated[int, pydantic.Field(gt=0)]
 Rate = Annotated[float, pydantic.Field(ge=0, lt=1)]
@@ -88,7 +90,12 @@ class CnnOptions:
         return layers | {"flatten": Flatten()} | _dense([self.hidden, classes], self.dropout)
 
 
-MODELS: dict[str, Any] = {"mlp": MlpOptions, "cnn": CnnOptions}
+MODELS: dict[str, Any] = {
+    "mlp": MlpOptions,
+    "cnn": CnnOptions,
+    "resnet20": ResNetOptions,
+    "transformer": TransformerOptions,
+}
 
 
 def _dense(widths: list[int], dropout: float) -> dict[str, Layer]:

@@ -25,33 +25,53 @@ class Case(NamedTuple):
 def layer_case(layer, shape, batch=3) -> Case:
     """Weigh the outputs with fixed numbers: that tells a wrong element from a right sum."""
     generator = np.random.default_rng(0)
-    p = nn.initial_values(layer.parameters(shape), 0)
-    p = {name: one + 0.1 * generator.standard_normal(one.shape) for name, one in p.items()}
+    every = layer.parameters(shape)
+    p = {
+        name: one + 0.1 * generator.standard_normal(one.shape)
+        for name, one in nn.initial_values(every, 0).items()
+    }
+    trained = {name: one for name, one in p.items() if every[name].trained}
     x = generator.standard_normal((batch, *shape))
     weights = generator.standard_normal((batch, *layer.output_shape(shape)))
 
     def gradient() -> Arrays:
-        g = {name: np.full_like(one, np.nan) for name, one in p.items()}
+        g = {name: np.full_like(one, np.nan) for name, one in trained.items()}
         return {**g, "x": layer.backward(p, g, layer.forward(p, x, KEY)[1], weights, True)}
 
     return Case(
-        {**p, "x": x}, lambda: float(np.sum(layer.forward(p, x, KEY)[0] * weights)), gradient
+        {**trained, "x": x}, lambda: float(np.sum(layer.forward(p, x, KEY)[0] * weights)), gradient
     )
 
 
-def loss_case(loss) -> Case:
-    z = 3 * np.random.default_rng(0).standard_normal((5, 4))
-    y = np.array([0, 3, 1, 1, 2])
+def words_case(width=3) -> Case:
+    """An embedding: what goes in are numbers, which have no gradient."""
+    layer, x = nn.Embedding(7, width), np.array([[1, 6, 1, 0], [1, 2, 6, 6]], float)
+    p = {"table": np.random.default_rng(0).standard_normal((7, width))}
+    weights = np.random.default_rng(1).standard_normal((2, 4, width))
+
+    def gradient() -> Arrays:
+        g = {"table": np.full((7, width), np.nan)}
+        layer.backward(p, g, layer.forward(p, x, KEY)[1], weights, False)
+        return g
+
+    return Case(p, lambda: float(np.sum(layer.forward(p, x, KEY)[0] * weights)), gradient)
+
+
+def loss_case(loss, y, shape=(5, 4)) -> Case:
+    z = 3 * np.random.default_rng(0).standard_normal(shape)
     return Case({"z": z}, lambda: 0.3 * loss(z, y)[0].loss, lambda: {"z": loss(z, y, 0.3)[1]})
 
 
-def model_case(model) -> Case:
+def model_case(model, x=None, y=None, noise=0.0) -> Case:
     generator = np.random.default_rng(0)
     p = nn.initial_values(model.parameters, 1)
-    x, y = generator.standard_normal((4, *model.input_shape)), np.array([2, 0, 1, 2])
+    p = {name: one + noise * generator.standard_normal(one.shape) for name, one in p.items()}
+    buffers = nn.initial_values(model.buffers, 1)
+    x = generator.standard_normal((4, *model.input_shape)) if x is None else x
+    y = np.array([2, 0, 1, 2]) if y is None else y
 
     def run(g: Arrays) -> float:
-        return 0.3 * model.gradient(p, g, x, y, 0.3, KEY, lambda name: None).loss
+        return 0.3 * model.gradient(p | buffers, g, x, y, 0.3, KEY, lambda name: None).loss
 
     def gradient() -> Arrays:
         g = {name: np.full_like(one, np.nan) for name, one in p.items()}
@@ -59,6 +79,16 @@ def model_case(model) -> Case:
         return g
 
     return Case(p, lambda: run({name: np.empty_like(one) for name, one in p.items()}), gradient)
+
+
+def text_case(**options) -> Case:
+    made = nn.TransformerOptions(layers=2, width=4, heads=2, **options).build((5,), None)
+    bytes_ = np.random.default_rng(0).integers(0, 256, (2, 6)).astype(np.uint8)
+    # Norms of values as small as at the start bend too much for differences to follow.
+    return model_case(made, bytes_[:, :-1], bytes_[:, 1:], noise=1.0)
+
+
+RESNET = {"blocks": 1, "channels": [2, 3]}
 
 
 class WrongReLU(nn.ReLU):
@@ -82,10 +112,43 @@ CASES = {
     "pool": lambda: layer_case(nn.MaxPool2d(), (4, 6, 2)),
     "pool-remainder": lambda: layer_case(nn.MaxPool2d(), (5, 3, 2)),
     "pool-overlap": lambda: layer_case(nn.MaxPool2d(3, stride=1), (5, 4, 2)),
-    "cross-entropy": lambda: loss_case(nn.cross_entropy),
+    "gelu": lambda: layer_case(nn.GELU(), (3, 4)),
+    "linear-places": lambda: layer_case(nn.Linear(4, places=True), (2, 3)),
+    "conv-no-bias": lambda: layer_case(nn.Conv2d(2, kernel=3, padding=1, bias=False), (3, 4, 2)),
+    "conv-stride-padding": lambda: layer_case(nn.Conv2d(2, 3, stride=2, padding=1), (5, 4, 2)),
+    "mean-pool": lambda: layer_case(nn.MeanPool(), (3, 2, 4)),
+    "subsample": lambda: layer_case(nn.Subsample(2, 5), (5, 4, 2)),
+    "layer-norm": lambda: layer_case(nn.LayerNorm(), (3, 5)),
+    "layer-norm-vector": lambda: layer_case(nn.LayerNorm(epsilon=0.1), (4,)),
+    "batch-norm": lambda: layer_case(nn.BatchNorm(), (2, 3, 4)),
+    "batch-norm-vector": lambda: layer_case(nn.BatchNorm(epsilon=0.1), (4,), batch=5),
+    "embedding": words_case,
+    "positions": lambda: layer_case(nn.Positions(), (4, 3)),
+    "attention": lambda: layer_case(nn.CausalAttention(heads=2, spread=0.5), (5, 4)),
+    "attention-1-head": lambda: layer_case(nn.CausalAttention(heads=1, spread=0.5), (1, 3)),
+    "chain": lambda: layer_case(nn.Chain({"a": nn.Linear(3), "b": nn.GELU()}), (4,)),
+    "residual": lambda: layer_case(nn.Residual({"a": nn.Linear(4), "b": nn.Dropout(0.5)}), (4,)),
+    "residual-shortcut": lambda: layer_case(
+        nn.Residual({"a": nn.Linear(3)}, {"a": nn.Linear(3), "b": nn.GELU()}), (4,)
+    ),
+    "recompute": lambda: layer_case(
+        nn.Recompute(nn.Chain({"a": nn.BatchNorm(), "b": nn.Dropout(0.5)})), (4,)
+    ),
+    "cross-entropy": lambda: loss_case(nn.cross_entropy, np.array([0, 3, 1, 1, 2])),
+    "cross-entropy-places": lambda: loss_case(
+        nn.cross_entropy, np.array([[0, 3], [1, 1], [2, 0]]), (3, 2, 4)
+    ),
+    "mse": lambda: loss_case(nn.mean_squared_error, np.arange(20.0).reshape(5, 4) / 9),
+    "mse-one": lambda: loss_case(nn.mean_squared_error, np.arange(5.0), (5, 1)),
     "mlp": lambda: model_case(nn.MlpOptions(widths=[6, 5, 4, 3]).build((2, 3), 3)),
     "mlp-dropout": lambda: model_case(nn.MlpOptions(widths=[6, 9, 3], dropout=0.5).build(None, 3)),
     "cnn": lambda: model_case(nn.CnnOptions(channels=[2, 3], hidden=4).build((8, 8), 3)),
+    "resnet": lambda: model_case(nn.ResNetOptions(**RESNET).build((4, 4), 3)),
+    "resnet-recompute": lambda: model_case(
+        nn.ResNetOptions(**RESNET, recompute=True).build((4, 4, 2), 3)
+    ),
+    "transformer": lambda: text_case(dropout=0.3),
+    "transformer-recompute": lambda: text_case(recompute=True),
     "cnn-colour": lambda: model_case(nn.CnnOptions(channels=[2], hidden=4).build((4, 6, 3), 3)),
 }
 

@@ -1,0 +1,130 @@
+"""Causal self-attention with several heads (Vaswani et al., 2017).
+
+    q, k, v = x W + b      a = softmax(q kᵀ / sqrt(d), places up to its own)      y = (a v) W' + b'
+
+The heads are views of one product, and of each head the products are views of those: nothing is
+transposed or copied. Samples go one by one through scores and softmax: heads * length^2 numbers
+stay in the cache on the way, and are kept for the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import sqrt
+from typing import NamedTuple
+
+import numpy as np
+
+from hpctrain.errors import UsageError
+from hpctrain.nn.embedding import SPREAD
+from hpctrain.nn.layer import Key, Parameter, Shape, at_least, normal, sum_rows, zeros
+from hpctrain.xp import Array, namespace
+
+
+class Saved(NamedTuple):
+    """What the way back needs; rows are those of all samples."""
+
+    x: Array  #: (rows, width)
+    qkv: Array  #: (n, length, 3, heads, width / heads)
+    weights: Array  #: (n, heads, length, length)
+    mixed: Array  #: (rows, width)
+
+
+@dataclass(frozen=True)
+class CausalAttention:
+    """Let every place look at itself and at those before it: (length, width) -> the same.
+
+    `qkv_weight` is (width, 3 width), `out_weight` (width, width), with a bias each. `spread` is the
+    standard deviation of `out_weight` at the start. Raises UsageError unless heads divide width.
+    """
+
+    heads: int
+    spread: float = SPREAD
+
+    def __post_init__(self) -> None:
+        at_least(self, heads=(self.heads, 1))
+
+    def output_shape(self, shape: Shape) -> Shape:
+        if len(shape) != 2 or shape[1] % self.heads:
+            raise UsageError(
+                f"expected (length, width), width a multiple of {self.heads} heads, seen {shape}"
+            )
+        return shape
+
+    def parameters(self, shape: Shape) -> dict[str, Parameter]:
+        width = shape[1]
+        return {
+            "qkv_weight": Parameter((width, 3 * width), normal(SPREAD)),
+            "qkv_bias": Parameter((3 * width,), zeros),
+            "out_weight": Parameter((width, width), normal(self.spread)),
+            "out_bias": Parameter((width,), zeros),
+        }
+
+    def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Saved]:
+        xp, (n, length, width) = namespace(x), x.shape
+        flat = x.reshape(n * length, width)
+        qkv = flat @ p["qkv_weight"]
+        qkv += p["qkv_bias"]
+        qkv = qkv.reshape(n, length, 3, self.heads, width // self.heads)
+        weights = xp.empty((n, self.heads, length, length), x.dtype)
+        mixed = xp.empty((n, length, self.heads, width // self.heads), x.dtype)
+        for i in range(n):
+            q, k, v = _by_head(qkv[i])
+            _softmax(xp.matmul(q, k.swapaxes(-1, -2), out=weights[i]), 1 / sqrt(q.shape[-1]))
+            xp.matmul(weights[i], v, out=mixed[i].swapaxes(0, 1))
+        mixed = mixed.reshape(n * length, width)
+        y = mixed @ p["out_weight"]
+        y += p["out_bias"]
+        return y.reshape(x.shape), Saved(flat, qkv, weights, mixed)
+
+    def backward(
+        self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Saved, dy: Array, want_dx: bool
+    ) -> Array | None:
+        xp, shape = namespace(dy), dy.shape
+        dy = dy.reshape(saved.x.shape)
+        xp.matmul(saved.mixed.T, dy, out=g["out_weight"])
+        sum_rows(dy, out=g["out_bias"])
+        dmixed = dy @ p["out_weight"].T
+        dqkv = self._inner(saved, dmixed).reshape(len(dy), 3 * dy.shape[1])
+        xp.matmul(saved.x.T, dqkv, out=g["qkv_weight"])
+        sum_rows(dqkv, out=g["qkv_bias"])
+        return (dqkv @ p["qkv_weight"].T).reshape(shape) if want_dx else None
+
+    def _inner(self, saved: Saved, dmixed: Array) -> Array:
+        """Return the gradient of `qkv` given that of `mixed`."""
+        xp, (n, length, _, heads, d) = namespace(dmixed), saved.qkv.shape
+        dqkv, dmixed = xp.empty_like(saved.qkv), dmixed.reshape(n, length, heads, d)
+        for i in range(n):
+            (q, k, v), (dq, dk, dv) = _by_head(saved.qkv[i]), _by_head(dqkv[i])
+            a, dm = saved.weights[i], dmixed[i].swapaxes(0, 1)
+            xp.matmul(a.swapaxes(-1, -2), dm, out=dv)
+            ds = dm @ v.swapaxes(-1, -2)
+            # Of softmax: ds = a (da - sum(a da)); masked places have a = 0 and stay out by it.
+            ds -= xp.einsum("hij,hij->hi", a, ds)[..., None]
+            ds *= a
+            ds *= 1 / sqrt(d)
+            xp.matmul(ds, k, out=dq)
+            xp.matmul(ds.swapaxes(-1, -2), q, out=dk)
+        return dqkv
+
+
+def _by_head(qkv: Array) -> tuple[Array, Array, Array]:
+    """Return q, k, v, each (heads, length, d), as views of one sample's (length, 3, heads, d)."""
+    return tuple(qkv[:, i].swapaxes(0, 1) for i in range(3))
+
+
+def _softmax(scores: Array, factor: float) -> None:
+    """Turn the scores (heads, length, length) of one sample into weights, in place."""
+    scores *= factor
+    scores += namespace(scores).asarray(_mask(scores.shape[-1], scores.dtype.name))
+    scores -= scores.max(axis=-1, keepdims=True)
+    namespace(scores).exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+
+
+@cache
+def _mask(length: int, dtype: str) -> np.ndarray:
+    """Return what is added to the scores: minus infinity where a place would see what comes."""
+    return np.triu(np.full((length, length), -np.inf, dtype), 1)

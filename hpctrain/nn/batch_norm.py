@@ -1,0 +1,143 @@
+"""Batch normalization over all ranks: every channel, over all samples and pixels of a step.
+
+Each way exchanges one small vector per layer: P ranks see the statistics of the whole batch, as
+one rank would. Counts and sums travel, never means, so shares may be uneven or empty.
+
+    forward    [n, sum x, sum x^2]      backward    [sum dy, sum dy * normal]     added over ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from hpctrain.errors import UsageError
+from hpctrain.nn.layer import Key, Parameter, Shape, SumOverRanks, ones, rows_of, sum_rows, zeros
+from hpctrain.xp import Array, namespace
+
+
+class Saved(NamedTuple):
+    """What the way back needs."""
+
+    normal: Array  #: (rows, channels), mean 0 and variance 1 over all ranks
+    scale: Array  #: (channels,), 1 / sqrt(variance + epsilon)
+    rows: float  #: of all ranks
+    sum_over_ranks: SumOverRanks
+
+
+@dataclass(frozen=True)
+class BatchNorm:
+    """y = (x - mean) / sqrt(variance + epsilon) * weight + bias, per channel (the last axis).
+
+    Training takes mean and variance from the batch, evaluation the buffers `mean` and `variance`:
+    running means with weight `momentum` for the newest, the variance counted with n - 1. Samples
+    are (..., channels). Source: Ioffe and Szegedy (2015).
+    """
+
+    momentum: float = 0.1
+    epsilon: float = 1e-5
+
+    def output_shape(self, shape: Shape) -> Shape:
+        if not shape:
+            raise UsageError("expected samples (..., channels), seen numbers")
+        return shape
+
+    def parameters(self, shape: Shape) -> dict[str, Parameter]:
+        size = shape[-1:]
+        return {
+            "weight": Parameter(size, ones),
+            "bias": Parameter(size, zeros),
+            "mean": Parameter(size, zeros, trained=False),
+            "variance": Parameter(size, ones, trained=False),
+        }
+
+    def forward(
+        self, p: Mapping[str, Array], x: Array, key: Key | None
+    ) -> tuple[Array, Saved | None]:
+        if key is None:
+            scale = p["weight"] / namespace(x).sqrt(p["variance"] + self.epsilon)
+            y = x * scale
+            y += p["bias"] - p["mean"] * scale
+            return y, None
+        return self._train(p, x, key)
+
+    def _train(self, p: Mapping[str, Array], x: Array, key: Key) -> tuple[Array, Saved]:
+        xp, add = namespace(x), key.sum_over_ranks or _alone
+        flat = rows_of(x)
+        centre = _mean_of(flat)
+        normal = flat - centre
+        square = normal * normal
+        rows, mean, variance = _joined(len(flat), _host(centre), square, add)
+        if rows and not key.again:
+            self._note(p, rows, mean, variance)
+        scale = xp.asarray(1 / np.sqrt(variance + self.epsilon), dtype=x.dtype)
+        normal += xp.asarray(_host(centre) - mean, dtype=x.dtype)
+        normal *= scale
+        y = xp.multiply(normal, p["weight"], out=square)
+        y += p["bias"]
+        return y.reshape(x.shape), Saved(normal, scale, rows, add)
+
+    def _note(
+        self, p: Mapping[str, Array], rows: float, mean: np.ndarray, variance: np.ndarray
+    ) -> None:
+        """Move the running statistics towards those of this batch."""
+        unbiased = variance * (rows / max(rows - 1, 1))
+        for buffer, new in ((p["mean"], mean), (p["variance"], unbiased)):
+            buffer *= 1 - self.momentum
+            buffer += namespace(buffer).asarray(self.momentum * new, dtype=buffer.dtype)
+
+    def backward(
+        self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Saved, dy: Array, want_dx: bool
+    ) -> Array | None:
+        normal, scale, rows, add = saved
+        flat = dy.reshape(normal.shape)
+        product = flat * normal
+        sum_rows(flat, out=g["bias"])
+        sum_rows(product, out=g["weight"])
+        # The gradients of weight and bias are this rank's part; dx needs those of all ranks.
+        total = add(np.concatenate([_host(g["bias"]), _host(g["weight"])]))
+        if not want_dx:
+            return None
+        xp = namespace(dy)
+        total = xp.asarray(total / max(rows, 1), dtype=dy.dtype)
+        by_mean, by_variance = total[: len(scale)], total[len(scale) :]
+        dx = xp.multiply(normal, by_variance, out=product)
+        xp.subtract(flat, dx, out=dx)
+        dx -= by_mean
+        dx *= scale * p["weight"]
+        return dx.reshape(dy.shape)
+
+
+def _mean_of(flat: Array) -> Array:
+    mean = namespace(flat).empty(flat.shape[1], flat.dtype)
+    sum_rows(flat, out=mean)
+    mean /= max(len(flat), 1)
+    return mean
+
+
+def _joined(
+    n: int, centre: np.ndarray, square: Array, add: SumOverRanks
+) -> tuple[float, np.ndarray, np.ndarray]:
+    """Return rows, mean and variance over all ranks, float64, from this rank's share.
+
+    `square` is (x - centre)^2: sums of x^2 itself, made in float32, would cancel to nothing.
+    """
+    spread = namespace(square).empty(len(centre), square.dtype)
+    sum_rows(square, out=spread)
+    parts = [np.array([n]), n * centre, _host(spread) + n * centre * centre]
+    total = add(np.concatenate(parts))
+    rows, sums, squares = float(total[0]), *np.split(total[1:], 2)
+    mean = sums / max(rows, 1)
+    return rows, mean, np.maximum(squares / max(rows, 1) - mean * mean, 0)
+
+
+def _alone(numbers: np.ndarray) -> np.ndarray:
+    return numbers
+
+
+def _host(x: Array) -> np.ndarray:
+    """Return a float64 copy of a small array in the memory of the host."""
+    return np.asarray(x.get() if hasattr(x, "get") else x, dtype=np.float64)

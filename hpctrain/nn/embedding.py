@@ -1,0 +1,114 @@
+"""Words (or bytes) to vectors and back: one table may serve both ways.
+
+    ids (n, length) --Embedding--> (n, length, width)  ...  --Unembedding--> (n, length, entries)
+                         ^------------- the same table -------------^
+
+Press and Wolf (2017), "Using the output embedding to improve language models".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpctrain.errors import UsageError
+from hpctrain.nn.layer import Key, Parameter, Shape, at_least, normal, rows_of, sum_rows
+from hpctrain.xp import Array, namespace
+
+SPREAD = 0.02  #: standard deviation at the start, as in GPT-2 (Radford et al., 2019)
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Row x of `table` (entries, width) for each number x in 0 .. entries - 1.
+
+    Samples are (length,) whole numbers, in whatever dtype, and leave as (length, width).
+    """
+
+    entries: int
+    width: int
+
+    def __post_init__(self) -> None:
+        at_least(self, entries=(self.entries, 1), width=(self.width, 1))
+
+    def output_shape(self, shape: Shape) -> Shape:
+        if len(shape) != 1:
+            raise UsageError(f"expected numbers (length,), seen {shape}")
+        return (*shape, self.width)
+
+    def parameters(self, shape: Shape) -> dict[str, Parameter]:
+        return {"table": Parameter((self.entries, self.width), normal(SPREAD))}
+
+    def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Array]:
+        rows = x.astype("int64")
+        if rows.size and not 0 <= rows.min() <= rows.max() < self.entries:
+            raise UsageError(
+                f"Embedding: expected numbers in 0 .. {self.entries - 1}, "
+                f"seen {rows.min()} .. {rows.max()}"
+            )
+        return p["table"][rows], rows
+
+    def backward(
+        self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Array, dy: Array, want_dx: bool
+    ) -> Array | None:
+        # Sorted, the rows of one entry lie together and are added in one order, always the same.
+        xp, table = namespace(dy), g["table"]
+        order = saved.reshape(-1).argsort(kind="stable")
+        rows = saved.reshape(-1)[order]
+        table[...] = 0
+        if len(rows):
+            starts = xp.flatnonzero(xp.concatenate([rows[:1] == rows[:1], rows[1:] != rows[:-1]]))
+            table[rows[starts]] = xp.add.reduceat(dy.reshape(len(rows), -1)[order], starts, axis=0)
+        return None  # numbers have no gradient
+
+
+@dataclass(frozen=True)
+class Positions:
+    """y = x + table: a trained vector (width,) for each place; samples are (length, width)."""
+
+    def output_shape(self, shape: Shape) -> Shape:
+        if len(shape) != 2:
+            raise UsageError(f"expected vectors at places (length, width), seen {shape}")
+        return shape
+
+    def parameters(self, shape: Shape) -> dict[str, Parameter]:
+        return {"table": Parameter(shape, normal(SPREAD))}
+
+    def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, None]:
+        return x + p["table"], None
+
+    def backward(
+        self, p: Mapping[str, Array], g: Mapping[str, Array], saved: None, dy: Array, want_dx: bool
+    ) -> Array | None:
+        sum_rows(dy.reshape(len(dy), g["table"].size), out=g["table"].reshape(-1))
+        return dy
+
+
+@dataclass(frozen=True)
+class Unembedding:
+    """y = x tableᵀ, `table` being that of the layer `shared`: (..., width) -> (..., entries)."""
+
+    shared: str  #: name of an Embedding before this layer
+    entries: int
+
+    def output_shape(self, shape: Shape) -> Shape:
+        if not shape:
+            raise UsageError("expected samples (..., width), seen numbers")
+        return (*shape[:-1], self.entries)
+
+    def parameters(self, shape: Shape) -> dict[str, Parameter]:
+        size = (self.entries, shape[-1])
+        return {"table": Parameter(size, normal(SPREAD), same_as=f"{self.shared}.table")}
+
+    def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Array]:
+        flat = rows_of(x)
+        return (flat @ p["table"].T).reshape(*x.shape[:-1], self.entries), x
+
+    def backward(
+        self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Array, dy: Array, want_dx: bool
+    ) -> Array | None:
+        table = p["table"]
+        flat = rows_of(saved)
+        dy = rows_of(dy)
+        namespace(dy).matmul(dy.T, flat, out=g["table"])
+        return (dy @ table).reshape(saved.shape) if want_dx else None

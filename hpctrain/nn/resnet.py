@@ -1,0 +1,90 @@
+"""ResNet for small images (He et al., 2015, "Deep residual learning", section 4.2).
+
+    conv 16 - [block 16] x n - [block 32] x n - [block 64] x n - mean of each channel - linear
+
+The first block of a group halves the image. Two convolutions per block and the two ends make
+6n + 2 layers: n = 3 is ResNet-20.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import pydantic
+
+from hpctrain.config import options
+from hpctrain.errors import UsageError
+from hpctrain.nn.activations import ReLU
+from hpctrain.nn.batch_norm import BatchNorm
+from hpctrain.nn.chain import Chain, Recompute, Residual
+from hpctrain.nn.conv import Conv2d
+from hpctrain.nn.layer import Layer, Shape
+from hpctrain.nn.linear import Linear
+from hpctrain.nn.model import Model
+from hpctrain.nn.pooling import MeanPool
+from hpctrain.nn.reshape import AddChannel, Subsample
+
+Count = Annotated[int, pydantic.Field(gt=0)]
+
+
+@options
+class ResNetOptions:
+    """ResNet-20 as it stands; `blocks` per group and the `channels` of the groups make others.
+
+    Images are channels last: (h, w) or (h, w, c). With `recompute` the blocks keep their input
+    alone, and compute the rest again on the way back.
+    """
+
+    blocks: Count = 3
+    channels: Annotated[list[Count], pydantic.Field(min_length=1)] = pydantic.Field(
+        default_factory=lambda: [16, 32, 64]
+    )
+    recompute: bool = False
+
+    def build(self, input_shape: Shape | None, classes: int | None) -> Model:
+        """Return the model for images of `input_shape` and `classes` labels.
+
+        Raises UsageError if one is not known or samples are not images.
+        """
+        if input_shape is None or classes is None:
+            raise UsageError(
+                "[model] resnet20: expected the shape of images and classes; seen none"
+            )
+        shape = tuple(input_shape)
+        if len(shape) not in (2, 3):
+            raise UsageError(
+                f"[model] resnet20: expected images (h, w) or (h, w, channels), seen {shape}"
+            )
+        grey: dict[str, Layer] = {"channel": AddChannel()} if len(shape) == 2 else {}
+        ends: dict[str, Layer] = {"pool": MeanPool(), "linear": Linear(classes)}
+        first = {**_convolved("", self.channels[0], 1), "relu": ReLU()}
+        return Model(grey | first | self._groups() | ends, shape)
+
+    def _groups(self) -> dict[str, Layer]:
+        layers: dict[str, Layer] = {}
+        before = self.channels[0]
+        for i, channels in enumerate(self.channels, 1):
+            for j in range(1, self.blocks + 1):
+                stride = 2 if i > 1 and j == 1 else 1
+                one = block(before, channels, stride)
+                layers[f"group{i}_block{j}"] = Recompute(one) if self.recompute else one
+                before = channels
+        return layers
+
+
+def block(before: int, channels: int, stride: int) -> Layer:
+    """Return two convolutions beside a shortcut, which has no parameters."""
+    body: dict[str, Layer] = {
+        **_convolved("1", channels, stride),
+        "relu1": ReLU(),
+        **_convolved("2", channels, 1),
+    }
+    changes = stride > 1 or channels != before
+    shortcut: dict[str, Layer] = {"subsample": Subsample(stride, channels)} if changes else {}
+    return Chain({"sum": Residual(body, shortcut), "relu": ReLU()})
+
+
+def _convolved(number: str, channels: int, stride: int) -> dict[str, Layer]:
+    # Without a bias: the normalization behind it would take it out again.
+    conv = Conv2d(channels, kernel=3, stride=stride, padding=1, bias=False)
+    return {f"conv{number}": conv, f"norm{number}": BatchNorm()}
