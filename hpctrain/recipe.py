@@ -50,16 +50,25 @@ class RunOptions:
 class BatchOptions:
     """Samples per step: of all ranks together (strong scaling), or per rank (weak scaling).
 
-    A rank's share is computed in `micro_batches` pieces, which need less memory.
+    A rank's share is computed in `micro_batches` pieces, which need less memory. `base_batch`, for
+    weak scaling alone, is the batch that the recipe's rate was found with.
     """
 
     batch: Positive | None = None
     batch_per_rank: Positive | None = None
+    base_batch: Positive | None = None
     micro_batches: Positive = 1
 
     def size(self, ranks: int) -> int:
         """Return the samples of one step over all ranks."""
         return self.batch or (self.batch_per_rank or 0) * ranks
+
+    def rate_factor(self, ranks: int) -> float:
+        """Return what the rate is multiplied by: a batch of k times `base_batch` has k times it.
+
+        Source: the linear scaling rule of Goyal et al. (2017, section 2.1).
+        """
+        return self.size(ranks) / self.base_batch if self.base_batch else 1.0
 
 
 @config.options
@@ -133,7 +142,7 @@ def check(tables: Mapping[str, Any]) -> Recipe:
         if not isinstance(table, Mapping):
             raise UsageError(f"'{name}' is a table: write [{name}], seen {table!r}")
     at = {name: dict(tables.get(name, {})) for name in TABLES}
-    keys = (*BATCH_KEYS, "micro_batches")
+    keys = [field.name for field in fields(BatchOptions)]
     batch = {key: at["optimizer"].pop(key) for key in keys if key in at["optimizer"]}
     return Recipe(
         run=_one_of(config.read(RunOptions, at["run"], "run"), "run", "epochs", "steps"),
@@ -180,6 +189,11 @@ def _batch(table: Table) -> BatchOptions:
         raise UsageError(
             f"[optimizer] micro_batches: expected a divisor of the batch of {options.size(1)}, "
             f"seen {options.micro_batches}"
+        )
+    if options.batch and options.base_batch:
+        raise UsageError(
+            "[optimizer] base_batch: expected batch_per_rank beside it, seen batch, which is the "
+            "same for any number of ranks, so that there is nothing to scale the rate by"
         )
     return options
 

@@ -27,7 +27,8 @@ def train(spec: Recipe, world: World, out: Path | None, resume: bool) -> dict[st
     batch = spec.batch.size(world.size)
     per_epoch = -(-len(split.train) // batch)
     total = spec.run.steps or (spec.run.epochs or 0) * per_epoch
-    schedule = spec.schedule.build(spec.optimizer.rate, per_epoch, total)
+    rate = spec.optimizer.rate * spec.batch.rate_factor(world.size)
+    schedule = spec.schedule.build(rate, per_epoch, total)
     optimizer = spec.optimizer.build(schedule)
     trainer = Trainer(model, optimizer, spec.engine, spec.run.seed, spec.run.precision, world)
     summary = trainer.fit(

@@ -4,12 +4,23 @@ from typing import Any
 
 from hpctrain.optim import schedules
 from hpctrain.optim.adamw import AdamWOptions, adamw
+from hpctrain.optim.lamb import LambOptions, lamb
+from hpctrain.optim.lars import LarsOptions, lars
 from hpctrain.optim.optimizer import Optimizer
-from hpctrain.optim.schedules import ConstantOptions, CosineOptions
+from hpctrain.optim.schedules import ConstantOptions, CosineOptions, StepOptions
 from hpctrain.optim.sgd import SgdOptions, sgd
 
-OPTIMIZERS: dict[str, Any] = {"sgd": SgdOptions, "adamw": AdamWOptions}
-SCHEDULES: dict[str, Any] = {"constant": ConstantOptions, "cosine": CosineOptions}
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": SgdOptions,
+    "adamw": AdamWOptions,
+    "lars": LarsOptions,
+    "lamb": LambOptions,
+}
+SCHEDULES: dict[str, Any] = {
+    "constant": ConstantOptions,
+    "cosine": CosineOptions,
+    "step": StepOptions,
+}
 
 __all__ = [
     "OPTIMIZERS",
@@ -17,9 +28,14 @@ __all__ = [
     "AdamWOptions",
     "ConstantOptions",
     "CosineOptions",
+    "LambOptions",
+    "LarsOptions",
     "Optimizer",
     "SgdOptions",
+    "StepOptions",
     "adamw",
+    "lamb",
+    "lars",
     "schedules",
     "sgd",
 ]

@@ -4,7 +4,7 @@
     w <- (1 - rate decay) w  -  rate (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + epsilon)
 
 t counts from 1. As in most libraries the decay is multiplied by the rate, not by the schedule
-alone, and all parameters decay, biases too.
+alone, and all parameters decay, biases too, unless `exempt_vectors` is set.
 """
 
 from __future__ import annotations
@@ -12,21 +12,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, NamedTuple
-
-import pydantic
+from typing import NamedTuple
 
 from hpctrain.config import options
-from hpctrain.errors import UsageError
+from hpctrain.optim.norms import clip_factor, decayed
 from hpctrain.optim.optimizer import (
     BLOCK,
+    CommonOptions,
+    Fraction,
+    NotNegative,
     Optimizer,
+    Positive,
     Schedule,
     Slot,
     State,
     Total,
     blocks,
     rate_of,
+    require,
     start,
 )
 from hpctrain.xp import Array, namespace
@@ -38,6 +41,8 @@ class _Numbers(NamedTuple):
     beta2: float
     epsilon: float
     weight_decay: float
+    exempt_vectors: bool
+    clip_norm: float | None
 
 
 def adamw(
@@ -46,72 +51,97 @@ def adamw(
     beta2: float = 0.999,
     epsilon: float = 1e-8,
     weight_decay: float = 0.01,
+    exempt_vectors: bool = False,
+    clip_norm: float | None = None,
 ) -> Optimizer:
     """Return AdamW; `rate` is a number or a function of the 0-based step.
 
-    The state is "mean" and "square". Raises UsageError unless 0 <= beta1, beta2 < 1, epsilon > 0
-    and weight_decay >= 0.
+    With `exempt_vectors` tensors of one dim, such as biases, do not decay; gradients whose norm,
+    all together, is beyond `clip_norm` count as if scaled down to it. The state is "mean" and
+    "square". Raises UsageError unless 0 <= beta1, beta2 < 1, epsilon > 0, weight_decay >= 0 and
+    clip_norm > 0.
     """
-    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-        raise UsageError(f"adamw: beta1 and beta2 must be in [0, 1), seen {beta1} and {beta2}")
-    # The gaps between tensors have no gradient: with epsilon 0 they would become 0 / 0.
-    if not (epsilon > 0 and weight_decay >= 0):
-        raise UsageError(
-            f"adamw: expected epsilon > 0 and weight_decay >= 0, seen {epsilon} and {weight_decay}"
-        )
-    numbers = _Numbers(rate, beta1, beta2, epsilon, weight_decay)
+    check("adamw", beta1, beta2, epsilon, weight_decay, clip_norm)
+    numbers = _Numbers(rate, beta1, beta2, epsilon, weight_decay, exempt_vectors, clip_norm)
     return Optimizer(partial(start, names=["mean", "square"]), partial(_update, numbers))
+
+
+def check(
+    name: str,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    clip_norm: float | None,
+) -> None:
+    """Raise UsageError for numbers with which neither AdamW nor LAMB works."""
+    require(name, "in [0, 1)", beta1=beta1, beta2=beta2)
+    # The gaps between tensors have no gradient: with epsilon 0 they would become 0 / 0.
+    require(name, "above 0", epsilon=epsilon, clip_norm=clip_norm)
+    require(name, "at least 0", weight_decay=weight_decay)
 
 
 def _update(
     a: _Numbers, grad: Array, state: State, param: Array, slots: Sequence[Slot], total: Total
 ) -> None:
     done = int(state["step"][0])
-    rate = rate_of(a.rate, done)
+    rate, clip = rate_of(a.rate, done), clip_factor(grad, a.clip_norm, total)
     # Both corrections are factors of whole blocks; folded in, they cost no pass of their own.
     step = rate / (1 - a.beta1 ** (done + 1))
     grow = 1 / math.sqrt(1 - a.beta2 ** (done + 1))
     scratch = namespace(param).empty(min(BLOCK, param.size), param.dtype)
-    for s in blocks(param.size):
-        m, v, w, t = state["mean"][s], state["square"][s], param[s], scratch[: s.stop - s.start]
-        _moments(a, grad[s], m, v, t)
-        _step(m, v, w, t, step, grow, a.epsilon, 1 - rate * a.weight_decay)
+    parts = decayed(param.size, slots, a.exempt_vectors)
+    for s, decays in zip(blocks(param.size), parts, strict=True):
+        m, v, t = state["mean"][s], state["square"][s], scratch[: s.stop - s.start]
+        moments(m, v, grad[s], clip, a.beta1, a.beta2, t)
+        for p in decays if a.weight_decay else ():
+            param[p] *= 1 - rate * a.weight_decay
+        direction(m, v, step, grow, a.epsilon, t)
+        param[s] -= t
     state["step"] += 1
 
 
-def _moments(a: _Numbers, g: Array, m: Array, v: Array, t: Array) -> None:
+def moments(
+    m: Array, v: Array, g: Array, clip: float, beta1: float, beta2: float, t: Array
+) -> None:
+    """Move the mean `m` and the mean square `v` towards `clip` times g, with scratch `t`."""
     xp = namespace(g)
-    m *= a.beta1
-    m += xp.multiply(g, 1 - a.beta1, out=t)
-    v *= a.beta2
+    m *= beta1
+    m += xp.multiply(g, clip * (1 - beta1), out=t)
+    v *= beta2
     xp.multiply(g, g, out=t)
-    t *= 1 - a.beta2
+    t *= clip * clip * (1 - beta2)
     v += t
 
 
-def _step(
-    m: Array, v: Array, w: Array, t: Array, step: float, grow: float, epsilon: float, keep: float
-) -> None:
-    xp = namespace(w)
+def direction(m: Array, v: Array, step: float, grow: float, epsilon: float, t: Array) -> None:
+    """Write `step` m / (`grow` sqrt(v) + epsilon) into `t`."""
+    xp = namespace(m)
     xp.sqrt(v, out=t)
     t *= grow
     t += epsilon
     xp.divide(m, t, out=t)
     t *= step
-    w *= keep
-    w -= t
 
 
 @options
-class AdamWOptions:
+class AdamWOptions(CommonOptions):
     """`[optimizer] kind = "adamw"`."""
 
-    rate: Annotated[float, pydantic.Field(gt=0)]
-    beta1: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.999
-    epsilon: Annotated[float, pydantic.Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, pydantic.Field(ge=0)] = 0.01
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    epsilon: Positive = 1e-8
+    weight_decay: NotNegative = 0.01
+    exempt_vectors: bool = False
 
     def build(self, schedule: Schedule) -> Optimizer:
         """Return the optimizer that follows `schedule`, which was made from `rate`."""
-        return adamw(schedule, self.beta1, self.beta2, self.epsilon, self.weight_decay)
+        return adamw(
+            schedule,
+            self.beta1,
+            self.beta2,
+            self.epsilon,
+            self.weight_decay,
+            self.exempt_vectors,
+            self.clip_norm,
+        )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 import numpy as np
+import pydantic
 
+from hpctrain.config import options
+from hpctrain.errors import UsageError
 from hpctrain.xp import Array, namespace
 
 BLOCK = 65_536  #: elements handled at once; with their state they fit the second-level cache
@@ -14,6 +17,9 @@ BLOCK = 65_536  #: elements handled at once; with their state they fit the secon
 State = dict[str, Array]
 Schedule = Callable[[int], float]
 Total = Callable[[np.ndarray], np.ndarray]
+Positive = Annotated[float, pydantic.Field(gt=0)]
+NotNegative = Annotated[float, pydantic.Field(ge=0)]
+Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 
 class Slot(Protocol):
@@ -44,8 +50,13 @@ class Optimizer(NamedTuple):
 
     `init(param)` returns the state: arrays of the length and dtype of `param`, and "step", int64
     of shape (1,), the updates done so far. `update(grad, state, param, slots, total)` writes
-    `state` and `param` in place, never `grad`. `slots` says where each tensor lies; `total` adds
-    partial sums (float64) over the ranks that share the arrays, for methods that need norms.
+    `state` and `param` in place, never `grad`.
+
+    The arrays are a whole model's, or one shard of them that begins at a multiple of BLOCK.
+    `slots` are always those of the whole model; offsets count from the first element of the
+    arrays, so that in a shard some are negative or beyond its end. `total(rows)` takes partial
+    sums, float64 (rows, columns), a row for each part of a block, and returns the rows of all
+    shards in order: alone, its argument. Methods that need norms call it, all equally often.
     """
 
     init: Init
@@ -66,3 +77,25 @@ def blocks(size: int) -> Iterator[slice]:
 def rate_of(rate: float | Schedule, step: int) -> float:
     """Return the rate of the 0-based `step`."""
     return rate(step) if callable(rate) else rate
+
+
+_RANGES: dict[str, Callable[[float], bool]] = {
+    "in [0, 1)": lambda x: 0 <= x < 1,
+    "above 0": lambda x: x > 0,
+    "at least 0": lambda x: x >= 0,
+}
+
+
+def require(optimizer: str, where: str, **values: float | None) -> None:
+    """Raise UsageError for a value that does not lie `where` it must; None is none."""
+    for name, value in values.items():
+        if value is not None and not _RANGES[where](value):
+            raise UsageError(f"{optimizer}: {name} must be {where}, seen {value}")
+
+
+@options
+class CommonOptions:
+    """What every optimizer takes: the rate, and the largest norm of all gradients together."""
+
+    rate: Positive
+    clip_norm: Positive | None = None

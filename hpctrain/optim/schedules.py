@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Annotated
 
 import pydantic
@@ -24,6 +26,15 @@ def cosine(rate: float, steps: int) -> Schedule:
     Source: Loshchilov and Hutter (2017), equation 5, without restarts.
     """
     return lambda step: rate * 0.5 * (1 + math.cos(math.pi * min(step / steps, 1.0)))
+
+
+def step(rate: float, at: Sequence[int], factor: float) -> Schedule:
+    """Return the schedule that begins with `rate` and is multiplied by `factor` at each of `at`.
+
+    Source: Goyal et al. (2017, section 5.1), with epochs 30, 60 and 80 and a factor of 0.1.
+    """
+    marks = sorted(at)
+    return lambda step: rate * factor ** bisect_right(marks, step)
 
 
 def warm_up(rate: float, steps: int, after: Schedule) -> Schedule:
@@ -55,3 +66,18 @@ class CosineOptions:
         """Return the schedule of a run; one shorter than its warm-up ends on the way up."""
         first = round(self.warm_up_epochs * steps_per_epoch)
         return warm_up(rate, first, cosine(rate, max(1, total_steps - first)))
+
+
+@options
+class StepOptions:
+    """`[schedule] kind = "step"`: epochs are counted from the start of the run, warm-up too."""
+
+    at_epochs: Annotated[list[Annotated[float, pydantic.Field(gt=0)]], pydantic.Field(min_length=1)]
+    factor: Annotated[float, pydantic.Field(gt=0, lt=1)] = 0.1
+    warm_up_epochs: Epochs = 0.0
+
+    def build(self, rate: float, steps_per_epoch: int, total_steps: int) -> Schedule:
+        """Return the schedule of a run."""
+        first = round(self.warm_up_epochs * steps_per_epoch)
+        at = [round(epoch * steps_per_epoch) - first for epoch in self.at_epochs]
+        return warm_up(rate, first, step(rate, at, self.factor))

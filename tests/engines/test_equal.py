@@ -2,7 +2,8 @@
 
 SGD with momentum 0.9 at a rate that halves the loss within 50 steps, an uneven last batch:
 |w_P - w_1| <= 1e-10 |w_1 - w_0| in float64 and <= 1e-3 in float32, where one flipped ReLU
-moves 3e-4. AdamW divides by the gradient's own size, so its first gradients are compared.
+moves 3e-4. AdamW and LAMB divide by the gradient's own size and LARS by its norm, so their first
+gradients are compared.
 """
 
 from __future__ import annotations
@@ -154,27 +155,35 @@ def test_a_planted_error_fails(monkeypatch, plant, precision):
     assert max(relative_distance(w, "mlp", precision) for w in found) > TOLERANCE[precision]
 
 
+ADAPTIVE = {
+    "adamw": optim.adamw(rate=0.01),
+    "lars": optim.lars(rate=1.0, weight_decay=1e-4, trust=0.02),
+    "lamb": optim.lamb(rate=0.01, clip_norm=1.0),
+}
+
+
+@pytest.mark.parametrize("method", ADAPTIVE)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @on_ranks(2, 3, 4, 5)
-def test_adamw_sees_the_gradients_of_one_rank(ranks, algorithm):
-    expected = run_on("threads", 1, lambda w: first_gradients(w, algorithm))[0]
-    for found in ranks(first_gradients, algorithm):
+def test_adaptive_methods_see_the_gradients_of_one_rank(ranks, algorithm, method):
+    expected = run_on("threads", 1, lambda w: first_gradients(w, algorithm, method))[0]
+    for found in ranks(first_gradients, algorithm, method):
         for mine, alone in zip(found, expected, strict=True):
             assert np.linalg.norm(mine - alone) <= 1e-12 * np.linalg.norm(alone)
 
 
-def first_gradients(world, algorithm: str) -> list[np.ndarray]:
-    """Return the summed gradients of the first three steps of AdamW."""
+def first_gradients(world, algorithm: str, method: str) -> list[np.ndarray]:
+    """Return the summed gradients of the first three steps of `method`."""
     seen: list[np.ndarray] = []
-    adamw = optim.adamw(rate=0.01)
+    optimizer = ADAPTIVE[method]
 
     def update(grad, *rest):
         seen.append(grad.copy())
-        adamw.update(grad, *rest)
+        optimizer.update(grad, *rest)
 
     engine = engines.AllReduce(algorithm=algorithm, bucket_bytes=1024)
     trainer = Trainer(
-        MODELS["mlp"].build((8, 8), 10), adamw._replace(update=update), engine,
+        MODELS["mlp"].build((8, 8), 10), optimizer._replace(update=update), engine,
         precision="float64", world=world,
     )  # fmt: skip
     trainer.fit(digits(), steps=3, batch=BATCH)

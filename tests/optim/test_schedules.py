@@ -28,6 +28,21 @@ ROWS = {
         50,
         {0: 0.04, 9: 0.4, 10: 0.4, 30: 0.2, 50: 0},
     ),
+    "step": (
+        {"kind": "step", "at_epochs": [1, 2.5], "factor": 0.5},
+        50,
+        {0: 0.4, 9: 0.4, 10: 0.2, 24: 0.2, 25: 0.1, 49: 0.1},
+    ),
+    "step, warm-up": (
+        {"kind": "step", "at_epochs": [3], "warm_up_epochs": 1},
+        50,
+        {0: 0.04, 9: 0.4, 10: 0.4, 29: 0.4, 30: 0.04},
+    ),
+    "step in the warm-up": (
+        {"kind": "step", "at_epochs": [1], "warm_up_epochs": 2},
+        50,
+        {10: 0.22, 19: 0.4, 20: 0.04},
+    ),
     "over before the top": ({"kind": "cosine", "warm_up_epochs": 2}, 10, {0: 0.02, 9: 0.2}),
 }
 

@@ -1,0 +1,127 @@
+"""LARS: SGD whose rate follows the size of each tensor (You, Gitman and Ginsburg, 2017, alg. 1).
+
+    l = trust |w| / (|g| + decay |w|)                for each tensor; g clipped with `clip_norm`
+    v <- momentum v + rate l (g + decay w)
+    w <- w - v
+
+So no tensor moves by more than a share of its own size, and large batches can have large rates.
+Tensors of one dim (biases, norms) take l = 1 and do not decay unless `exempt_vectors` is off, as
+in all runs of LARS that set records: their sizes say nothing. A tensor of zeros has l = 1 too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from hpctrain.config import options
+from hpctrain.optim.norms import (
+    by_slot,
+    clip_factor,
+    is_vector,
+    pieces,
+    ratio,
+    squares,
+    workspace,
+)
+from hpctrain.optim.optimizer import (
+    BLOCK,
+    CommonOptions,
+    Fraction,
+    NotNegative,
+    Optimizer,
+    Positive,
+    Schedule,
+    Slot,
+    State,
+    Total,
+    rate_of,
+    require,
+    start,
+)
+from hpctrain.xp import Array, namespace
+
+
+class _Numbers(NamedTuple):
+    rate: float | Schedule
+    momentum: float
+    weight_decay: float
+    trust: float
+    exempt_vectors: bool
+    clip_norm: float | None
+
+
+def lars(
+    rate: float | Schedule,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    trust: float = 0.001,
+    exempt_vectors: bool = True,
+    clip_norm: float | None = None,
+) -> Optimizer:
+    """Return LARS; `rate` is a number or a function of the 0-based step.
+
+    The state is "momentum". Raises UsageError unless 0 <= momentum < 1, weight_decay >= 0,
+    trust > 0 and clip_norm > 0.
+    """
+    require("lars", "in [0, 1)", momentum=momentum)
+    require("lars", "at least 0", weight_decay=weight_decay)
+    require("lars", "above 0", trust=trust, clip_norm=clip_norm)
+    numbers = _Numbers(rate, momentum, weight_decay, trust, exempt_vectors, clip_norm)
+    return Optimizer(partial(start, names=["momentum"]), partial(_update, numbers))
+
+
+def _update(
+    a: _Numbers, grad: Array, state: State, param: Array, slots: Sequence[Slot], total: Total
+) -> None:
+    rate, clip = rate_of(a.rate, int(state["step"][0])), clip_factor(grad, a.clip_norm, total)
+    trusts = _trusts(a, clip, grad, param, slots, total)
+    scratch = namespace(param).empty(min(BLOCK, param.size), param.dtype)
+    for i, at in pieces(param.size, slots):
+        v, w, t = state["momentum"][at], param[at], scratch[: at.stop - at.start]
+        exempt = a.exempt_vectors and is_vector(slots[i])
+        local = rate if exempt else rate * float(trusts[i])
+        v *= a.momentum
+        v += namespace(w).multiply(grad[at], local * clip, out=t)
+        if a.weight_decay and not exempt:
+            v += namespace(w).multiply(w, local * a.weight_decay, out=t)
+        w -= v
+    state["step"] += 1
+
+
+def _trusts(
+    a: _Numbers, clip: float, grad: Array, param: Array, slots: Sequence[Slot], total: Total
+) -> np.ndarray:
+    """Return l of each slot, float64."""
+    scratch = workspace(param)
+    own = [
+        (squares(param[at], scratch), squares(grad[at], scratch))
+        for _, at in pieces(param.size, slots)
+    ]
+    w, g = np.sqrt(by_slot(total(np.array(own).reshape(-1, 2)), slots)).T
+    # With a gradient of 0 there is nothing to follow, and decay alone gives l = trust / decay.
+    return ratio(a.trust * w, np.where(g > 0, clip * g + a.weight_decay * w, 0))
+
+
+@options
+class LarsOptions(CommonOptions):
+    """`[optimizer] kind = "lars"`."""
+
+    momentum: Fraction = 0.9
+    weight_decay: NotNegative = 0.0
+    trust: Positive = 0.001
+    exempt_vectors: bool = True
+
+    def build(self, schedule: Schedule) -> Optimizer:
+        """Return the optimizer that follows `schedule`, which was made from `rate`."""
+        return lars(
+            schedule,
+            self.momentum,
+            self.weight_decay,
+            self.trust,
+            self.exempt_vectors,
+            self.clip_norm,
+        )
