@@ -5,6 +5,7 @@ Every rank has a journal, since sums are made by all; rank 0 alone writes and sp
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import platform
 from importlib import metadata
@@ -140,7 +141,8 @@ class Journal:
             who = f"rank {self.world.rank} on {self.world.host}"
             reason = f"{who}: {type(error).__name__}: {error}"
             told = {"status": "failed", "exit_code": 1, "reason": reason, "recipe": self.name}
-            rundir.write_summary(self.run, told)
+            with contextlib.suppress(OSError):  # a full disk, say: the error itself is to be seen
+                rundir.write_summary(self.run, told)
 
     def _summary(self, status: str, exit_code: int, reason: str | None) -> dict[str, Any]:
         world, engine, step = self.world, self.engine, self._row_step

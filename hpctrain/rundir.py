@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from hpctrain.errors import UsageError
 
@@ -45,33 +45,32 @@ def claimed(run: Path, resume: bool) -> Iterator[None]:
     it cannot be written.
     """
     try:
-        file = _opened(run, resume)
+        run.mkdir(parents=True, exist_ok=True)
+        if not resume and (names := _names(run)):
+            raise UsageError(
+                f"--out {run} is in use: it holds {names}. Add --resume to go on with that run, or "
+                "name a new folder"
+            )
+        lock = _locked(run)
     except OSError as error:
         raise UsageError(f"--out {run} cannot be written: {error.strerror}") from None
-    with file:
-        _lock(file, run)
-        yield
-
-
-def _opened(run: Path, resume: bool) -> TextIO:
-    run.mkdir(parents=True, exist_ok=True)
-    if not resume and (names := _names(run)):
-        raise UsageError(
-            f"--out {run} is in use: it holds {names}. Add --resume to go on with that run, or "
-            "name a new folder"
-        )
-    return open(run / LOCK, "a+")
-
-
-def _lock(file: TextIO, run: Path) -> None:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.seek(0)
-        raise UsageError(f"--out {run} is being written by {file.read().strip()}") from None
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {os.uname().nodename}")
-    file.flush()
+        yield
+    finally:
+        os.close(lock)
+
+
+def _locked(run: Path) -> int:
+    lock = os.open(run / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(f"--out {run} is being written by {os.read(lock, 200).decode()}") from None
+    except OSError as error:  # some parallel file systems have no locks
+        log.warning("%s cannot be locked (%s): let no other job write there", run, error.strerror)
+    os.ftruncate(lock, 0)
+    os.write(lock, f"process {os.getpid()} on {os.uname().nodename}".encode())
+    return lock
 
 
 def _names(run: Path) -> str:
