@@ -66,6 +66,7 @@ _VARIABLES = {
 # they carry the variables of a rank and are none.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
+_OF_MPICH = ("MPICH", "MVAPICH", "MVAPICH2", "Intel MPI")
 _OF_A_RANK = ("PMI", "OMPI_", "PRTE", "HYDI", "MPI_LOCAL", "MV2_COMM_WORLD_")
 _OF_THE_USER = ("OMPI_ALLOW_", "OMPI_MCA_", "PMIX_MCA_", "PRTE_ALLOW_", "PRTE_MCA_")
 
@@ -88,6 +89,17 @@ def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if kept(name)}
 
 
+def unstartable(job: Launched, mpi_vendor: str, libmpi_path: str) -> str | None:
+    """Return the sentence about a launcher under which the loaded MPI would abort in MPI_Init."""
+    if job.name != "openmpi" or mpi_vendor not in _OF_MPICH:
+        return None
+    return (
+        f"{job.size} ranks were started by {TITLES[job.name]}, but mpi4py loaded {mpi_vendor} "
+        f"({libmpi_path}): the launcher belongs to another MPI, and these are {job.size} jobs of "
+        f"one rank. {_remedy(job, mpi_vendor, libmpi_path)}"
+    )
+
+
 def mismatch(job: Launched, mpi_size: int, mpi_vendor: str, libmpi_path: str) -> str | None:
     """Return the sentence about `job.size` ranks that MPI took for as many jobs of one rank."""
     if mpi_size != 1 or job.size == 1:
@@ -95,16 +107,18 @@ def mismatch(job: Launched, mpi_size: int, mpi_vendor: str, libmpi_path: str) ->
     return (
         f"{job.size} ranks were started by {TITLES[job.name]}, but {mpi_vendor} ({libmpi_path}), "
         f"which mpi4py loaded, says 1: the launcher belongs to another MPI, and these are "
-        f"{job.size} jobs of one rank. Start them with `{_remedy(job, mpi_vendor)}`, or with the "
-        f"mpiexec that was installed beside {libmpi_path}."
+        f"{job.size} jobs of one rank. {_remedy(job, mpi_vendor, libmpi_path)}"
     )
 
 
-def _remedy(job: Launched, mpi_vendor: str) -> str:
+def _remedy(job: Launched, mpi_vendor: str, libmpi_path: str) -> str:
+    command = f"hpctrain launch -n {job.size} ..."
     if job.name == "srun":
         kind = "pmix" if mpi_vendor == "Open MPI" else "pmi2"
-        return f"srun --mpi={kind} -n {job.size} hpctrain ..."
-    return f"hpctrain launch -n {job.size} ..."
+        command = f"srun --mpi={kind} -n {job.size} hpctrain ..."
+    return (
+        f"Start them with `{command}`, or with the mpiexec that was installed beside {libmpi_path}."
+    )
 
 
 def _srun(environ: Mapping[str, str]) -> Launched | None:

@@ -26,7 +26,7 @@ from hpctrain.errors import HpctrainError, HungError, UsageError
 from hpctrain.transport.bind import bind
 from hpctrain.transport.link import Link
 from hpctrain.tuning.select import allreduce_named
-from hpctrain.watch import Record, Watch, dump_stacks, write_report
+from hpctrain.watch import Record, Watch, dump_stacks, record_path, write_report
 
 T = TypeVar("T")
 DTYPES = ("float32", "float64", "int32", "int64")
@@ -110,8 +110,7 @@ class World:
             yield
             return
         directory = run / "watch"
-        directory.mkdir(exist_ok=True)
-        record = Record(directory / f"rank-{self.rank:05d}", self.rank, self.size)
+        record = self.together(lambda: self._record_in(directory))
         watch = Watch(record, directory, timeout_s, partial(_hung, self.rank, run))
         before = self.record
         self._write_into(record)
@@ -121,6 +120,12 @@ class World:
             watch.stop()
             self._write_into(before)
             record.close()
+
+    def _record_in(self, directory: Path) -> Record:
+        try:
+            return Record(record_path(directory, self.rank), self.rank, self.size)
+        except OSError as error:
+            raise UsageError(f"nothing can be written in {directory}: {error.strerror}") from None
 
     def _write_into(self, record: Record) -> None:
         """Let every thread's link note in `record` what it waits for."""
@@ -190,6 +195,9 @@ def _over_mpi() -> World:
     from hpctrain.transport.probe import loaded_mpi
 
     library = loaded_mpi()  # says what is missing where there is no MPI
+    wrong = launchers.unstartable(launched, library.vendor, library.library)
+    if wrong:
+        raise UsageError(wrong)
     from hpctrain.transport import mpi
 
     record = Record(None, launched.rank, launched.size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.launchers import ALONE, Launched, launched, mismatch, scrubbed
+from hpctrain.launchers import ALONE, Launched, launched, mismatch, scrubbed, unstartable
 
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -125,3 +125,23 @@ def test_mismatch(environ, mpi_size, vendor, remedy):
     else:
         assert said is not None
         assert all(part in said for part in (remedy, vendor, "/opt/lib/libmpi.so.12"))
+
+
+@pytest.mark.parametrize(
+    "environ, vendor, wrong",
+    [
+        (OPENMPI, "MPICH", True),
+        (OPENMPI, "Intel MPI", True),
+        (OPENMPI, "Open MPI", False),
+        (OPENMPI, "Spectrum MPI", False),  # has the launcher of Open MPI, by its name
+        (HYDRA, "Open MPI", False),  # starts, as jobs of one rank: `mismatch` tells
+        (HYDRA, "MPICH", False),
+        ({}, "MPICH", False),
+    ],
+)
+def test_unstartable(environ, vendor, wrong):
+    said = unstartable(launched(environ), vendor, "/opt/lib/libmpi.so.12")
+    assert (said is not None) == wrong
+    if said:
+        parts = ("4 ranks were started by Open MPI's mpirun", vendor, "4 jobs of one rank")
+        assert all(part in said for part in parts)
