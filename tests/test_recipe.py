@@ -1,0 +1,118 @@
+"""Recipes: what is refused, what `--set` does, and that a resolved recipe repeats its run."""
+
+from __future__ import annotations
+
+import pytest
+from ranks import run_on
+
+from hpctrain import recipe, runs
+from hpctrain.errors import UsageError
+
+SMALL = ["model.widths=[64,16,10]", "run.epochs=1"]
+
+# --set arguments -> what is said
+REFUSED = {
+    "unknown table": (["runn.epochs=3"], "unknown table 'runn'; did you mean 'run'?"),
+    "unknown key": (["run.epoch=3"], "unknown key in [run]: 'epoch'; did you mean 'epochs'?"),
+    "unknown kind": (["model.kind=mpl"], "unknown [model] kind 'mpl'; did you mean 'mlp'?"),
+    "no kind": (["optimizer.kind="], "[optimizer] kind is missing; choose one of: sgd"),
+    "key of another kind": (["data.path=a.npz"], "unknown key in [data]: 'path'"),
+    "no value": (["run.epochs"], "--set takes TABLE.KEY=VALUE, seen 'run.epochs'"),
+    "no key": (["run=3"], "--set takes TABLE.KEY=VALUE, seen 'run=3'"),
+    "wrong type": (["run.epochs=many"], "[run] epochs: input should be a valid integer"),
+    "none of two": (["run.epochs="], "[run] needs exactly one of epochs and steps"),
+    "both of two": (["run.steps=3"], "[run] needs exactly one of epochs and steps"),
+    "both batches": (["optimizer.batch_per_rank=3"], "needs exactly one of batch and batch_per"),
+    "no epochs": (["run.epochs=0"], "[run] epochs: input should be greater than or equal to 1"),
+    "device": (["run.device=tpu"], "[run] device: input should be"),
+    "algorithm": (["wire.algorithm=rign"], "unknown algorithm 'rign'; did you mean 'ring'?"),
+    "misplaced": (["engine.algorithm=ring"], "[engine] algorithm: belongs into [wire]"),
+    "bucket": (["wire.bucket_bytes=0"], "[wire] bucket_bytes: input should be greater than"),
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_refused(wrong):
+    overrides, told = REFUSED[wrong]
+    with pytest.raises(UsageError) as error:
+        recipe.load("digits", overrides)
+    assert told in str(error.value)
+
+
+# A file's text -> what is said
+FILES = {
+    "not TOML": ("schema = ", "is not TOML"),
+    "no schema": ("[run]\nname = 'a'\n", "a recipe begins with 'schema = 1'"),
+    "newer schema": ("schema = 2\n", "a recipe begins with 'schema = 1'"),
+    "no table": ("schema = 1\nrun = 3\n", "'run' is a table: write [run], seen 3"),
+    "not text": (b"\xff\xfe", "is not TOML"),
+}
+
+
+@pytest.mark.parametrize("wrong", FILES)
+def test_refused_files(tmp_path, wrong):
+    text, told = FILES[wrong]
+    file = tmp_path / "a.toml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UsageError) as error:
+        recipe.load(str(file))
+    assert told in str(error.value)
+
+
+def test_missing_files(tmp_path):
+    with pytest.raises(UsageError, match="No such file"):
+        recipe.load(str(tmp_path / "a.toml"))
+    with pytest.raises(UsageError, match="Is a directory"):
+        recipe.load(f"{tmp_path}/")
+
+
+# A --set argument -> the entry of the tables, and its value (None: it is not there)
+SETS = [
+    ("run.epochs=3", "run", "epochs", 3),
+    ("optimizer.rate = 1e-2", "optimizer", "rate", 0.01),
+    ("model.widths=[64, 10]", "model", "widths", [64, 10]),
+    ("wire.algorithm=ring", "wire", "algorithm", "ring"),
+    ('run.name="my run"', "run", "name", "my run"),
+    ("run.name=my run", "run", "name", "my run"),
+    ("run.name=a=b", "run", "name", "a=b"),
+    ("optimizer.momentum=", "optimizer", "momentum", None),
+    ("checkpoint.every_steps=5", "checkpoint", "every_steps", 5),
+]
+
+
+@pytest.mark.parametrize("given, table, key, value", SETS)
+def test_set(given, table, key, value):
+    assert recipe.load("digits", [given]).tables[table].get(key) == value
+
+
+def test_the_last_set_counts():
+    assert recipe.load("digits", ["run.epochs=3", "run.epochs=4"]).run.epochs == 4
+
+
+@pytest.mark.parametrize(
+    "change, ranks, batch",
+    [([], 4, 128), (["optimizer.batch=", "optimizer.batch_per_rank=32"], 3, 96)],
+)
+def test_batch(change, ranks, batch):
+    assert recipe.load("digits", change).batch.size(ranks) == batch
+
+
+@pytest.mark.parametrize("name", recipe.built_in())
+def test_built_in_recipes_are_read_back_as_they_were_written(name, tmp_path):
+    first = recipe.load(name)
+    (tmp_path / "again.toml").write_text(first.toml())
+    again = recipe.load(str(tmp_path / "again.toml"))
+    assert (again, again.sha256) == (first, first.sha256)
+
+
+@pytest.mark.parametrize("change", [[], ["optimizer.rate=0.05", "schedule.kind=constant",
+                                         "schedule.warm_up_epochs="]])  # fmt: skip
+def test_the_resolved_recipe_repeats_the_run(tmp_path, change):
+    def train(spec, out):
+        summary = run_on("threads", 2, lambda w: runs.train(spec, w, tmp_path / out, False))[0]
+        return summary["params_sha256"]
+
+    first = train(recipe.load("digits", [*SMALL, *change]), "first")
+    again = train(recipe.load(str(tmp_path / "first" / "recipe.toml")), "again")
+    other = train(recipe.load("digits", [*SMALL, *change, "run.seed=1"]), "other")
+    assert first == again != other

@@ -1,0 +1,140 @@
+"""The folder of a run: one job at a time, rows that survive a crash, a summary that is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hpctrain import rundir
+from hpctrain.errors import UsageError
+
+
+def claim(run, resume=False):
+    with rundir.claimed(run, resume):
+        return sorted(path.name for path in run.iterdir())
+
+
+@pytest.mark.parametrize(
+    "names, resume, told",
+    [
+        ([], False, None),
+        ([".lock"], False, None),  # of a job that was refused before it began
+        (["a"], True, None),
+        (["a"], False, "is in use: it holds a. Add --resume"),
+        (["e", "d", "c", "b", "a"], False, "it holds a, b, c, d, .... Add"),
+    ],
+)
+def test_who_may_write(tmp_path, names, resume, told):
+    for name in names:
+        (tmp_path / name).touch()
+    if told is None:
+        assert claim(tmp_path, resume) == sorted({*names, ".lock"})
+        assert claim(tmp_path, True)  # the lock was given back
+    else:
+        with pytest.raises(UsageError) as error:
+            claim(tmp_path, resume)
+        assert told in str(error.value)
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_file_is_no_folder(tmp_path, resume):
+    (tmp_path / "file").touch()
+    for run in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UsageError, match="cannot be written"):
+            claim(run, resume)
+
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from hpctrain import rundir
+with rundir.claimed(Path(sys.argv[1]), True):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_job_is_refused_until_the_first_has_ended_however(tmp_path):
+    held = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE)
+    assert held.stdout.readline() == b"held\n"
+    with pytest.raises(UsageError, match=f"being written by process {held.pid} on"):
+        claim(tmp_path, True)
+    held.kill()
+    held.communicate()
+    assert claim(tmp_path, True) == [".lock"]
+
+
+def test_where_there_are_no_locks_it_is_said(tmp_path, monkeypatch, caplog):
+    def flock(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(rundir.fcntl, "flock", flock)
+    assert claim(tmp_path) == [".lock"]
+    assert "cannot be locked (Function not implemented)" in caplog.text
+
+
+def test_begin_drops_the_old_summary_and_tells_where(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    run.mkdir()
+    rundir.write_summary(run, {"status": "stopped"})
+    monkeypatch.setenv(rundir.ANNOUNCE, str(tmp_path / "note"))
+    rundir.begin(run)
+    assert rundir.read_summary(run) is None
+    assert (tmp_path / "note").read_text() == str(run)
+
+
+@pytest.mark.parametrize(
+    "step, kept, redone", [(0, [], 30), (10, [10], 20), (25, [10, 20], 5), (30, [10, 20, 30], 0)]
+)
+def test_rows_after_the_resumed_step_go(tmp_path, step, kept, redone):
+    for done in (10, 20, 30):
+        rundir.append_row(tmp_path, {"step": done})
+    with open(tmp_path / rundir.METRICS, "a") as file:
+        file.write('{"step": 4')  # a crash cut it off
+    assert rundir.cut_rows(tmp_path, step) == redone
+    assert rundir.rows(tmp_path) == [{"step": done} for done in kept]
+    rundir.append_row(tmp_path, {"step": 99})
+    assert rundir.rows(tmp_path)[-1] == {"step": 99}
+
+
+def test_a_folder_without_rows(tmp_path):
+    assert rundir.rows(tmp_path) == []
+    assert rundir.cut_rows(tmp_path, 5) == 0
+
+
+def test_a_summary_is_whole_or_the_one_before(tmp_path, monkeypatch):
+    rundir.write_summary(tmp_path, {"status": "stopped"})
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        rundir.write_summary(tmp_path, {"status": "done"})
+    assert json.loads((tmp_path / rundir.SUMMARY).read_text()) == {"status": "stopped"}
+
+
+def test_a_changed_recipe_is_told(tmp_path, caplog):
+    for text in ("a = 1\nb = 2\n", "a = 1\nb = 2\n", "a = 1\nb = 3\n"):
+        rundir.write_recipe(tmp_path, text)
+    assert [r.getMessage() for r in caplog.records] == ["the recipe of this run changes: b = 3"]
+    assert (tmp_path / rundir.RECIPE).read_text() == "a = 1\nb = 3\n"
+
+
+def test_default_folders_never_meet(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rundir.time, "strftime", lambda _: "now")
+    seen = []
+    for _ in range(3):
+        seen.append(rundir.default_path("digits"))
+        seen[-1].mkdir(parents=True)
+    assert [str(path) for path in seen] == [
+        "runs/digits-now",
+        "runs/digits-now-2",
+        "runs/digits-now-3",
+    ]
