@@ -6,7 +6,7 @@ import re
 import shutil
 
 import pytest
-from jobs import EVERY, SMALL, sets, trap
+from jobs import EVERY, MARK, SMALL, sets, trap
 from ranks import run_on
 
 from hpctrain import checkpoint, recipe, rundir, runs
@@ -81,8 +81,10 @@ def test_a_stopped_rank(digits, launched):
     assert ended.seconds < 20
     assert ended.stderr.count("hung: a call has waited for longer than 1 s") == 1
     waits_for, others = ended.stderr.split("the job waits for:")[1].split("these wait:")
-    assert re.search(r"rank 1 on \S+ \(pid \d+\), step 7, at traps.py:\d+ .*: stopped or dead",
-                     waits_for)  # fmt: skip
+    silent = (
+        r"rank 1 on \S+ \(pid \d+\), step 7, at \S+:\d+ \w+: no heartbeat .*: stopped or dead; "
+    )
+    assert re.search(silent + r"last operation \w+ with rank \d", waits_for), waits_for
     assert len(re.findall(r"rank [02] on .* step 7, at \S+:\d+ .*: waiting; in \w+", others)) == 2
     assert (job.summary["status"], job.summary["exit_code"]) == ("hung", 86)
     assert "rank 1 on" in job.summary["reason"]
@@ -170,3 +172,20 @@ def test_a_full_disk(digits, when):
     assert "File too large" in job.summary["reason"]
     assert job.steps == saved
     assert checkpoint.verify(job.out / "checkpoints" / f"step-{saved[-1]:08d}") is None
+
+
+NEVER_COMES = """
+import os, sys, time
+from hpctrain.transport import mpi
+from hpctrain.watch import Record
+if "1" in (os.environ.get("PMI_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
+    time.sleep(20)
+mpi.start(Record(None, 0, 2).entry("main"), timeout_s=2)
+"""
+
+
+def test_a_rank_that_never_starts_mpi(start, mark):
+    ended = start("-c", NEVER_COMES, ranks=2, env={MARK: mark}).finish()
+    assert ended.returncode != 0
+    assert ended.seconds < 15
+    assert re.search(r"Timeout \(0:00:02\)!(.|\n)*mpi.py\", line \d+ in start", ended.stderr)

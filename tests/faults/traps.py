@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import sys
-import time
 from dataclasses import dataclass
 
 import hpctrain as ht
@@ -61,12 +60,6 @@ def send(number):
     return lambda: os.kill(os.getpid(), number)
 
 
-def stop():
-    """Stop this process, as a debugger or a batch system may, a while after its last heartbeat."""
-    time.sleep(0.6)
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def full():
     """Let no file of this process grow beyond 8 KiB from now on: writing more fails."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 13, 1 << 13))
@@ -77,7 +70,7 @@ SPRING = {
     "refuse": lambda: raises(UsageError("seen on one rank only")),
     "leave": lambda: sys.exit(0),
     "kill": send(signal.SIGKILL),
-    "stop": stop,
+    "stop": send(signal.SIGSTOP),
     "usr1": send(signal.SIGUSR1),
     "term": send(signal.SIGTERM),
     "diverge": lambda: float("nan"),
