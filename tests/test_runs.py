@@ -8,6 +8,7 @@ from ranks import run_on
 
 from hpctrain import recipe, rundir, runs
 from hpctrain.errors import UsageError
+from hpctrain.gradients.replica import Batch
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +36,44 @@ def test_the_recipe_beside_the_results_repeats_the_run(finished, tmp_path):
     repeated = run_on("threads", 2, lambda w: runs.train(again, w, tmp_path / "again", False))[0]
     assert repeated["params_sha256"] == summary["params_sha256"]
     assert (tmp_path / "again" / rundir.RECIPE).read_text() == (out / rundir.RECIPE).read_text()
+
+
+def test_running_statistics_are_saved_and_used(tmp_path):
+    change = ["model.kind=resnet20", "model.widths=", "model.blocks=1", "model.channels=[4]"]
+    spec = recipe.load("digits", ["run.epochs=3", *change])
+    out = tmp_path / "resnet"
+    summary = run_on("threads", 2, lambda w: runs.train(spec, w, out, False))[0]
+    replica, fresh = runs.load(out), runs.build_model(spec, spec.data.load(0)).buffers
+    assert all((replica.arena.views(replica.arena.buffer)[k] != 0).any() for k in fresh)
+    assert summary["test_accuracy"] > 0.2
+    evaluated = runs.evaluate(out)
+    assert evaluated["test_loss"] == pytest.approx(summary["test_loss"], rel=1e-6)
+    replica.arena.buffer[...] = 1
+    test = spec.data.load(0).test
+    assert replica.evaluate(Batch(test.x, test.y)).loss / len(test) != pytest.approx(
+        summary["test_loss"], rel=1e-2
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["optimizer.micro_batches=3"], "expected a divisor of the batch of 128, seen 3"),
+        (["optimizer.micro_batches=0"], "micro_batches"),
+        (
+            ["optimizer.micro_batches=2", "model.kind=resnet20", "model.widths="],
+            "normalizes over the batch",
+        ),
+    ],
+)
+def test_micro_batches_that_would_change_the_result_are_refused(tmp_path, change, message):
+    def train(world):
+        spec = recipe.load("digits", ["run.epochs=1", *change])
+        return runs.train(spec, world, tmp_path / "run", False)
+
+    with pytest.raises(UsageError, match=message):
+        run_on("threads", 1, train)
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

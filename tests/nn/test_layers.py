@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tracemalloc
 from itertools import pairwise
 
@@ -26,9 +27,56 @@ def conv_reference(p, x, stride, padding):
     return np.einsum("nhwcij,ijco->nhwo", w, p["weight"]) + p["bias"]
 
 
+def relu(x):
+    return np.where(x > 0, x, 0)
+
+
+def normed(x, axis, epsilon=1e-5):
+    return (x - x.mean(axis, keepdims=True)) / np.sqrt(x.var(axis, keepdims=True) + epsilon)
+
+
+def batch_norm_reference(p, x):
+    if not x.size:
+        return x
+    return normed(x, tuple(range(x.ndim - 1))) * p["weight"] + p["bias"]
+
+
+def attention_reference(p, x, heads):
+    """One place of one head of one sample after the other."""
+    (n, length, width), d = x.shape, x.shape[2] // heads
+    qkv = x @ p["qkv_weight"] + p["qkv_bias"]
+    mixed = np.zeros_like(x)
+    for i, h, t in np.ndindex(n, heads, length):
+        q, k, v = (qkv[i, : t + 1, j * width + h * d : j * width + (h + 1) * d] for j in range(3))
+        scores = np.exp((k @ q[t] - (k @ q[t]).max()) / np.sqrt(d))
+        mixed[i, t, h * d : (h + 1) * d] = scores @ v / scores.sum()
+    return mixed @ p["out_weight"] + p["out_bias"]
+
+
+def subsample_reference(x, channels):
+    return np.pad(x[:, ::2, ::2], [(0, 0)] * 3 + [(0, channels - x.shape[3])])
+
+
+def gelu_reference(x):
+    return x / 2 * (1 + np.tanh((x + 0.044715 * x**3) * np.sqrt(2 / np.pi, dtype=x.dtype)))
+
+
 FORWARD = [
+    (nn.Linear(4, places=True), (3, 6), lambda p, x: x @ p["weight"] + p["bias"]),
+    (nn.Conv2d(3, 3, bias=False), (5, 4, 2), lambda p, x: conv_reference(p | {"bias": 0}, x, 1, 0)),
+    (nn.GELU(), (3, 2), lambda p, x: gelu_reference(x)),
+    (nn.LayerNorm(), (3, 5), lambda p, x: normed(x, -1) * p["weight"] + p["bias"]),
+    (nn.BatchNorm(), (3, 2, 4), batch_norm_reference),
+    (nn.Positions(), (3, 4), lambda p, x: x + p["table"]),
+    (nn.Unembedding("words", 7), (3, 4), lambda p, x: np.einsum("nlw,ew->nle", x, p["table"])),
+    (nn.CausalAttention(2), (5, 6), lambda p, x: attention_reference(p, x, 2)),
+    (nn.MeanPool(), (3, 2, 4), lambda p, x: x.reshape(-1, 6, 4).sum(1) / 6),
+    (nn.Subsample(2, 5), (5, 4, 3), lambda p, x: subsample_reference(x, 5)),
+    (nn.Chain({"a": nn.ReLU(), "b": nn.Flatten()}), (2, 3), lambda p, x: relu(x).reshape(-1, 6)),
+    (nn.Residual({"a": nn.ReLU()}), (4,), lambda p, x: relu(x) + x),
+    (nn.Recompute(nn.ReLU()), (4,), lambda p, x: relu(x)),
     (nn.Linear(4), (6,), lambda p, x: np.einsum("ni,io->no", x, p["weight"]) + p["bias"]),
-    (nn.ReLU(), (3, 2), lambda p, x: np.where(x > 0, x, 0)),
+    (nn.ReLU(), (3, 2), lambda p, x: relu(x)),
     (nn.Flatten(), (2, 3, 2), lambda p, x: np.array([one.ravel() for one in x]).reshape(-1, 12)),
     (nn.AddChannel(), (2, 3), lambda p, x: x[:, :, :, np.newaxis]),
     (nn.Conv2d(3, 3), (5, 4, 2), lambda p, x: conv_reference(p, x, 1, 0)),
@@ -51,6 +99,19 @@ def test_the_output_is_that_of_the_plain_formula(layer, shape, reference, batch,
     bound = 1e-5 if dtype == "float32" else 1e-13
     assert y.dtype == dtype and y.shape == (batch, *layer.output_shape(shape))
     np.testing.assert_allclose(y, reference(p, x), rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("batch", [0, 3])
+def test_an_embedding_looks_its_numbers_up(batch, dtype):
+    p = {"table": np.random.default_rng(0).standard_normal((7, 2)).astype(dtype)}
+    x = np.random.default_rng(1).integers(0, 7, (batch, 5))
+    y, saved = nn.Embedding(7, 2).forward(p, x.astype(dtype), KEY)
+    assert y.dtype == dtype and y.shape == (batch, 5, 2)
+    assert all(np.array_equal(y[i], p["table"][x[i]]) for i in np.ndindex(x.shape))
+    g = {"table": np.full_like(p["table"], np.nan)}
+    nn.Embedding(7, 2).backward(p, g, saved, np.ones_like(y), False)
+    assert np.array_equal(g["table"][:, 0], np.bincount(x.ravel(), minlength=7))
 
 
 @pytest.mark.parametrize("layer", [nn.ReLU(), nn.MaxPool2d()])
@@ -111,6 +172,23 @@ class TestDropout:
 
 
 REFUSED = [
+    (lambda: nn.Linear(2, places=True).output_shape((2,)), r"vectors at places .* seen \(2,\)"),
+    (lambda: nn.CausalAttention(0), "heads must be at least 1"),
+    (lambda: nn.CausalAttention(3).output_shape((5, 4)), r"multiple of 3 heads, seen \(5, 4\)"),
+    (lambda: nn.Embedding(0, 1), "entries must be at least 1"),
+    (lambda: nn.Embedding(7, 2).output_shape((2, 2)), r"expected numbers .* seen \(2, 2\)"),
+    (
+        lambda: nn.Embedding(7, 2).forward({"table": np.ones((7, 2))}, np.array([[7]]), KEY),
+        "numbers in 0 .. 6, seen 7 .. 7",
+    ),
+    (lambda: nn.Positions().output_shape((2,)), r"vectors at places .* seen \(2,\)"),
+    (lambda: nn.MeanPool().output_shape((2,)), r"expected images .* seen \(2,\)"),
+    (lambda: nn.Subsample(2, 3).output_shape((4, 4, 5)), r"at most 3 channels\), seen \(4, 4, 5\)"),
+    (
+        lambda: nn.Residual({"a": nn.Linear(3)}).output_shape((4,)),
+        r"body ends in \(3,\) but the shortcut in \(4,\)",
+    ),
+    (lambda: nn.mean_squared_error(np.ones((3, 2)), np.ones(3)), r"expected \(3, 2\) .* \(3,\)"),
     (lambda: nn.Linear(0), "outputs must be at least 1, seen 0"),
     (lambda: nn.Conv2d(1, kernel=0), "kernel must be at least 1"),
     (lambda: nn.Conv2d(1, kernel=3, padding=-1), "padding must be at least 0"),
@@ -137,3 +215,27 @@ def test_cross_entropy_counts_sums_and_survives_large_logits():
     assert dz.dtype == np.float32
     np.testing.assert_allclose(dz, [[0, 0], [-0.5, 0.5], [-1, 1]])
     assert nn.add(sums, nn.Sums(1.0, 2, 3)).count == 6
+
+
+def test_mean_squared_error_is_a_mean_over_features_and_a_sum_over_targets():
+    z, y = np.array([[1.0, 2.0], [3.0, 5.0]]), np.array([[1.0, 0.0], [0.0, 4.0]])
+    sums, dz = nn.mean_squared_error(z, y, scale=0.5)
+    assert sums == nn.Sums(loss=2 + 5, correct=0, count=2)
+    np.testing.assert_allclose(dz, 0.5 * (z - y))
+
+
+def test_gelu_is_near_the_form_with_erf():
+    x = np.linspace(-6, 6, 1001)
+    erf = np.array([0.5 * v * (1 + math.erf(v / math.sqrt(2))) for v in x])
+    assert abs(nn.GELU().forward({}, x, None)[0] - erf).max() < 5e-4
+
+
+def test_no_place_sees_what_comes_after_it():
+    layer, x = nn.CausalAttention(2), np.random.default_rng(0).standard_normal((1, 6, 4))
+    p = {k: v + 1 for k, v in nn.initial_values(layer.parameters((6, 4)), 0).items()}
+    p["qkv_weight"] += np.random.default_rng(1).standard_normal((4, 12))
+    before = layer.forward(p, x, KEY)[0]
+    x[0, 3] += 1
+    after = layer.forward(p, x, KEY)[0]
+    assert np.array_equal(before[0, :3], after[0, :3])
+    assert (before[0, 3:] != after[0, 3:]).any(axis=1).all()

@@ -2,36 +2,56 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from itertools import pairwise
 
 import numpy as np
-import pydantic
 import pytest
 
 from hpctrain import nn
-from hpctrain.config import read_kind
-from hpctrain.errors import UsageError
+from hpctrain.collectives import Group
+from hpctrain.collectives.recursive_doubling import recursive_doubling
+from hpctrain.gradients.replica import Batch, ModelReplica
+from hpctrain.transport.local import run_ranks
 
 MODELS = {
     "mlp": lambda: nn.MlpOptions(widths=[64, 20, 16, 10], dropout=0.3).build((8, 8), 10),
     "cnn": lambda: nn.CnnOptions(channels=[3, 4], hidden=9, dropout=0.3).build((8, 8), 10),
+    "transformer": lambda: nn.TransformerOptions(layers=2, width=8, heads=2, dropout=0.3).build(
+        (6,), 256
+    ),
+    "recompute": lambda: nn.TransformerOptions(
+        layers=2, width=8, heads=2, dropout=0.3, recompute=True
+    ).build((6,), 256),
+}
+#: Samples of a batch meet in it, so shares need the sums of all.
+NORMED = {
+    "resnet": lambda: nn.ResNetOptions(blocks=1, channels=[3, 4]).build((8, 8), 10),
+    "resnet-recompute": lambda: nn.ResNetOptions(blocks=1, channels=[3, 4], recompute=True).build(
+        (8, 8), 10
+    ),
 }
 CUTS = [[0, 13], [0, 1, 13], [0, 5, 5, 12, 13], [0, 0, 13], [0, 4, 8, 11, 13]]
 
 
 def made(model, dtype="float64"):
-    p = {k: v.astype(dtype) for k, v in nn.initial_values(model.parameters, 3).items()}
-    return p, {name: np.full_like(one, np.nan) for name, one in p.items()}
+    every = nn.initial_values(model.parameters, 3), nn.initial_values(model.buffers, 3)
+    p, buffers = ({k: v.astype(dtype) for k, v in some.items()} for some in every)
+    return p | buffers, {name: np.full_like(one, np.nan) for name, one in p.items()}
 
 
 def batch(model, n=13):
     generator = np.random.default_rng(0)
+    if model.targets > 1:  # texts
+        return tuple(generator.integers(0, 256, (2, n, *model.input_shape)))
     return generator.standard_normal((n, *model.input_shape)), generator.integers(0, 10, n)
 
 
-def gradient(model, p, x, y, first=0, scale=1 / 13, dtype="float64", on_ready=lambda name: None):
-    g = {name: np.full_like(one, np.nan) for name, one in p.items()}
-    sums = model.gradient(p, g, x, y, scale, nn.Key(0, 5, first), on_ready)
+def gradient(model, p, x, y, first=0, scale=1 / 13, on_ready=lambda name: None, add=None):
+    g = {name: np.full_like(p[name], np.nan) for name in model.parameters}
+    key = nn.Key(0, 5, first, sum_over_ranks=add)
+    sums = model.gradient(p, g, x, y, scale, key, on_ready)
     return g, sums
 
 
@@ -42,13 +62,72 @@ def test_the_gradient_of_a_batch_is_the_sum_of_those_of_its_shares(name, cut):
     p, _ = made(model)
     x, y = batch(model)
     whole, sums = gradient(model, p, x, y)
-    total, parts = {k: np.zeros_like(v) for k, v in p.items()}, nn.Sums(0.0, 0, 0)
-    for a, b in pairwise(cut):
-        g, one = gradient(model, p, x[a:b], y[a:b], first=a)
-        total, parts = {k: total[k] + g[k] for k in total}, nn.add(parts, one)
+    shares = [gradient(model, p, x[a:b], y[a:b], first=a) for a, b in pairwise(cut)]
+    check_shares(shares, whole, sums)
+
+
+def check_shares(shares, whole, sums):
     for k in whole:
-        np.testing.assert_allclose(total[k], whole[k], rtol=0, atol=1e-12 * abs(whole[k]).max())
+        total = sum(g[k] for g, _ in shares)
+        np.testing.assert_allclose(total, whole[k], rtol=0, atol=1e-12 * abs(whole[k]).max())
+    parts = functools.reduce(nn.add, (one for _, one in shares))
     assert parts == pytest.approx(sums, rel=1e-12)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", NORMED)
+def test_statistics_over_all_ranks_make_the_shares_add_up_too(name, cut):
+    model = NORMED[name]()
+    (p, _), (x, y) = made(model), batch(model)
+    before = {k: p[k].copy() for k in model.buffers}
+    whole, sums = gradient(model, p, x, y)
+
+    def on_rank(link):
+        a, b = cut[link.rank], cut[link.rank + 1]
+        group, mine = Group(link), p | {k: v.copy() for k, v in before.items()}
+
+        def add(numbers):
+            total = numbers.copy()
+            recursive_doubling(group, total, np.add)
+            return total
+
+        return gradient(model, mine, x[a:b], y[a:b], first=a, add=add), mine
+
+    found = run_ranks(len(cut) - 1, on_rank)
+    check_shares([share for share, _ in found], whole, sums)
+    for k in model.buffers:
+        assert np.any(p[k] != before[k])
+        for _, mine in found:
+            np.testing.assert_allclose(mine[k], p[k], rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["transformer", "resnet"])
+def test_recomputation_changes_no_bit(kind):
+    results = []
+    for name in {"transformer": ("transformer", "recompute")}.get(kind, tuple(NORMED)):
+        model = (MODELS | NORMED)[name]()
+        p, _ = made(model, "float32")
+        g, sums = gradient(model, p, *batch(model))
+        results.append((g | {k: p[k] for k in model.buffers}, sums))
+    (one, sums), (other, same) = results
+    assert sums == same and one.keys() == other.keys()
+    assert all(np.array_equal(one[k], other[k]) for k in one)
+
+
+@pytest.mark.parametrize("name", ["transformer", "recompute"])
+@pytest.mark.parametrize("pieces", [2, 5])
+def test_micro_batches_add_up_and_the_last_one_announces(name, pieces):
+    model = MODELS[name]()
+    (x, y), replica = batch(model), ModelReplica(model, 3, "float64")
+    fired, seen = Counter(), {}
+    for replica.micro_batches in (1, pieces):
+        fired.clear()
+        key = nn.Key(0, 5, 0)
+        sums = replica.gradient(Batch(x, y), 1 / 13, key, lambda name: fired.update([name]))
+        assert set(fired.values()) == {1} and set(fired) == set(model.parameters)
+        seen[replica.micro_batches] = (sums, replica.arena.grad.copy())
+    assert seen[1][0] == pytest.approx(seen[pieces][0], rel=1e-12)
+    np.testing.assert_allclose(seen[1][1], seen[pieces][1], rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -65,7 +144,7 @@ def test_a_share_that_starts_at_a_wrong_index_is_seen(name):
 def test_each_gradient_is_announced_once_when_final_last_layer_first(name):
     model = MODELS[name]()
     p, g = made(model)
-    seen = []
+    seen: list[tuple[str, np.ndarray]] = []
     x, y = batch(model)
     model.gradient(
         p, g, x, y, 1.0, nn.Key(0, 0, 0), lambda name: seen.append((name, g[name].copy()))
@@ -100,7 +179,7 @@ def test_scale_multiplies_the_gradient_and_not_the_sums(name):
     p, _ = made(model)
     x, y = batch(model)
     (once, sums), (twice, same) = (gradient(model, p, x, y, scale=s) for s in (1.0, 2.0))
-    assert sums == same and sums.count == 13
+    assert sums == same and sums.count == 13 * model.targets
     assert all(np.allclose(twice[k], 2 * once[k], rtol=1e-13, atol=0) for k in once)
 
 
@@ -109,7 +188,7 @@ def test_float32_parameters_give_the_float64_gradient_within_rounding(name):
     model = MODELS[name]()
     x, y = batch(model)
     x = x.astype(np.float32)
-    fine, _ = gradient(model, made(model, "float32")[0] | {}, x, y)
+    fine, _ = gradient(model, made(model, "float32")[0], x, y)
     exact, _ = gradient(
         model, {k: v.astype(float) for k, v in made(model, "float32")[0].items()}, x, y
     )
@@ -163,61 +242,3 @@ def test_weights_start_with_variance_2_over_fan_in_and_biases_at_zero(layer, sha
     assert p["weight"].var() == pytest.approx(2 / fan_in, rel=0.03)
     assert abs(p["weight"].mean()) < 0.01 * p["weight"].std() * 3
     assert p["weight"].dtype == np.float64 and not p["bias"].any()
-
-
-def chain(shape, **layers):
-    return lambda: nn.Model(layers, shape)
-
-
-POOLS = {"p1": nn.MaxPool2d(), "p2": nn.MaxPool2d()}
-MLP, CNN = nn.MlpOptions(widths=[64, 10]), nn.CnnOptions(channels=[2, 2], hidden=3)
-REFUSED = {
-    "linear after conv": (
-        chain((4, 4, 1), conv=nn.Conv2d(2, 3), out=nn.Linear(3)),
-        r"'out' \(Linear\) cannot follow 'conv' \(Conv2d\): expected vectors .* seen \(2, 2, 2\)",
-    ),
-    "conv first on vectors": (
-        chain((16,), conv=nn.Conv2d(2, 3)),
-        r"'conv' \(Conv2d\) cannot follow the input: expected images .* seen \(16,\)",
-    ),
-    "pooled to nothing": (
-        chain((2, 2, 1), **POOLS),
-        r"'p2' \(MaxPool2d\) cannot follow 'p1' \(MaxPool2d\): .* at least 2 x 2, seen \(1, 1, 1\)",
-    ),
-    "nothing to train": (chain((2,), relu=nn.ReLU()), "needs a layer with parameters"),
-    "mlp features": (
-        lambda: MLP.build((8, 9), 10),
-        r"expected 72 first .* seen 64; set .*\[72, 10\]",
-    ),
-    "mlp classes": (lambda: MLP.build((64,), 11), r"at least 11 last .* seen 10; set .*\[64, 11\]"),
-    "cnn of nothing": (lambda: CNN.build(None, 10), "expected the shape of images and classes"),
-    "cnn of vectors": (lambda: CNN.build((64,), 10), r"expected images .* seen \(64,\); .*'mlp'"),
-    "cnn of small images": (lambda: CNN.build((3, 3), 10), r"'pool2' .* seen \(1, 1, 2\)"),
-    "recipe": (lambda: read_kind(nn.MODELS, {"kind": "mpl", "widths": []}, "model"), "mean 'mlp'"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_does_not_fit_is_refused(name):
-    act, message = REFUSED[name]
-    with pytest.raises(UsageError, match=message):
-        act()
-
-
-@pytest.mark.parametrize(
-    "table", [{"widths": [3]}, {"widths": [3, 0]}, {"widths": [3, 2], "dropout": 1}]
-)
-def test_options_out_of_range_are_refused(table):
-    with pytest.raises(pydantic.ValidationError):
-        nn.MlpOptions(**table)
-
-
-def test_samples_of_another_shape_are_refused():
-    model = MODELS["cnn"]()
-    p, _ = made(model)
-    with pytest.raises(UsageError, match=r"samples of shape \(8, 8\), seen \(64,\)"):
-        model.evaluate(p, np.ones((2, 64)), np.zeros(2, int))
-
-
-def test_a_wider_last_layer_than_classes_is_allowed():
-    assert MLP.build((8, 8), 7).output_shape == (10,)
