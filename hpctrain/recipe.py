@@ -43,6 +43,7 @@ class RunOptions:
     interval_steps: Positive | None = None  #: steps per row of metrics; an epoch if not given
     device: Literal["auto", "cpu"] = "auto"
     precision: Literal["float32", "float64"] = "float32"
+    prefetch: Annotated[int, Field(ge=0)] | None = None  #: batches that a thread reads ahead
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
 
 

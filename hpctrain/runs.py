@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hpctrain import checkpoint, recipe, rundir
 from hpctrain.data import Split
 from hpctrain.engines.engine import load_into
 from hpctrain.errors import UsageError
-from hpctrain.gradients.replica import Batch, ModelReplica
-from hpctrain.nn import Sums
+from hpctrain.gradients.replica import ModelReplica
 from hpctrain.recipe import Recipe
-from hpctrain.trainer import Trainer
+from hpctrain.trainer import Trainer, sums_over
 from hpctrain.transport.local import run_ranks
 from hpctrain.world import World
 
@@ -37,6 +38,7 @@ def train(spec: Recipe, world: World, out: Path | None, resume: bool) -> dict[st
         batch=batch,
         micro_batches=spec.batch.micro_batches,
         evaluate=split.test,
+        prefetch=spec.run.prefetch,
         interval_steps=spec.run.interval_steps,
         out=world.gather(str((out or rundir.default_path(spec.run.name)).absolute()))[0],
         resume=resume,
@@ -50,7 +52,7 @@ def train(spec: Recipe, world: World, out: Path | None, resume: bool) -> dict[st
 
 def build_model(spec: Recipe, split: Split) -> Any:
     """Return the model of a recipe for the samples of `split`."""
-    return spec.model.build(split.train.x.shape[1:], split.classes)
+    return spec.model.build(split.train.sample_shape, split.classes)
 
 
 def load(run: str | Path) -> ModelReplica:
@@ -80,7 +82,7 @@ def evaluate(run: str | Path) -> dict[str, Any]:
     split = spec.data.load(spec.run.seed)
     if split.test is None:
         raise UsageError(f"{run}: the data of this run has no test set to evaluate on")
-    sums: Sums = with_weights(spec, split, folder).evaluate(Batch(split.test.x, split.test.y))
+    sums = sums_over(with_weights(spec, split, folder), split.test, np.arange(len(split.test)))
     return {
         "test_loss": sums.loss / sums.count,
         "test_accuracy": sums.correct / sums.count,

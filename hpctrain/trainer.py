@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hpctrain import checkpoint, engines, nn, rundir
-from hpctrain.data import Dataset, Sampler, share
+from hpctrain.data import Prefetch, Sampler, Samples, in_pieces, share, worth_reading_ahead
 from hpctrain.engines import Engine, Flags
 from hpctrain.errors import HpctrainError, SaveError, Stopped, TrainingError, UsageError
 from hpctrain.gradients.replica import Batch, ModelReplica
@@ -56,12 +57,13 @@ class Trainer:
 
     def fit(
         self,
-        train: Dataset,
+        train: Samples,
         epochs: int | None = None,
         steps: int | None = None,
         batch: int = 128,
         micro_batches: int = 1,
-        evaluate: Dataset | None = None,
+        evaluate: Samples | None = None,
+        prefetch: int | None = None,
         interval_steps: int | None = None,
         out: str | Path | None = None,
         resume: bool = False,
@@ -75,7 +77,9 @@ class Trainer:
         Returns the summary, which also lies in `out`/summary.json if `out` is given, beside
         metrics and checkpoints; `resume` goes on from the newest good checkpoint there. A row of
         metrics is made every `interval_steps` (an epoch) and the `evaluate` set is looked at
-        after each epoch. `recipe` is what all this was made from, kept beside the results.
+        after each epoch. A thread reads `prefetch` batches ahead; if not given, 2, or none
+        where the samples lie in memory. `recipe` is what all this was made from, kept beside the
+        results.
 
         Raises UsageError, TrainingError (loss not finite), Stopped (a signal asked to; there is a
         checkpoint) or SaveError, each on all ranks.
@@ -92,6 +96,8 @@ class Trainer:
             journal = Journal(self.world, self.engine, sampler, total, run, recipe)
             loop = _Loop(self, train, evaluate, sampler, journal, checkpoints)
             loop.interval = interval_steps or sampler.steps_per_epoch
+            loop.prefetch = worth_reading_ahead(train) if prefetch is None else prefetch
+            loop.timeout_s = timeout_s
             if resume and run is not None:
                 loop.resume(run)
             stack.enter_context(_told(journal))
@@ -103,16 +109,15 @@ class Trainer:
         """End the engine's threads and free its links; collective."""
         self.engine.close()
 
-    def evaluate(self, dataset: Dataset) -> nn.Sums:
-        """Return the sums of loss and right answers over `dataset`; each rank does its share."""
+    def evaluate(self, samples: Samples) -> nn.Sums:
+        """Return the sums of loss and right answers over `samples`; each rank does its share."""
         self.engine.settle()
-        first, own = share(np.arange(len(dataset)), self.world.rank, self.world.size)
-        part = slice(first, first + len(own))
-        sums = self.replica.evaluate(Batch(dataset.x[part], dataset.y[part]))
+        _, own = share(np.arange(len(samples)), self.world.rank, self.world.size)
+        sums = sums_over(self.replica, samples, own)
         loss, correct, count = self.engine.sum(np.array(sums, np.float64))
         return nn.Sums(float(loss), int(correct), int(count))
 
-    def _sampler(self, train: Dataset, batch: int) -> Sampler:
+    def _sampler(self, train: Samples, batch: int) -> Sampler:
         size = self.world.size
         if min(len(train), batch) < size:
             what = "training samples" if len(train) < batch else "samples per batch"
@@ -147,14 +152,28 @@ class Trainer:
         return run
 
 
+def sums_over(replica: ModelReplica, samples: Samples, indexes: np.ndarray) -> nn.Sums:
+    """Return the sums over the samples at `indexes`, read a few at a time."""
+    pieces = (Batch(*rows) for rows in in_pieces(samples, indexes))
+    return reduce(nn.add, map(replica.evaluate, pieces), nn.Sums(0.0, 0, 0))
+
+
+class _Share(NamedTuple):
+    """What a rank works on in one step: where it begins in the batch, and the batch's length."""
+
+    first: int
+    batch: Batch
+    samples: int
+
+
 class _Loop:
     """One call of fit: the state of the loop over steps."""
 
     def __init__(
         self,
         trainer: Trainer,
-        train: Dataset,
-        test: Dataset | None,
+        train: Samples,
+        test: Samples | None,
         sampler: Sampler,
         journal: Journal,
         checkpoints: CheckpointOptions,
@@ -162,15 +181,22 @@ class _Loop:
         self.trainer, self.world, self.engine = trainer, trainer.world, trainer.engine
         self.train, self.test, self.sampler = train, test, sampler
         self.journal, self.checkpoints = journal, checkpoints
-        self.interval = sampler.steps_per_epoch
+        self.interval, self.prefetch, self.timeout_s = sampler.steps_per_epoch, 0, 300.0
         self.step = 0
 
     def run(self, request: StopRequest) -> dict[str, Any]:
         """Train from `step` to the end, or to the step at which somebody asked to stop."""
         journal, total = self.journal, self.journal.total_steps
         journal.begin(self.step)
+        steps = range(self.step, total)
+        with Prefetch(self._read, steps, self.prefetch, self.timeout_s) as shares:
+            self._train(shares, request)
+        return journal.finish("done", 0)
+
+    def _train(self, shares: Prefetch[_Share], request: StopRequest) -> None:
+        journal, total = self.journal, self.journal.total_steps
         while self.step < total:
-            flags = self._one_step(Flags(stop=int(request.requested)))
+            flags = self._one_step(shares, Flags(stop=int(request.requested)))
             last = self.step == total or bool(flags.stop)
             if last or self.step % self.interval == 0 or self._ends_epoch():
                 journal.row(self.step, self._evaluated(last))
@@ -178,7 +204,6 @@ class _Loop:
                 self._save(must=last)
             if flags.stop and self.step < total:
                 raise Stopped(f"stopped at step {self.step} of {total} as asked; resume me")
-        return journal.finish("done", 0)
 
     def resume(self, run: Path) -> None:
         """Go to the newest good checkpoint, if any was ever written."""
@@ -189,15 +214,20 @@ class _Loop:
         self.step = found.step
         self.journal.resume(found.step, found.about)
 
-    def _one_step(self, flags: Flags) -> Flags:
-        """Train one step; raise TrainingError, on all ranks, where a loss is not finite."""
-        indexes = self.sampler.batch_indexes(self.step)
+    def _read(self, step: int) -> _Share:
+        """Return this rank's share of a step; called by the thread that reads ahead."""
+        indexes = self.sampler.batch_indexes(step)
         first, own = share(indexes, self.world.rank, self.world.size)
+        epoch, _ = self.sampler.place(step)
+        return _Share(first, Batch(*self.train.rows(own, epoch)), len(indexes))
+
+    def _one_step(self, shares: Prefetch[_Share], flags: Flags) -> Flags:
+        """Train one step; raise TrainingError, on all ranks, where a loss is not finite."""
         if self.world.record is not None:
             self.world.record.step = self.step
+        first, batch, samples = shares.next()
         key = nn.Key(self.trainer.seed, self.step, first)
-        batch = Batch(*self.train.rows(own))
-        targets = len(indexes) * self.trainer.replica.model.targets
+        targets = samples * self.trainer.replica.model.targets
         sums, flags = self.engine.step(batch, 1.0 / targets, key, flags)
         if flags.failed:
             raise TrainingError(self._not_finite(flags.failed - 1))

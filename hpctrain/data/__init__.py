@@ -7,23 +7,36 @@ from typing import Any, Protocol
 
 from hpctrain import config, usercode
 from hpctrain.data.call import CallOptions
-from hpctrain.data.dataset import Dataset, Split
+from hpctrain.data.dataset import Dataset, Samples, Split, in_pieces
 from hpctrain.data.digits import DigitsOptions
+from hpctrain.data.idx import IdxOptions
+from hpctrain.data.mnist import MnistOptions
+from hpctrain.data.npy import NpyOptions
 from hpctrain.data.npz import NpzOptions
+from hpctrain.data.prefetch import Prefetch, worth_reading_ahead
 from hpctrain.data.sampler import Sampler, order, share
+from hpctrain.data.text import TextOptions
 
 __all__ = [
     "DATA",
     "CallOptions",
     "Dataset",
     "DigitsOptions",
+    "IdxOptions",
+    "MnistOptions",
+    "NpyOptions",
     "NpzOptions",
+    "Prefetch",
     "Sampler",
+    "Samples",
     "Source",
     "Split",
+    "TextOptions",
+    "in_pieces",
     "order",
     "read",
     "share",
+    "worth_reading_ahead",
 ]
 
 
@@ -34,7 +47,14 @@ class Source(Protocol):
         """Return the data set; raise UsageError if it cannot be read."""
 
 
-DATA: dict[str, type[Source]] = {"digits": DigitsOptions, "npz": NpzOptions}
+DATA: dict[str, type[Source]] = {
+    "digits": DigitsOptions,
+    "mnist": MnistOptions,
+    "idx": IdxOptions,
+    "npz": NpzOptions,
+    "npy": NpyOptions,
+    "text": TextOptions,
+}
 
 
 def read(table: Mapping[str, Any]) -> Source:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain import config, usercode
-from hpctrain.data.dataset import Dataset, Split, checked, split
+from hpctrain.data.dataset import Samples, Split, checked, split
 from hpctrain.errors import UsageError
 
 
@@ -22,8 +22,8 @@ class CallOptions:
     def load(self, seed: int) -> Split:
         """Return what the function returns: a Split, or (train, test) with a test of None allowed.
 
-        `train` and `test` are Datasets or pairs (x, y). Raises UsageError, naming what cannot be
-        found or what was returned instead; errors inside the function pass through.
+        `train` and `test` are Datasets, other Samples or pairs (x, y). Raises UsageError, naming
+        what cannot be found or what was returned instead; errors inside the function pass.
         """
         returned = usercode.call(self.target, "[data] kind", **self.arguments)
         return _as_split(returned, self.target)
@@ -37,8 +37,8 @@ def _as_split(seen: Any, target: str) -> Split:
     return split(train, test, target, *seen[2:])
 
 
-def _as_dataset(seen: Any, source: str) -> Dataset:
-    if isinstance(seen, Dataset):
+def _as_dataset(seen: Any, source: str) -> Samples:
+    if isinstance(seen, Samples):
         return seen
     if not isinstance(seen, tuple) or len(seen) != 2:
         raise UsageError(f"{source}: expected a Dataset or a pair (x, y), seen {_kind(seen)}")

@@ -1,13 +1,38 @@
-"""What training and evaluation read from: samples with their labels, checked once when made."""
+"""What training and evaluation read from: samples with their labels.
+
+`Dataset` holds them in memory and checks them once when made; classes beside it read files.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from hpctrain.errors import UsageError
+
+PIECE = 1024  #: samples read at once where all of them are wanted, one after the other
+
+
+@runtime_checkable
+class Samples(Protocol):
+    """A data set, wherever it lies; a user's own class may be one."""
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """The shape of one sample."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Return new arrays (x, y) of the samples at `indexes`, and read no others.
+
+        `epoch` is for sets that change their samples by chance: each time by another. Both must
+        be a function of the arguments alone. Called by one thread, not always the main one.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +47,7 @@ class Dataset:
 
     def __post_init__(self) -> None:
         """Check both arrays and make the labels int64."""
-        fault = _fault_of_x(self.x) or _fault_of_y(self.y) or _fault_of_both(self.x, self.y)
+        fault = faults_of(self.x, self.y) or _values_of(self.x, self.y)
         if fault:
             raise UsageError(fault)
         object.__setattr__(self, "y", self.y.astype(np.int64))
@@ -31,7 +56,12 @@ class Dataset:
         """Return the number of samples."""
         return len(self.y)
 
-    def rows(self, indexes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """The shape of one sample."""
+        return self.x.shape[1:]
+
+    def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Return (x, y) copies of the samples at `indexes`."""
         return self.x[indexes], self.y[indexes]
 
@@ -39,9 +69,14 @@ class Dataset:
 class Split(NamedTuple):
     """A data set cut in two; labels lie in 0 .. classes - 1."""
 
-    train: Dataset
-    test: Dataset | None
+    train: Samples
+    test: Samples | None
     classes: int
+
+
+def in_pieces(samples: Samples, indexes: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield (x, y) of the samples at `indexes` in order, a few at a time."""
+    return (samples.rows(indexes[i : i + PIECE]) for i in range(0, len(indexes), PIECE))
 
 
 def checked(x: np.ndarray, y: np.ndarray, source: str) -> Dataset:
@@ -52,54 +87,54 @@ def checked(x: np.ndarray, y: np.ndarray, source: str) -> Dataset:
         raise UsageError(f"{source}: {error}") from None
 
 
-def split(train: Dataset, test: Dataset | None, source: str, classes: int | None = None) -> Split:
+def split(train: Samples, test: Samples | None, source: str, classes: int | None = None) -> Split:
     """Return the Split; `classes` is one more than the largest training label unless given.
 
     Raises UsageError, which begins with `source`, when samples of the two sets have different
-    shapes or a label is beyond the classes.
+    shapes, or a label of a Dataset is beyond the classes: others see to that when they read.
     """
-    classes = int(train.y.max()) + 1 if classes is None else classes
+    if classes is None:
+        if not isinstance(train, Dataset):
+            raise UsageError(f"{source}: expected the number of classes beside a set of one's own")
+        classes = int(train.y.max()) + 1
     for name, part in (("training", train), ("test", test)):
-        if part is not None and part.y.max() >= classes:
+        if isinstance(part, Dataset) and part.y.max() >= classes:
             raise UsageError(
                 f"{source}: {name} label {part.y.max()} is out of range; expected labels in "
                 f"0 .. {classes - 1} (those trained on): drop these samples or number them anew"
             )
-    if test is not None and test.x.shape[1:] != train.x.shape[1:]:
+    if test is not None and test.sample_shape != train.sample_shape:
         raise UsageError(
-            f"{source}: test samples have shape {test.x.shape[1:]}, training samples "
-            f"{train.x.shape[1:]}; expected both alike: save them in one shape"
+            f"{source}: test samples have shape {test.sample_shape}, training samples "
+            f"{train.sample_shape}; expected both alike: save them in one shape"
         )
     return Split(train, test, classes)
 
 
-def _fault_of_x(x: np.ndarray) -> str | None:
+def faults_of(x: np.ndarray, y: np.ndarray) -> str | None:
+    """Return what is wrong with the shapes and dtypes of samples and labels; None for nothing."""
     if not isinstance(x, np.ndarray) or x.ndim < 2:
         return f"x is {_kind(x)}; expected an array (samples, ...) of 2 dims or more"
     if x.dtype.kind not in "fiub":
         return f"x has dtype {x.dtype}; expected real numbers: convert it with x.astype('float32')"
-    if not np.isfinite(x).all():
-        first = np.argwhere(~np.isfinite(x))[0]
-        return f"x holds {x[tuple(first)]} in sample {first[0]}; expected finite numbers: clean it"
-    return None
-
-
-def _fault_of_y(y: np.ndarray) -> str | None:
     if not isinstance(y, np.ndarray) or y.ndim != 1:
         return f"y is {_kind(y)}; expected an array (samples,) of class labels"
     if y.dtype.kind not in "iu":
         return f"y has dtype {y.dtype}; expected integer class labels: use y.astype('int64')"
-    # Seen as int64, as it will be used: labels of uint64 beyond 2**63 show here too.
-    if len(y) and y.astype(np.int64).min() < 0:
-        bad = int(np.argmax(y.astype(np.int64) < 0))
-        return f"y holds label {y[bad]} in sample {bad}; expected labels from 0: number them anew"
-    return None
-
-
-def _fault_of_both(x: np.ndarray, y: np.ndarray) -> str | None:
     if len(x) != len(y):
         return f"x has {len(x)} samples but y has {len(y)} labels; expected as many of each"
     return None if len(x) else "x and y hold 0 samples; expected at least 1"
+
+
+def _values_of(x: np.ndarray, y: np.ndarray) -> str | None:
+    if not np.isfinite(x).all():
+        first = np.argwhere(~np.isfinite(x))[0]
+        return f"x holds {x[tuple(first)]} in sample {first[0]}; expected finite numbers: clean it"
+    # Seen as int64, as it will be used: labels of uint64 beyond 2**63 show here too.
+    if y.astype(np.int64).min() < 0:
+        bad = int(np.argmax(y.astype(np.int64) < 0))
+        return f"y holds label {y[bad]} in sample {bad}; expected labels from 0: number them anew"
+    return None
 
 
 def _kind(seen: object) -> str:

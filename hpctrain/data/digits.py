@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from hpctrain import config
+from hpctrain.data.augment import AugmentOptions
 from hpctrain.data.dataset import Dataset, Split, split
 from hpctrain.errors import UsageError
 
@@ -15,8 +16,8 @@ _MISSING = "the digits come with scikit-learn; run: pip install 'hpctrain[datase
 
 
 @config.options
-class DigitsOptions:
-    """`[data] kind = "digits"`; it has no keys of its own."""
+class DigitsOptions(AugmentOptions):
+    """`[data] kind = "digits"`."""
 
     def load(self, seed: int) -> Split:
         """Return 1,437 training and 360 test images, float32 (n, 8, 8) in 0 .. 1; 10 classes.
@@ -33,4 +34,4 @@ class DigitsOptions:
         x, x_test, y, y_test = model_selection.train_test_split(
             x, digits.target, test_size=0.2, random_state=0, stratify=digits.target
         )
-        return split(Dataset(x, y), Dataset(x_test, y_test), "digits")
+        return self.augmented(split(Dataset(x, y), Dataset(x_test, y_test), "digits"), seed)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain import config
+from hpctrain.data.augment import AugmentOptions
 from hpctrain.data.dataset import Dataset, Split, checked, split
 from hpctrain.errors import UsageError
 
@@ -29,7 +30,7 @@ _DAMAGE = (
 
 
 @config.options
-class NpzOptions:
+class NpzOptions(AugmentOptions):
     """`[data] kind = "npz"`: the file at `path`, seen from where the job was started."""
 
     path: str
@@ -39,7 +40,7 @@ class NpzOptions:
         arrays = _read(Path(self.path).expanduser())
         train = _pair(arrays, "x", "y", self.path)
         test = _pair(arrays, "x_test", "y_test", self.path) if "x_test" in arrays else None
-        return split(train, test, self.path)
+        return self.augmented(split(train, test, self.path), seed)
 
 
 def _pair(arrays: dict[str, np.ndarray], x: str, y: str, path: str) -> Dataset:

@@ -1,0 +1,124 @@
+"""IDX files, in which MNIST and its kin (Fashion-MNIST, EMNIST) come; gzipped or not.
+
+    00 00 | type | dims | size of each dim, 4 bytes each, big-endian | the numbers, big-endian
+
+Images that are not gzipped stay in their file, and each rank reads the rows of its own batches.
+Source: LeCun, Cortes and Burges, "The MNIST database of handwritten digits", 1998.
+"""
+
+from __future__ import annotations
+
+import gzip
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from hpctrain import config
+from hpctrain.data.augment import AugmentOptions
+from hpctrain.data.dataset import Split, split
+from hpctrain.data.stored import Stored, mapped
+from hpctrain.errors import UsageError
+
+_DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+_GZIP = b"\x1f\x8b"
+
+
+@config.options
+class IdxOptions(AugmentOptions):
+    """`[data] kind = "idx"`: the files of images and of their labels; a test set is optional."""
+
+    images: str
+    labels: str
+    test_images: str | None = None
+    test_labels: str | None = None
+
+    def load(self, seed: int) -> Split:
+        """Return the sets; bytes are handed out as float32 in 0 .. 1, other numbers as they are.
+
+        Raises UsageError, which names the file, what was expected and what was seen.
+        """
+        if (self.test_images is None) != (self.test_labels is None):
+            raise UsageError("[data] expected test_images and test_labels, seen one of them")
+        labels = _labels(self.labels)
+        classes = int(labels.max()) + 1
+        train, test = _stored(self.images, labels, classes), None
+        if self.test_images is not None and self.test_labels is not None:
+            test = _stored(self.test_images, _labels(self.test_labels), classes)
+        return self.augmented(split(train, test, self.images, classes), seed)
+
+
+def _stored(images: str, labels: np.ndarray, classes: int) -> Stored:
+    if labels.max() >= classes:
+        raise UsageError(
+            f"{images}: test label {labels.max()} is out of range; expected labels in "
+            f"0 .. {classes - 1} (those trained on)"
+        )
+    x = read(images)
+    return Stored(x, labels, classes, images, 255.0 if x.dtype == np.uint8 else None)
+
+
+def _labels(name: str) -> np.ndarray:
+    """Return the labels of a file, all read: of a byte each they take no room."""
+    y = read(name)
+    if y.ndim != 1 or y.dtype.kind not in "iu" or not len(y) or y.min() < 0:
+        raise UsageError(f"{name}: expected labels (samples,) from 0, seen {y.dtype} {y.shape}")
+    return y.astype(np.int64)
+
+
+def read(name: str) -> np.ndarray:
+    """Return the array of an IDX file, in the file's dtype; mapped where it is not gzipped.
+
+    Raises UsageError, which says what was seen instead.
+    """
+    path = Path(name).expanduser()
+    try:
+        with open(path, "rb") as file:
+            zipped = file.read(2) == _GZIP
+        with gzip.open(path) if zipped else open(path, "rb") as file:
+            dtype, shape = _header(path, file.read(4 + 4 * 255))
+            offset = 4 + 4 * len(shape)
+            if not zipped:
+                return mapped(path, dtype, shape, offset)
+            file.seek(0)
+            data = file.read()
+    except OSError as error:
+        raise UsageError(f"{path}: expected an IDX file: {error.strerror or error}") from None
+    except (EOFError, zlib.error) as error:
+        raise UsageError(f"{path}: expected a whole gzip file: {error}; copy it again") from None
+    return _array(path, data, dtype, shape, offset)
+
+
+def _array(
+    path: Path, data: bytes, dtype: np.dtype, shape: tuple[int, ...], offset: int
+) -> np.ndarray:
+    try:
+        return np.frombuffer(data, dtype, offset=offset).reshape(shape)
+    except ValueError:
+        raise UsageError(
+            f"{path}: expected {shape} numbers of {dtype}, as its header says, seen "
+            f"{len(data) - offset} bytes; copy it again"
+        ) from None
+
+
+def _header(path: Path, start: bytes) -> tuple[np.dtype, tuple[int, ...]]:
+    """Return dtype and shape that the first bytes of a file tell."""
+    if start[:2] != b"\0\0" or len(start) < 4 or start[2] not in _DTYPES:
+        raise UsageError(
+            f"{path}: expected an IDX file, which begins with two zero bytes, a type and the "
+            f"number of dims; seen {_looks(start)}"
+        )
+    dims = start[3]
+    if len(start) < 4 + 4 * dims:
+        raise UsageError(f"{path}: expected the sizes of {dims} dims, seen {len(start)} bytes")
+    return np.dtype(_DTYPES[start[2]]), struct.unpack_from(f">{dims}I", start, 4)
+
+
+def _looks(start: bytes) -> str:
+    """Return the beginning of a file in words: whether it is text shows at once."""
+    try:
+        text = start[:60].decode("ascii")
+    except UnicodeDecodeError:
+        return f"bytes {start[:4].hex(' ')}"
+    return f"text: {text.splitlines()[0]!r}" if text.strip() else f"{len(start)} blank bytes"
