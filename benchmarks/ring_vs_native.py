@@ -49,7 +49,9 @@ def main() -> None:
 
 def correct(group: Group, name: str) -> bool:
     """Return whether random data are summed to what float64 says."""
-    values = [np.random.default_rng(rank).standard_normal(99_991) for rank in range(group.link.size)]
+    values = [
+        np.random.default_rng(rank).standard_normal(99_991) for rank in range(group.link.size)
+    ]
     x = values[group.link.rank].astype(np.float32)
     ALLREDUCE[name](group, x, np.add)
     return bool(np.allclose(x, np.sum(values, 0), atol=1e-4))

@@ -16,20 +16,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import numpy as np
-
-from hpctrain import collectives, config, launchers, rundir
+from hpctrain import collectives, launchers, rundir
 from hpctrain.collectives import Group
 from hpctrain.errors import HpctrainError, HungError, UsageError
 from hpctrain.transport.bind import bind
 from hpctrain.transport.link import Link
-from hpctrain.tuning.select import allreduce_named
 from hpctrain.watch import Record, Watch, dump_stacks, record_path, write_report
 
 T = TypeVar("T")
-DTYPES = ("float32", "float64", "int32", "int64")
 DEFAULT_TIMEOUT_S = 300.0
 #: Where all ranks fail alike, each is given this long to say so before one ends the job.
 SAME_FAULT_S = 0.5
@@ -232,62 +228,3 @@ def _speak_for_the_hung(run: Path | None, report: str) -> None:
     if run is not None:
         told = {"status": "hung", "exit_code": HungError.exit_code, "reason": report}
         rundir.write_summary(run, told)
-
-
-def allreduce(
-    x: Any,
-    op: str = "sum",
-    algorithm: str = "auto",
-    world: World | None = None,
-    check: bool = True,
-) -> None:
-    """Reduce the contiguous array `x` in place over all ranks; all must call.
-
-    `x`: any shape; float32, float64, int32 or int64. `op`: sum, mean, min or max. `algorithm`:
-    auto, ring, tree, recursive-doubling, native or null. With `check`, ranks first compare length,
-    dtype and operation (32 bytes each); without it, ranks that differ get a TransportError or a
-    wrong sum. Cost: see the file of the algorithm.
-
-    Raises UsageError if an argument does not fit, or if ranks differ.
-    """
-    world = world or init()
-    function = allreduce_named(algorithm)
-    ufunc = config.pick({**collectives.OPERATIONS, "mean": np.add}, op, "op")
-    flat = _flat(x)
-    if op == "mean" and flat.dtype.kind != "f":
-        raise UsageError(f"op 'mean' needs floating point, seen {flat.dtype}; use 'sum'")
-    if check and world.size > 1:
-        _check_signature(world, flat, op)
-    function(world.group(), flat, ufunc)
-    if op == "mean":
-        flat /= world.size
-
-
-def _flat(x: Any) -> np.ndarray:
-    if not isinstance(x, np.ndarray):
-        raise UsageError(f"allreduce needs a NumPy array, seen {type(x).__name__}")
-    if x.dtype.name not in DTYPES:
-        raise UsageError(f"allreduce needs one of {', '.join(DTYPES)}, seen {x.dtype}")
-    if not x.flags.c_contiguous:
-        raise UsageError(
-            f"allreduce needs a C-contiguous array, seen shape {x.shape} with strides {x.strides}; "
-            "use numpy.ascontiguousarray"
-        )
-    return x.reshape(-1)
-
-
-def _check_signature(world: World, x: np.ndarray, op: str) -> None:
-    """Compare (length, dtype, op) of all ranks in 32 bytes each; name whoever differs."""
-    mine = np.zeros(32, np.uint8)
-    mine[:8] = np.array([x.size], np.int64).view(np.uint8)
-    name = f"{x.dtype.name} {op}".encode()[:24]
-    mine[8 : 8 + len(name)] = np.frombuffer(name, np.uint8)
-    rows = collectives.all_gather(world.link, mine)
-    if not (rows == rows[0]).all():
-        said = [f"{row[:8].view(np.int64)[0]} {bytes(row[8:]).rstrip(bytes(1)).decode()}"
-                for row in rows]  # fmt: skip
-        wrong = [rank for rank, one in enumerate(said) if one != said[0]]
-        raise UsageError(
-            f"allreduce: length, dtype and op must be the same on all ranks; rank 0 has {said[0]}, "
-            + ", ".join(f"rank {rank} has {said[rank]}" for rank in wrong[:8])
-        )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hpctrain.collectives.agree import all_gather, all_gather_bytes
+from hpctrain.collectives.agree import all_gather_bytes, all_gather_short
 from hpctrain.collectives.chunks import chunks
 from hpctrain.collectives.double_tree import double_tree
 from hpctrain.collectives.group import Group
@@ -42,8 +42,8 @@ __all__ = [
     "AllReduceFunction",
     "Group",
     "Operation",
-    "all_gather",
     "all_gather_bytes",
+    "all_gather_short",
     "broadcast",
     "chunks",
     "operation",

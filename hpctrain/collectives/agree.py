@@ -10,7 +10,7 @@ import numpy as np
 from hpctrain.transport.link import Link
 
 
-def all_gather(link: Link, block: np.ndarray) -> np.ndarray:
+def all_gather_short(link: Link, block: np.ndarray) -> np.ndarray:
     """Return an array (P, n) uint8 of every rank's `block` (n,) uint8; ceil(log2 P) steps.
 
     Row i is filled relative to the own rank (row i is rank r + i) and turned round in the end:
@@ -32,8 +32,8 @@ def all_gather(link: Link, block: np.ndarray) -> np.ndarray:
 def all_gather_bytes(link: Link, payload: bytes) -> list[bytes]:
     """Return every rank's `payload`, in rank order; lengths may differ."""
     length = np.array([len(payload)], np.int64)
-    lengths = all_gather(link, length.view(np.uint8)).view(np.int64).ravel()
+    lengths = all_gather_short(link, length.view(np.uint8)).view(np.int64).ravel()
     padded = np.zeros(int(lengths.max()), np.uint8)
     padded[: len(payload)] = np.frombuffer(payload, np.uint8)
-    rows = all_gather(link, padded)
+    rows = all_gather_short(link, padded)
     return [row[:n].tobytes() for row, n in zip(rows, lengths)]  # noqa: B905

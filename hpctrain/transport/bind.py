@@ -124,4 +124,6 @@ def _move(cores: Collection[int]) -> None:
 def _limit(threads: int) -> None:
     import numpy  # noqa: F401 - a limit reaches only the BLAS that is loaded
 
+    # Libraries that are loaded later bring a BLAS of their own (SciPy does): they read these.
+    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(threads)))
     _limiters.append(threadpoolctl.threadpool_limits(limits=threads, user_api="blas"))

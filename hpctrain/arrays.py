@@ -1,0 +1,194 @@
+"""Collectives on a user's own arrays, without a trainer: `ht.allreduce` and its neighbours.
+
+    before, ranks 0 1 2        x: a   b   c                      x: (a0 a1 a2) (b0 b1 b2) (c0 c1 c2)
+
+    allreduce             a+b+c on all        reduce_scatter    a0+b0+c0   a1+b1+c1   a2+b2+c2
+    reduce, root 0        a+b+c  -   -        all_to_all        (a0 b0 c0) (a1 b1 c1) (a2 b2 c2)
+    broadcast, root 0     a      a   a        scatter, root 0   a0         a1         a2
+    all_gather            (a b c) on all      gather, root 0    (a b c)    -          -
+
+Arrays are contiguous NumPy arrays in float16, bfloat16 (of ml_dtypes), float32, float64, int32 or
+int64. All ranks must call with the same shape, dtype and arguments: with `check` they first compare
+them (Bruck, 64 bytes a rank); without it, ranks that differ get a TransportError or wrong numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hpctrain import collectives
+from hpctrain.collectives import linear
+from hpctrain.collectives.ring import all_gather as ring_all_gather
+from hpctrain.collectives.ring import reduce_scatter as ring_reduce_scatter
+from hpctrain.collectives.tree import broadcast as tree_broadcast
+from hpctrain.collectives.tree import reduce as tree_reduce
+from hpctrain.errors import UsageError
+from hpctrain.tuning.select import allreduce_named
+from hpctrain.world import World, init
+
+SIGNATURE_BYTES = 64
+
+
+def allreduce(
+    x: np.ndarray,
+    op: str = "sum",
+    algorithm: str = "auto",
+    world: World | None = None,
+    check: bool = True,
+) -> None:
+    """Reduce `x` in place over all ranks; all must call.
+
+    `x`: any shape. `op`: sum, mean, min or max. `algorithm`: auto, or a name of
+    `hpctrain.collectives.ALLREDUCE`. Cost: see the file of the algorithm. Raises UsageError if an
+    argument does not fit, or if ranks differ.
+    """
+    world, function = world or init(), allreduce_named(algorithm)
+    flat, operation = _flat(x), _operation(x, op)
+    _compare(world, check, f"allreduce {op} {algorithm}", x)
+    function(world.group(), flat, operation)
+    if op == "mean":
+        flat /= world.size
+
+
+def reduce(
+    x: np.ndarray, op: str = "sum", root: int = 0, world: World | None = None, check: bool = True
+) -> None:
+    """Reduce `x` in place to `root`; elsewhere `x` ends with partial results.
+
+    `x`: any shape. Binomial tree: ceil(log2 P) steps. Raises as `allreduce`.
+    """
+    world = world or init()
+    flat, operation = _flat(x), _operation(x, op)
+    _compare(world, check, f"reduce {op} {_rank(root, world)}", x)
+    tree_reduce(world.group(), flat, operation, root)
+    if op == "mean":
+        flat /= world.size
+
+
+def broadcast(x: np.ndarray, root: int = 0, world: World | None = None, check: bool = True) -> None:
+    """Copy `root`'s `x` into every rank's `x`; binomial tree, ceil(log2 P) steps."""
+    world = world or init()
+    _compare(world, check, f"broadcast {_rank(root, world)}", x)
+    tree_broadcast(world.group(), _flat(x), root)
+
+
+def reduce_scatter(
+    x: np.ndarray, op: str = "sum", world: World | None = None, check: bool = True
+) -> np.ndarray:
+    """Return this rank's row of the reduced `x` (P, ...), a view of `x`; the other rows are spoilt.
+
+    Ring: P-1 steps, n(P-1)/P bytes sent. Raises as `allreduce`.
+    """
+    world = world or init()
+    flat, operation = _flat(_rows(x, world)), _operation(x, op)
+    _compare(world, check, f"reduce_scatter {op}", x)
+    mine = ring_reduce_scatter(world.group(), flat, operation)
+    if op == "mean":
+        mine /= world.size
+    return x[world.rank]
+
+
+def all_gather(x: np.ndarray, world: World | None = None, check: bool = True) -> np.ndarray:
+    """Return a new array (P, *x.shape) of every rank's `x`; ring, P-1 steps, x.nbytes each."""
+    world = world or init()
+    _compare(world, check, "all_gather", _checked(x))
+    rows = _room_for(x, world)
+    ring_all_gather(world.group(), rows.reshape(-1))
+    return rows
+
+
+def gather(
+    x: np.ndarray, root: int = 0, world: World | None = None, check: bool = True
+) -> np.ndarray | None:
+    """Return a new array (P, *x.shape) of every rank's `x` on `root`, None elsewhere."""
+    world = world or init()
+    _compare(world, check, f"gather {_rank(root, world)}", _checked(x))
+    if world.rank != root:
+        world.link.isend(x, root).wait()
+        return None
+    rows = _room_for(x, world)
+    linear.gather(world.group(), rows.reshape(-1), root)
+    return rows
+
+
+def scatter(
+    x: np.ndarray, root: int = 0, world: World | None = None, check: bool = True
+) -> np.ndarray:
+    """Return row r of `root`'s `x` (P, ...) on rank r: a view of its own `x`, which receives it."""
+    world = world or init()
+    flat = _flat(_rows(x, world))
+    _compare(world, check, f"scatter {_rank(root, world)}", x)
+    linear.scatter(world.group(), flat, root)
+    return x[world.rank]
+
+
+def all_to_all(x: np.ndarray, world: World | None = None, check: bool = True) -> np.ndarray:
+    """Return a new array like `x` (P, ...): on rank r, row s is row r of rank s."""
+    world = world or init()
+    flat, out = _flat(_rows(x, world)), np.empty_like(x)
+    _compare(world, check, "all_to_all", x)
+    linear.all_to_all(world.group(), flat, out.reshape(-1))
+    return out
+
+
+def _operation(x: np.ndarray, op: str) -> collectives.Operation:
+    if op != "mean":
+        return collectives.operation(op, x.dtype)
+    if x.dtype.kind in "iu":
+        raise UsageError(f"op 'mean' needs floating point, seen {x.dtype}; use 'sum'")
+    return collectives.operation("sum", x.dtype)
+
+
+def _checked(x: Any) -> np.ndarray:
+    if not isinstance(x, np.ndarray):
+        raise UsageError(f"expected a NumPy array, seen {type(x).__name__}")
+    if x.dtype.name not in collectives.DTYPES:
+        raise UsageError(f"expected one of {', '.join(collectives.DTYPES)}, seen {x.dtype}")
+    if not x.flags.c_contiguous:
+        raise UsageError(
+            f"expected a C-contiguous array, seen shape {x.shape} with strides {x.strides}; "
+            "use numpy.ascontiguousarray"
+        )
+    return x
+
+
+def _flat(x: Any) -> np.ndarray:
+    return _checked(x).reshape(-1)
+
+
+def _rows(x: Any, world: World) -> np.ndarray:
+    """Return `x` if it has a row for each rank."""
+    if _checked(x).ndim == 0 or len(x) != world.size:
+        raise UsageError(f"expected {world.size} rows, one for each rank, seen shape {x.shape}")
+    return x
+
+
+def _room_for(x: np.ndarray, world: World) -> np.ndarray:
+    """Return an array (P, *x.shape) that holds `x` in this rank's row."""
+    rows = np.empty((world.size, *x.shape), x.dtype)
+    rows[world.rank] = x
+    return rows
+
+
+def _rank(root: int, world: World) -> int:
+    if not 0 <= root < world.size:
+        raise UsageError(f"expected a root in 0 .. {world.size - 1}, seen {root}")
+    return root
+
+
+def _compare(world: World, check: bool, call: str, x: np.ndarray) -> None:
+    """Compare call, shape and dtype over all ranks; raise UsageError that names whoever differs."""
+    if not check or world.size == 1:
+        return
+    said = f"{x.size} {x.dtype.name} {call}".encode()[:SIGNATURE_BYTES].ljust(SIGNATURE_BYTES)
+    rows = collectives.all_gather_short(world.link, np.frombuffer(said, np.uint8))
+    if (rows == rows[0]).all():
+        return
+    words = [bytes(row).decode().strip() for row in rows]
+    wrong = [f"rank {rank} has {one}" for rank, one in enumerate(words) if one != words[0]]
+    raise UsageError(
+        "length, dtype and call must be the same on all ranks; "
+        f"rank 0 has {words[0]}, but {', '.join(wrong[:8])}"
+    )

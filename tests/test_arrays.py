@@ -1,0 +1,159 @@
+"""`ht.allreduce` and its neighbours, as a user calls them: against NumPy over all ranks' arrays."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from ranks import on_ranks
+
+from hpctrain import arrays
+from hpctrain.arrays import allreduce
+from hpctrain.errors import UsageError
+
+
+def refusal(function):
+    """Return kind and text of the error that `function()` raises."""
+    with pytest.raises(UsageError) as error:
+        function()
+    return type(error.value), str(error.value)
+
+
+REDUCED = {"sum": np.sum, "mean": np.mean, "min": np.min, "max": np.max}
+PAIRS = [(op, dtype) for op in REDUCED for dtype in ("float32", "float64", "int32", "int64")
+         if (op, dtype[:3]) != ("mean", "int")]  # fmt: skip
+
+
+@on_ranks(1, 2, 3, 4, mpi=(1, 4))
+@pytest.mark.parametrize("op, dtype", PAIRS)
+def test_allreduce(ranks, op, dtype):
+    inputs = np.arange(ranks.size * 10).reshape(ranks.size, 2, 5).astype(dtype) ** 2
+    expected = REDUCED[op](inputs, axis=0)
+
+    def body(world):
+        x = inputs[world.rank].copy()
+        allreduce(x, op=op, algorithm="ring", world=world)
+        return np.array_equal(x, expected) and x.dtype == dtype
+
+    assert all(ranks(body))
+
+
+# x of a rank, further arguments -> what every rank is told
+WRONG = {
+    "no array": (lambda rank: [1.0], {}, "expected a NumPy array, seen list"),
+    "dtype": (lambda rank: np.ones(3, complex), {}, "seen complex128"),
+    "strided": (lambda rank: np.ones((4, 4))[:, ::2], {}, "use numpy.ascontiguousarray"),
+    "transposed": (lambda rank: np.ones((2, 3)).T, {}, "use numpy.ascontiguousarray"),
+    "op": (lambda rank: np.ones(3), {"op": "summ"}, "unknown op 'summ'; did you mean 'sum'?"),
+    "mean of integers": (lambda rank: np.ones(3, int), {"op": "mean"}, "use 'sum'"),
+    "algorithm": (lambda rank: np.ones(3), {"algorithm": "tre"}, "did you mean 'tree'?"),
+    "lengths": (lambda rank: np.ones(3 + (rank == 1)), {}, "rank 1 has 4 float64 allreduce"),
+    "dtypes": (lambda rank: np.ones(3, "f4" if rank else "f8"), {},
+               "rank 0 has 3 float64 allreduce sum auto, but rank 1 has 3 float32"),
+}  # fmt: skip
+
+
+@on_ranks(3, mpi=(3,))
+@pytest.mark.parametrize("wrong", WRONG)
+def test_allreduce_refuses(ranks, wrong):
+    make, options, told = WRONG[wrong]
+
+    def body(world):
+        kind, text = refusal(lambda: allreduce(make(world.rank), world=world, **options))
+        assert kind is UsageError
+        assert told in text
+
+    ranks(body)
+
+
+@on_ranks(2, mpi=(2,))
+def test_the_array_is_left_alone_where_ranks_differ(ranks):
+    def body(world):
+        x = np.full(3 + world.rank, 7.0)
+        refusal(lambda: allreduce(x, world=world))
+        return (x == 7).all()
+
+    assert all(ranks(body))
+
+
+def rows(size: int) -> np.ndarray:
+    """Return an array (P, P, 3): what each rank holds, a row for each rank."""
+    return np.arange(size * size * 3, dtype=np.float64).reshape(size, size, 3) ** 2
+
+
+# call(x, world) on rank r's x = rows(P)[r] -> what rank r must get, from all = rows(P)
+CALLS = {
+    "all_gather": (lambda x, w: arrays.all_gather(x, w), lambda all_, r: all_),
+    "all_to_all": (lambda x, w: arrays.all_to_all(x, w), lambda all_, r: all_[:, r]),
+    "reduce_scatter": (
+        lambda x, w: arrays.reduce_scatter(x, world=w), lambda all_, r: all_.sum(0)[r]),
+    "reduce_scatter mean": (
+        lambda x, w: arrays.reduce_scatter(x, "mean", w), lambda all_, r: all_.mean(0)[r]),
+    "gather": (
+        lambda x, w: arrays.gather(x, 1, w), lambda all_, r: all_ if r == 1 else None),
+    "scatter": (lambda x, w: arrays.scatter(x, 1, w), lambda all_, r: all_[1, r]),
+    "broadcast": (lambda x, w: [arrays.broadcast(x, 1, w), x][1], lambda all_, r: all_[1]),
+    "reduce": (
+        lambda x, w: [arrays.reduce(x, "max", 1, w), x][1] if w.rank == 1 else
+        arrays.reduce(x, "max", 1, w),
+        lambda all_, r: all_.max(0) if r == 1 else None),
+}  # fmt: skip
+
+
+@on_ranks(2, 3, 4, mpi=(2, 4))
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(ranks, name):
+    call, expected = CALLS[name]
+    everything = rows(ranks.size)
+
+    def body(world):
+        found, wanted = call(everything[world.rank].copy(), world), expected(everything, world.rank)
+        if wanted is None:
+            assert found is None
+        else:
+            np.testing.assert_allclose(found, wanted, rtol=1e-15)
+
+    ranks(body)
+
+
+@on_ranks(3, mpi=(3,))
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda x, w: arrays.reduce_scatter(x[:1], world=w), "expected 3 rows"),
+        (lambda x, w: arrays.all_to_all(x[0, 0], w), "seen int|expected a NumPy array"),
+        (lambda x, w: arrays.broadcast(x, 3, w), r"root in 0 \.\. 2, seen 3"),
+        (lambda x, w: arrays.scatter(x[:, ::2], 0, w), "ascontiguousarray"),
+        (lambda x, w: arrays.reduce(x, root=w.rank, world=w), "rank 1 has 9 float64 reduce sum 1"),
+    ],
+)
+def test_calls_refuse(ranks, call, told):
+    def body(world):
+        with pytest.raises(UsageError, match=told):
+            call(rows(3)[world.rank].copy(), world)
+
+    ranks(body)
+
+
+@on_ranks(4, mpi=(4,))
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_means(ranks, dtype):
+    def body(world):
+        x = np.full(10, world.rank, np.dtype(getattr(ml_dtypes, dtype, dtype)))
+        allreduce(x, "mean", world=world)
+        return (x == 1.5).all()
+
+    assert all(ranks(body))
+
+
+@on_ranks(2, mpi=(2,))
+def test_native_refuses_what_mpi_cannot_add(ranks):
+    def body(world):
+        if world.transport == "mpi":
+            x = np.ones(3, np.float16)
+            assert (
+                "take an algorithm of ours"
+                in refusal(lambda: allreduce(x, algorithm="native", world=world))[1]
+            )
+
+    ranks(body)
