@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tokenize import TokenError
 from typing import Annotated
 
 import numpy as np
@@ -15,6 +16,8 @@ from hpctrain.data.stored import Stored, mapped
 from hpctrain.errors import UsageError
 
 _HINT = "write it with numpy.save(path, array)"
+# What NumPy raises on headers whose bytes were changed: they are read as Python's own literals.
+_DAMAGE = (ValueError, KeyError, TypeError, SyntaxError, TokenError)
 _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
@@ -56,7 +59,7 @@ def _mapped(name: str) -> np.ndarray:
             offset = file.tell()
     except OSError as error:
         raise UsageError(f"{path}: expected an .npy file: {error.strerror or error}") from None
-    except (ValueError, KeyError) as error:
+    except _DAMAGE as error:
         raise UsageError(f"{path}: expected an .npy file, seen: {error}; {_HINT}") from None
     if fortran and len(shape) > 1:
         raise UsageError(

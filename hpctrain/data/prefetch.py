@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from hpctrain.data.augment import Augmented
 from hpctrain.data.dataset import Dataset, Samples
@@ -34,8 +34,8 @@ def _in_memory(samples: Samples) -> bool:
     return isinstance(samples.samples if isinstance(samples, Augmented) else samples, Dataset)
 
 
-class _Read(NamedTuple, Generic[T]):
-    item: T | None
+class _Read(NamedTuple):
+    item: Any
     error: BaseException | None
 
 
@@ -51,7 +51,7 @@ class Prefetch(Generic[T]):
     ) -> None:
         """Begin to read; `timeout_s` is the longest that `next` waits."""
         self._read, self._steps, self._timeout_s = read, iter(steps), timeout_s
-        self._done: queue.SimpleQueue[_Read[T]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[_Read] = queue.SimpleQueue()
         self._room, self._over = threading.Semaphore(ahead), False
         self._thread = None
         if ahead:
@@ -76,7 +76,8 @@ class Prefetch(Generic[T]):
             self._done.put(read)  # asked again, it says the same
             raise read.error
         self._room.release()
-        return read.item  # type: ignore[return-value]
+        item: T = read.item
+        return item
 
     def close(self) -> None:
         """End the thread; a read that does not return is left behind after some seconds."""
@@ -104,7 +105,7 @@ class Prefetch(Generic[T]):
         for read in self._reads():
             self._done.put(read)
 
-    def _reads(self) -> Iterator[_Read[T]]:
+    def _reads(self) -> Iterator[_Read]:
         """Yield what is read, as there is room, until the end or an error."""
         while self._room.acquire() and not self._over:
             try:

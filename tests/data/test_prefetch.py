@@ -1,0 +1,89 @@
+"""Reading ahead changes nothing but the time: order, number of reads, errors, the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from hpctrain.data import Prefetch, prefetch
+from hpctrain.errors import HpctrainError, UsageError
+
+AHEAD = [0, 1, 2, 5]
+
+
+def readers() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "hpctrain-reader"]
+
+
+@pytest.fixture(autouse=True)
+def nobody_reads_on():
+    yield
+    assert not readers()
+
+
+def until(condition, timeout_s: float = 5.0) -> None:
+    """Wait for what a thread is about to do."""
+    end = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.001)
+    assert condition()
+
+
+@pytest.mark.parametrize("ahead", AHEAD)
+def test_each_step_is_read_once_and_in_order(ahead):
+    read: list[int] = []
+    with Prefetch(lambda step: read.append(step) or step * 10, range(3, 40), ahead) as batches:
+        assert [batches.next() for _ in range(37)] == [step * 10 for step in range(3, 40)]
+        for _ in range(2):
+            with pytest.raises(StopIteration):
+                batches.next()
+    assert read == list(range(3, 40))
+
+
+@pytest.mark.parametrize("ahead", AHEAD)
+def test_no_more_batches_are_made_than_allowed(ahead):
+    read: list[int] = []
+    with Prefetch(lambda step: read.append(step) or step, range(100), ahead) as batches:
+        for used in range(6):
+            until(lambda most=used + ahead: len(read) >= most)
+            time.sleep(0.01)  # time to do wrong
+            assert len(read) == used + ahead
+            assert batches.next() == used
+    assert len(read) <= 6 + ahead
+
+
+@pytest.mark.parametrize("ahead", AHEAD)
+def test_an_error_is_raised_where_its_batch_would_be_used(ahead):
+    def read(step):
+        if step == 4:
+            raise UsageError("label 12 is out of range")
+        return step
+
+    with Prefetch(read, range(9), ahead) as batches:
+        assert [batches.next() for _ in range(4)] == [0, 1, 2, 3]
+        if ahead:
+            until(lambda: not readers())
+        with pytest.raises(UsageError, match="label 12"):
+            batches.next()
+
+
+def test_a_read_that_does_not_return_is_given_up(monkeypatch):
+    monkeypatch.setattr(prefetch, "JOIN_S", 0.05)
+    answer = threading.Event()
+    start = time.monotonic()
+    with (
+        pytest.raises(HpctrainError, match=r"within 0\.1 s; is the file system"),
+        Prefetch(lambda step: answer.wait(), range(9), 2, timeout_s=0.1) as batches,
+    ):
+        batches.next()
+    assert time.monotonic() - start < 5
+    answer.set()
+    until(lambda: not readers())
+
+
+def test_an_end_in_the_middle_leaves_no_thread():
+    with Prefetch(lambda step: step, range(10**9), 3) as batches:
+        assert batches.next() == 0
+    assert not readers()
