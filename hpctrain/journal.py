@@ -91,6 +91,7 @@ class Journal:
             return
         loss, correct, count = self.engine.sum(np.array(self._sums, np.float64))
         now = self._wall_s()
+        done = self._samples_before(step) - self._samples_before(self._row_step)
         self._tested = _means("test", tested) if tested else dict.fromkeys(self._tested)
         self._last = {
             "step": step,
@@ -99,7 +100,7 @@ class Journal:
             "samples": self._samples_before(step),
             **_means("train", Sums(loss, correct, count)),
             **self._tested,
-            "samples_per_s": count / max(now - self._row_s, 1e-9),
+            "samples_per_s": done / max(now - self._row_s, 1e-9),
             "wall_s": now,
             **vars(self.engine.times),
         }

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
+from typing import Any
 
 import mpi4py
 import numpy as np
@@ -21,7 +22,7 @@ mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402  (the settings above must come first)
 
-from hpctrain.errors import TransportError  # noqa: E402
+from hpctrain.errors import TransportError, UsageError  # noqa: E402
 from hpctrain.watch import Entry  # noqa: E402
 
 #: Open MPI refuses counts above 2^31 - 1; longer messages travel in pieces of this many bytes.
@@ -88,8 +89,10 @@ class MpiLink:
         self._comm.Barrier()
         self.entry.leave()
 
-    def native_allreduce(self, x: np.ndarray, op: np.ufunc) -> None:
+    def native_allreduce(self, x: np.ndarray, op: Any) -> None:
         """Reduce `x` in place by the MPI library's own `MPI_Allreduce`."""
+        if op not in OPERATIONS:
+            raise UsageError(f"MPI reduces no arrays of {x.dtype}; take an algorithm of ours")
         self.entry.enter(b"MPI_Allreduce", ALL, x.nbytes)
         for piece in cuts(x, self.cut_bytes):
             self._comm.Allreduce(MPI.IN_PLACE, piece, OPERATIONS[op])

@@ -15,7 +15,7 @@ from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.buckets import cut
 from hpctrain.gradients.reducer import Reducer
 
-SHAPES = {name: (100,) for name in "abcdef"}
+SHAPES = dict.fromkeys("abcdef", (100,))
 
 
 def reducer_of(world, allreduce=ring, concurrent=True):
