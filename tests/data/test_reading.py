@@ -12,12 +12,19 @@ from ranks import run_on
 
 from hpctrain import data, nn, optim
 from hpctrain.data import Dataset, Sampler, share
+from hpctrain.data.augment import Augmented
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.trainer import Trainer
 
 N, BATCH, EPOCHS = 103, 20, 3
 X = np.random.default_rng(0).standard_normal((N, 4)).astype(np.float32)
 Y = np.arange(N) % 3
+
+
+@pytest.fixture(autouse=True)
+def only_training_reads(monkeypatch):
+    """Count from the first step on: before it ranks may compare a few samples."""
+    monkeypatch.setattr("hpctrain.trainer._fingerprint", lambda samples: "", raising=False)
 
 
 class Counted(Dataset):
@@ -100,6 +107,26 @@ def test_files_and_memory_train_the_same_bytes(tmp_path, prefetch):
         there = run_on("threads", size, lambda w: fitted(w, stored, None, prefetch, epochs=2))
         here = run_on("threads", size, lambda w: fitted(w, Dataset(X, Y), epochs=2))
         assert there == here
+
+
+def test_augmented_samples_are_the_same_on_any_number_of_ranks():
+    images = Dataset(X.reshape(N, 2, 2), Y)
+
+    def body(world):
+        model = nn.MlpOptions(widths=[4, 8, 3]).build((2, 2), 3)
+        trainer = Trainer(model, optim.sgd(0.1, 0.9), precision="float64", world=world)
+        start = trainer.replica.arena.param.copy()
+        trainer.fit(Augmented(images, 0, 1, True), batch=BATCH, epochs=EPOCHS)
+        trainer.close()
+        return start, trainer.replica.arena.param
+
+    start, alone = run_on("threads", 1, body)[0]
+    plain = np.frombuffer(run_on("threads", 1, lambda w: fitted(w, Dataset(X, Y), epochs=3))[0])
+    way = np.linalg.norm(alone - start)
+    assert np.linalg.norm(alone - plain) > 0.1 * way
+    for size in (2, 3, 5):
+        for _, w in run_on("threads", size, body):
+            assert np.linalg.norm(w - alone) <= 1e-10 * way
 
 
 class Failing(Dataset):
