@@ -46,9 +46,12 @@ def _ignore(self, value) -> None:
 CHANGES = {
     "sgd": [],
     "adamw": ["optimizer.kind=adamw", "optimizer.momentum=", "optimizer.rate=0.001"],
+    # What happens to images, and what is read ahead, must not depend on where a run began.
+    "lamb": ["optimizer.kind=lamb", "optimizer.momentum=", "optimizer.rate=0.01",
+             "optimizer.clip_norm=1.0", "data.shift=1", "data.flip=true", "run.prefetch=3"],
     # Running statistics are part of the state.
     "resnet": ["model.kind=resnet20", "model.widths=", "model.blocks=1", "model.channels=[4, 6]"],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -121,3 +124,20 @@ def test_resuming_a_complete_run_changes_nothing(tmp_path):
     again = run_on("threads", 2, lambda w: train(w, tmp_path / "run", True))[0]
     kept = ("status", "steps", "samples", "train_loss", "test_accuracy", "params_sha256")
     assert [again[key] for key in kept] == [whole[key] for key in kept]
+
+
+class Drawn:
+    """A user's function that draws without a fixed seed: rank 2 has other samples."""
+
+    def load(self, seed):
+        x = np.full((50, 8, 8), float(threading.current_thread().name == "rank 2"), np.float32)
+        return data.Split(data.Dataset(x, np.arange(50) % 10), None, 10)
+
+
+def test_ranks_with_different_data_are_named(tmp_path):
+    def body(world):
+        threading.current_thread().name = f"rank {world.rank}"
+        with pytest.raises(UsageError, match=r"training data .* must be the same.*rank 2 has"):
+            runs.train(replace(spec(), data=Drawn()), world, tmp_path / "run", False)
+
+    run_on("threads", 3, body)
