@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hpctrain import checkpoint, recipe, rundir
-from hpctrain.data import Split
+from hpctrain.data import Samples, Split
 from hpctrain.engines.engine import load_into
 from hpctrain.errors import UsageError
 from hpctrain.gradients.replica import ModelReplica
@@ -24,6 +25,7 @@ def train(spec: Recipe, world: World, out: Path | None, resume: bool) -> dict[st
     Collective; raises what Trainer.fit raises.
     """
     split = world.together(lambda: spec.data.load(spec.run.seed))
+    world.must_agree(_fingerprint(split.train), "training data (by the hash of a few samples)")
     model = world.together(lambda: build_model(spec, split))
     batch = spec.batch.size(world.size)
     per_epoch = -(-len(split.train) // batch)
@@ -48,6 +50,12 @@ def train(spec: Recipe, world: World, out: Path | None, resume: bool) -> dict[st
     )
     trainer.close()  # not where a rank failed: closing is collective, and the others are elsewhere
     return summary
+
+
+def _fingerprint(samples: Samples) -> str:
+    """Return a hash of a few samples, spread over the set: all ranks must have the same."""
+    few = np.unique(np.linspace(0, len(samples) - 1, 16).astype(np.int64))
+    return hashlib.sha256(b"".join(part.tobytes() for part in samples.rows(few))).hexdigest()[:16]
 
 
 def build_model(spec: Recipe, split: Split) -> Any:

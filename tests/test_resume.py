@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from ranks import on_ranks, run_on
 
-from hpctrain import recipe, rundir, runs
-from hpctrain.errors import Stopped
+from hpctrain import data, recipe, rundir, runs
+from hpctrain.errors import Stopped, UsageError
 from hpctrain.stop import StopRequest
 
 EPOCHS = 6
@@ -124,3 +126,20 @@ def test_resuming_a_complete_run_changes_nothing(tmp_path):
     again = run_on("threads", 2, lambda w: train(w, tmp_path / "run", True))[0]
     kept = ("status", "steps", "samples", "train_loss", "test_accuracy", "params_sha256")
     assert [again[key] for key in kept] == [whole[key] for key in kept]
+
+
+class Drawn:
+    """A user's function that draws without a fixed seed: rank 2 has other samples."""
+
+    def load(self, seed):
+        x = np.full((50, 8, 8), float(threading.current_thread().name == "rank 2"), np.float32)
+        return data.Split(data.Dataset(x, np.arange(50) % 10), None, 10)
+
+
+def test_ranks_with_different_data_are_named(tmp_path):
+    def body(world):
+        threading.current_thread().name = f"rank {world.rank}"
+        with pytest.raises(UsageError, match=r"training data .* must be the same.*rank 2 has"):
+            runs.train(replace(spec(), data=Drawn()), world, tmp_path / "run", False)
+
+    run_on("threads", 3, body)

@@ -232,10 +232,10 @@ def _outcome(ended: Ended, run: Path | None, started: float) -> int:
 
 def _record_loss(run: Path, ended: Ended) -> dict[str, Any]:
     code = _INTERRUPTED if ended.killed else 1
-    lost = {"status": "failed", "exit_code": code, "launcher_exit_code": ended.code}
-    summary = (rundir.read_summary(run) or {}) | lost
-    rundir.write_summary(run, summary)
     what = "interrupted twice" if ended.killed else f"a rank was lost: {_told(ended.code)}"
+    lost = {"status": "failed", "exit_code": code, "reason": what}
+    summary = (rundir.read_summary(run) or {}) | lost | {"launcher_exit_code": ended.code}
+    rundir.write_summary(run, summary)
     _say(f"{what}{_resume_hint(run)}")
     return summary
 
@@ -244,7 +244,8 @@ def _without_run(ended: Ended) -> int:
     """Return the code of a job that has no folder: it is no training, or did not come to it."""
     if ended.code in _OURS:
         return ended.code
-    if ended.signals:  # before the run began nothing can be lost: to start again is to resume
+    if ended.signals:  # nothing can be lost yet: to start again is to resume
+        _say("stopped before a run began")
         return _INTERRUPTED if signal.SIGINT in ended.signals else _STOPPED
     _say(f"{_told(ended.code)} before a run began")
     return 1

@@ -7,7 +7,7 @@ import click
 EPILOG = """\b
 Examples:
   hpctrain launch -n 4 train digits --epochs 3
-  hpctrain launch -n 2 bench allreduce --sizes 4B:1MiB
+  hpctrain -q launch -n 2 train digits --out runs/digits --resume
 
 SIGTERM and the first Ctrl-C stop a training run: it saves a checkpoint and ends with 75. A second
 Ctrl-C kills it and ends with 130.
@@ -28,4 +28,10 @@ def launch(context: click.Context, ranks: int, arguments: tuple[str, ...]) -> No
     """Run an hpctrain COMMAND on N ranks; the exit code is the job's."""
     from hpctrain.cluster.launch import launch as start  # `--help` stays quick
 
-    context.exit(start(ranks, arguments))
+    context.exit(start(ranks, [*_said_before(context), *arguments]))
+
+
+def _said_before(context: click.Context) -> list[str]:
+    """Return the -v and -q that stood before `launch`: they are for the ranks."""
+    given = context.parent.params if context.parent else {}
+    return [f"--{name}" for name in ("verbose", "quiet") if given.get(name)]
