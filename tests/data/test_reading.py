@@ -21,12 +21,6 @@ X = np.random.default_rng(0).standard_normal((N, 4)).astype(np.float32)
 Y = np.arange(N) % 3
 
 
-@pytest.fixture(autouse=True)
-def only_training_reads(monkeypatch):
-    """Count from the first step on: before it ranks may compare a few samples."""
-    monkeypatch.setattr("hpctrain.trainer._fingerprint", lambda samples: "", raising=False)
-
-
 class Counted(Dataset):
     """A set that takes note of what is read."""
 
