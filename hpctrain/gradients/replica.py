@@ -58,7 +58,8 @@ class ModelReplica:
     ) -> nn.Sums:
         """Write the gradient into the arena, as the sum over micro-batches; see Replica."""
         sums, n = nn.Sums(0.0, 0, 0), len(batch.y)
-        pieces = max(1, min(self.micro_batches, n))
+        # As many on each rank, even where some are empty: a layer may sum over ranks in each.
+        pieces = self.micro_batches
         for i in range(pieces):
             start, stop = n * i // pieces, n * (i + 1) // pieces
             x, y = batch.x[start:stop], batch.y[start:stop]
