@@ -115,13 +115,13 @@ mine = ht.init().rank == 1
 ht.allreduce({})
 print("not refused")
 """
-# What ranks call -> what every one of them is told; more of it in test_world.py
+# What ranks call -> what every one of them is told; more of it in test_arrays.py
 CALLS = {
-    "strided": ("np.ones(9)[::2]", "needs a C-contiguous array, seen shape (5,)"),
-    "dtype": ("np.ones(4, np.float16)", "float32, float64, int32, int64, seen float16"),
-    "lengths": ("np.ones(4 + mine)", "rank 0 has 4 float64 sum, rank 1 has 5 float64 sum"),
+    "strided": ("np.ones(9)[::2]", "expected a C-contiguous array, seen shape (5,)"),
+    "dtype": ("np.ones(4, complex)", "float32, float64, int32, int64, seen complex128"),
+    "lengths": ("np.ones(4 + mine)", "rank 0 has 4 float64 allreduce sum auto, but rank 1 has 5 float64"),
     "dtypes": ("np.ones(4, 'f4' if mine else 'f8')",
-               "rank 0 has 4 float64 sum, rank 1 has 4 float32 sum"),
+               "rank 0 has 4 float64 allreduce sum auto, but rank 1 has 4 float32"),
 }  # fmt: skip
 
 
