@@ -88,17 +88,33 @@ def machine(world: World) -> dict[str, Any]:
     }
 
 
-def write(world: World, name: str, rows: Sequence[Mapping[str, Any]], **facts: Any) -> None:
-    """Print the rows, and keep them in results/NAME-MPI.json; rank 0 alone."""
-    if world.rank:
-        return
-    found = machine(world)
-    path = RESULTS / f"{name}-{found['mpi'].split()[0].lower()}.json"
-    path.write_text(json.dumps({"machine": found, **facts, "rows": list(rows)}, indent=1) + "\n")
-    for row in rows:
-        print("  ".join(f"{k}={_short(v)}" for k, v in row.items()))
-    for key, value in facts.items():
-        print(f"{key}: {_short(value)}")
+def write(
+    world: World,
+    name: str,
+    rows: Sequence[Mapping[str, Any]],
+    claims: Mapping[str, bool],
+    **facts: Any,
+) -> None:
+    """Print the rows and whether the claims hold; keep all of it in results/NAME-MPI.json.
+
+    Rank 0 writes. Every rank leaves with exit code 1 if a claim does not hold.
+    """
+    if world.rank == 0:
+        _keep(
+            name, {"machine": machine(world), **facts, "claims": dict(claims), "rows": list(rows)}
+        )
+        for row in rows:
+            print("  ".join(f"{k}={_short(v)}" for k, v in row.items()))
+        for claim, holds in claims.items():
+            print("holds:" if holds else "DOES NOT HOLD:", claim)
+    if not all(claims.values()):
+        sys.exit(1)
+
+
+def _keep(name: str, found: Mapping[str, Any]) -> None:
+    mpi = found["machine"]["mpi"].rsplit(maxsplit=1)[0].lower().replace(" ", "")
+    path = RESULTS / f"{name}-{mpi}.json"
+    path.write_text(json.dumps(found, indent=1) + "\n")
     print(f"-> {path.name}")
 
 

@@ -24,8 +24,13 @@ from typing import Any
 
 import numpy as np
 import threadpoolctl
-import torch
 from _common import interleaved, options, paired_ratio, spread, world_of, write
+
+try:
+    import torch
+except ImportError:
+    raise SystemExit(print("not measured: PyTorch is not installed")) from None
+
 from torch.nn import functional
 
 from hpctrain import nn, optim
@@ -53,7 +58,14 @@ def main() -> None:
         rows[-2] |= {"ratio": ratio, "limit": LIMIT[name]}
     pools = threadpoolctl.threadpool_info()
     kernels = sorted({str(pool.get("architecture")) for pool in pools if "openblas" in str(pool)})
-    write(world, "compute", rows, torch=torch.__version__, openblas_kernels=kernels)
+    claims = {
+        f"{row['what']} takes {row['ratio']:.2f} of PyTorch's step, <= {row['limit']}": (
+            row["ratio"] <= row["limit"]
+        )
+        for row in rows
+        if "ratio" in row
+    }
+    write(world, "compute", rows, claims, torch=torch.__version__, openblas_kernels=kernels)
 
 
 def mlp() -> tuple[Step, Step]:

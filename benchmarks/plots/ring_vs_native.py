@@ -1,0 +1,36 @@
+"""Draw benchmarks/results/ring_vs_native-*.json: bus bandwidth over size, a panel per MPI.
+
+python benchmarks/plots/ring_vs_native.py        (needs the extra: pip install 'hpctrain[docs]')
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+BENCHMARKS = Path(__file__).parents[1]
+STYLE = {"ring": ("o-", "hpctrain ring"), "plain-ring": ("s--", "ring, uncut chunks"),
+         "native": ("x:", "MPI_Allreduce in place")}  # fmt: skip
+
+
+def main() -> None:
+    files = sorted(BENCHMARKS.glob("results/ring_vs_native-*.json"))
+    figure, panels = plt.subplots(1, len(files), figsize=(9, 3.6), sharey=True, squeeze=False)
+    for panel, file in zip(panels[0], files, strict=True):
+        found = json.loads(file.read_text())
+        for name, (line, label) in STYLE.items():
+            rows = [row for row in found["rows"] if row["algorithm"] == name]
+            sizes = [row["bytes"] / 2**20 for row in rows]
+            panel.plot(sizes, [row["busbw"] for row in rows], line, label=label)
+        panel.set(xscale="log", xlabel="MiB", title=f"{found['machine']['mpi']}, 2 ranks")
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("busbw, GB/s")
+    panels[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(BENCHMARKS / "results" / "ring_vs_native.png", dpi=110)
+
+
+if __name__ == "__main__":
+    main()
