@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from hpctrain.errors import HungError, TransportError
 
 T = TypeVar("T")
+GRACE_S = 0.5  # between the first rank that fails and the end of the others' waits
 
 
 class _Message:
@@ -187,24 +189,35 @@ class _Receive:
 def run_ranks(size: int, function: Callable[[LocalLink], T], timeout_s: float = 60.0) -> list[T]:
     """Run `function(link)` as `size` ranks, each a thread; return the results in rank order.
 
-    The first rank that raises ends the waits of the others, and its error is raised here.
+    The error of the first rank that raises is raised here. The others are given a moment to end by
+    themselves, since ranks may fail together, by agreement; then their waits are ended.
     """
     hub = _Hub(size, timeout_s, threading.Event())
     results: list[Any] = [None] * size
-    errors: list[BaseException] = []
+    ended: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def rank(number: int) -> None:
         try:
             results[number] = function(LocalLink(hub, number))
+            ended.put(None)
         except BaseException as error:  # raised again below
-            errors.append(error)
-            hub.fail()
+            ended.put(error)
 
-    threads = [threading.Thread(target=rank, args=(i,), daemon=True) for i in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    for number in range(size):
+        threading.Thread(target=rank, args=(number,), daemon=True).start()
+    if (error := _first_error(ended, hub)) is not None:
+        raise error
     return results
+
+
+def _first_error(ended: SimpleQueue[BaseException | None], hub: _Hub) -> BaseException | None:
+    """Wait for all ranks; return what the first that failed has raised."""
+    first = None
+    for _ in range(hub.size):
+        try:
+            error = ended.get(timeout=None if first is None else GRACE_S)
+        except Empty:
+            hub.fail()
+            error = ended.get()
+        first = first or error
+    return first

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain import rundir
+from hpctrain.cli import hpctrain as whole_command
 from hpctrain.cluster import launch as module
 from hpctrain.cluster.launch import Ended, Mpi, command
 from hpctrain.commands.launch import launch as launch_command
@@ -68,8 +69,15 @@ def test_arguments_are_passed_on_untouched(monkeypatch, given, ranks, passed):
     seen = []
     monkeypatch.setattr(module, "launch", lambda *call: seen.append(call) or 75)
     result = CliRunner().invoke(launch_command, given.split())
-    assert seen == [(ranks, tuple(passed))]
+    assert seen == [(ranks, passed)]
     assert result.exit_code == 75
+
+
+def test_what_stands_before_launch_is_for_the_ranks(monkeypatch):
+    seen = []
+    monkeypatch.setattr(module, "launch", lambda *call: seen.append(call) or 0)
+    assert CliRunner().invoke(whole_command, ["-q", "launch", "-n", "2", "train"]).exit_code == 0
+    assert seen == [(2, ["--quiet", "train"])]
 
 
 def test_help_shows_examples():
@@ -118,6 +126,7 @@ def test_what_this_job_did_not_end_with_is_no_outcome(tmp_path, capsys, age_s, s
     (tmp_path / "checkpoints" / "step-00000007" / "manifest.json").touch()
     assert module._outcome(Ended(-9, ()), tmp_path, time.time() - 1) == 1
     told = {"status": "failed", "exit_code": 1, "launcher_exit_code": -9, "steps": 7}
+    told["reason"] = "a rank was lost: mpiexec ended with SIGKILL"
     assert rundir.read_summary(tmp_path) == told
     said = capsys.readouterr().err
     assert said == (
