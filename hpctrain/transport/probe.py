@@ -22,11 +22,11 @@ from hpctrain.launchers import scrubbed
 
 @dataclass(frozen=True)
 class LoadedMpi:
-    """The MPI in this process; `library` is the path of its libmpi, "" where not to be found."""
+    """The MPI in this process; `libmpi` is the path of that library, "" where not to be found."""
 
     vendor: str
     version: str
-    library: str
+    libmpi: str
 
 
 # What `mpiexec --version` of each vendor must contain; MPICH's and MVAPICH's are both Hydra.
@@ -62,11 +62,11 @@ def loaded_mpi() -> LoadedMpi:
 
 def mpiexec(mpi: LoadedMpi) -> str | None:
     """Return the launcher that belongs to `mpi`: beside its libmpi, beside Python, on the PATH."""
-    return next((path for path in _candidates(mpi.library) if _belongs(path, mpi.vendor)), None)
+    return next((path for path in _candidates(mpi.libmpi) if _belongs(path, mpi.vendor)), None)
 
 
 def main() -> None:
-    """Print vendor, version, library and mpiexec (or null) as one line of JSON."""
+    """Print vendor, version, libmpi and mpiexec (or null) as one line of JSON."""
     try:
         mpi = loaded_mpi()
     except UsageError as error:
@@ -80,9 +80,9 @@ def _mapped_libmpi() -> str:
     return min((path for path in paths if _LIBMPI.search(path)), key=len, default="")
 
 
-def _candidates(library: str) -> Iterator[str]:
+def _candidates(libmpi: str) -> Iterator[str]:
     # Distributions keep libmpi up to four folders deep: /usr/lib/ARCH/openmpi/lib.
-    beside = [str(folder / "bin") for folder in Path(library).parents[1:5]] if library else []
+    beside = [str(folder / "bin") for folder in Path(libmpi).parents[1:5]] if libmpi else []
     places = [*beside, str(Path(sys.prefix) / "bin"), os.environ.get("PATH", os.defpath)]
     for place in places:
         yield from filter(None, (shutil.which(name, path=place) for name in _NAMES))

@@ -152,7 +152,7 @@ def test_the_launcher_of_another_mpi(start, mark, tmp_path):
         jobs.append(start("-m", "hpctrain", "train", "digits", env={MARK: mark, **env}))
     first = jobs[0].finish()
     assert first.returncode == 2
-    assert f"{mpi.vendor} ({mpi.library})" in first.stderr
+    assert f"{mpi.vendor} ({mpi.libmpi})" in first.stderr
     assert "4 jobs of one rank" in first.stderr and "hpctrain launch -n 4" in first.stderr
     for job in jobs[1:]:
         if mpi.vendor == "MPICH":

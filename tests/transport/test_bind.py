@@ -99,7 +99,7 @@ def test_probe_names_the_loaded_mpi_and_its_mpiexec(start):
     told = json.loads(job.stdout)
     assert os.access(told.pop("mpiexec"), os.X_OK)
     assert told == asdict(loaded_mpi())
-    assert os.path.basename(told["library"]).startswith("libmpi")
+    assert os.path.basename(told["libmpi"]).startswith("libmpi")
 
 
 @pytest.mark.processes
