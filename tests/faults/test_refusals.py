@@ -119,7 +119,7 @@ print("not refused")
 CALLS = {
     "strided": ("np.ones(9)[::2]", "expected a C-contiguous array, seen shape (5,)"),
     "dtype": ("np.ones(4, complex)", "float32, float64, int32, int64, seen complex128"),
-    "lengths": ("np.ones(4 + mine)", "rank 0 has 4 float64 allreduce sum auto, but rank 1 has 5 float64"),
+    "lengths": ("np.ones(4 + mine)", "rank 0 has 4 float64 allreduce sum auto, but rank 1 has 5"),
     "dtypes": ("np.ones(4, 'f4' if mine else 'f8')",
                "rank 0 has 4 float64 allreduce sum auto, but rank 1 has 4 float32"),
 }  # fmt: skip
