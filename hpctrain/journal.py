@@ -21,6 +21,7 @@ from hpctrain.data import Sampler
 from hpctrain.engines import Engine
 from hpctrain.gradients.arena import params_sha256
 from hpctrain.nn import Sums, add
+from hpctrain.optim.optimizer import Schedule, rate_of
 from hpctrain.recipe import Recipe
 from hpctrain.world import World
 
@@ -44,9 +45,10 @@ class Journal:
         total_steps: int,
         run: Path | None,
         recipe: Recipe | None,
+        rate: float | Schedule | None = None,
     ):
         self.world, self.engine, self.sampler = world, engine, sampler
-        self.total_steps, self.run, self.recipe = total_steps, run, recipe
+        self.total_steps, self.run, self.recipe, self.rate = total_steps, run, recipe, rate
         self.name = recipe.run.name if recipe else "training"
         self.steps_redone = 0
         self._last: dict[str, Any] = {}  # the latest row
@@ -96,10 +98,12 @@ class Journal:
         self._last = {
             "step": step,
             "steps": step - self._row_step,
+            "since_step": self._first_step,  # where clocks began: a resumed run has several parts
             "epoch": self._epoch(step),
             "samples": self._samples_before(step),
             **_means("train", Sums(loss, correct, count)),
             **self._tested,
+            "rate": None if self.rate is None else rate_of(self.rate, step - 1),
             "samples_per_s": done / max(now - self._row_s, 1e-9),
             "wall_s": now,
             **vars(self.engine.times),

@@ -49,7 +49,7 @@ class Trainer:
         have different models.
         """
         self.world = world or init()
-        self.seed = seed
+        self.seed, self.rate = seed, optimizer.rate
         self.replica = ModelReplica(model, seed, np.dtype(precision))
         self.engine: Engine = self.world.together(
             lambda: engine.build(self.world, self.replica, optimizer)
@@ -93,7 +93,7 @@ class Trainer:
         self.world.must_agree(plan, "the plan of a training")
         with ExitStack() as stack:
             run = self._claim(stack, out, resume, timeout_s)
-            journal = Journal(self.world, self.engine, sampler, total, run, recipe)
+            journal = Journal(self.world, self.engine, sampler, total, run, recipe, self.rate)
             loop = _Loop(self, train, evaluate, sampler, journal, checkpoints)
             loop.interval = interval_steps or sampler.steps_per_epoch
             loop.prefetch = worth_reading_ahead(train) if prefetch is None else prefetch

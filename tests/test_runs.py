@@ -38,6 +38,18 @@ def test_the_recipe_beside_the_results_repeats_the_run(finished, tmp_path):
     assert (tmp_path / "again" / rundir.RECIPE).read_text() == (out / rundir.RECIPE).read_text()
 
 
+def test_rows_tell_the_rate_of_their_last_step_and_where_their_part_began(tmp_path):
+    for epochs in (2, 3):  # 12 steps each; the second call goes on with the run of the first
+        spec = recipe.load("digits", [f"run.epochs={epochs}"])
+        run_on("threads", 2, lambda w, spec=spec: runs.train(spec, w, tmp_path / "run", True))
+    rows = rundir.rows(tmp_path / "run")
+    assert [row["since_step"] for row in rows] == [0, 0, 24]
+    # Warm-up until step 12, then half a cosine over the 12, and from step 24 over the 24, that
+    # are left of the run as it was planned.
+    expected = [0.1, 0.05 * (1 + np.cos(np.pi * 11 / 12)), 0.05 * (1 + np.cos(np.pi * 23 / 24))]
+    assert [row["rate"] for row in rows] == pytest.approx(expected, rel=1e-12)
+
+
 def test_running_statistics_are_saved_and_used(tmp_path):
     change = ["model.kind=resnet20", "model.widths=", "model.blocks=1", "model.channels=[4]"]
     spec = recipe.load("digits", ["run.epochs=3", *change])

@@ -74,7 +74,7 @@ def lamb(
     """
     check("lamb", beta1, beta2, epsilon, weight_decay, clip_norm)
     numbers = _Numbers(rate, beta1, beta2, epsilon, weight_decay, exempt_vectors, clip_norm)
-    return Optimizer(partial(start, names=["mean", "square"]), partial(_update, numbers))
+    return Optimizer(partial(start, names=["mean", "square"]), partial(_update, numbers), rate)
 
 
 def _update(

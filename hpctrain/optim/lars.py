@@ -71,7 +71,7 @@ def lars(
     require("lars", "at least 0", weight_decay=weight_decay)
     require("lars", "above 0", trust=trust, clip_norm=clip_norm)
     numbers = _Numbers(rate, momentum, weight_decay, trust, exempt_vectors, clip_norm)
-    return Optimizer(partial(start, names=["momentum"]), partial(_update, numbers))
+    return Optimizer(partial(start, names=["momentum"]), partial(_update, numbers), rate)
 
 
 def _update(

@@ -46,7 +46,7 @@ class Update(Protocol):
 
 
 class Optimizer(NamedTuple):
-    """A pair of functions on flat arrays; all that changes lives in `state` and `param`.
+    """A pair of functions on flat arrays, and the rate; all that changes is `state` and `param`.
 
     `init(param)` returns the state: arrays of the length and dtype of `param`, and "step", int64
     of shape (1,), the updates done so far. `update(grad, state, param, slots, total)` writes
@@ -57,10 +57,13 @@ class Optimizer(NamedTuple):
     arrays, so that in a shard some are negative or beyond its end. `total(rows)` takes partial
     sums, float64 (rows, columns), a row for each part of a block, and returns the rows of all
     shards in order: alone, its argument. Methods that need norms call it, all equally often.
+
+    `rate` is what the metrics tell of: a number, or a function of the 0-based step.
     """
 
     init: Init
     update: Update
+    rate: float | Schedule | None = None
 
 
 def start(param: Array, names: Sequence[str] = ()) -> State:
