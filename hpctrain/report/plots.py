@@ -1,0 +1,144 @@
+"""The plots of a run, as PNG: losses and accuracies, the rate, where the time went.
+
+Colours are those of Okabe and Ito (2008), which colour-blind people can tell apart; lines also
+differ in their dashes, so that a print in grey can be read.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure  # not pyplot, which would look for a screen
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from hpctrain.report.record import Record
+
+BLUE, ORANGE, VERMILION, GREY, BLACK = "#0072B2", "#E69F00", "#D55E00", "#BBBBBB", "#000000"
+LINES: dict[str, dict[str, Any]] = {
+    "train": {"color": BLUE, "linestyle": "-", "marker": "o"},
+    "test": {"color": VERMILION, "linestyle": "--", "marker": "s"},
+}
+FEW = 40  #: up to so many points each gets a mark; more would hide the line
+DECADES = 30.0  #: a loss that falls by more than this factor is shown on a logarithmic axis
+UNITS = {"h": 3600.0, "min": 60.0, "s": 1.0}
+
+
+def plots(record: Record) -> dict[str, bytes]:
+    """Return {file name: PNG} of the plots for which `record` has rows."""
+    figures = {"loss.png": _losses, "rate.png": _rate, "time.png": _times}
+    made = {name: draw(record) for name, draw in figures.items() if record.rows}
+    return {name: _png(figure) for name, figure in made.items() if figure is not None}
+
+
+def _losses(record: Record) -> Figure:
+    """Losses and, where anything was ever right, accuracies: by step and by wall time."""
+    kinds = ["loss"] + ["accuracy"] * bool(np.nansum(_both(record, "accuracy")) > 0)
+    figure = Figure((10, 0.6 + 3 * len(kinds)), layout="constrained")
+    axes = figure.subplots(len(kinds), 2, sharex="col", sharey="row", squeeze=False)
+    seconds = np.cumsum(record.spent("wall_s"))
+    unit = _unit(seconds[-1])
+    for kind, (by_step, by_time) in zip(kinds, axes, strict=True):
+        _curves(by_step, record, kind, record.column("step"))
+        _curves(by_time, record, kind, seconds / UNITS[unit])
+        by_step.set_ylabel(kind)
+        by_step.legend()
+        _step_axis(by_step, record)
+        by_step.label_outer()
+    axes[-1][1].set_xlabel(f"wall time in training [{unit}]")
+    axes[-1][1].set_xlim(left=0)
+    figure.suptitle(_title(record, " and ".join(kinds)))
+    return figure
+
+
+def _curves(axes: Axes, record: Record, kind: str, x: np.ndarray) -> None:
+    for name, style in LINES.items():
+        y = record.column(f"{name}_{kind}")
+        known = np.isfinite(y)
+        few = known.sum() <= FEW
+        marks = style if few else {**style, "marker": ""}
+        if known.any():
+            axes.plot(x[known], y[known], label=name, markersize=4, linewidth=1.5, **marks)
+    _logarithmic(axes, _both(record, kind))
+    axes.grid(alpha=0.3)
+
+
+def _logarithmic(axes: Axes, values: np.ndarray) -> None:
+    values = values[np.isfinite(values)]
+    if values.size and 0 < values.min() * DECADES < values.max():
+        axes.set_yscale("log")
+
+
+def _both(record: Record, kind: str) -> np.ndarray:
+    return np.concatenate([record.column(f"{name}_{kind}") for name in LINES])
+
+
+def _rate(record: Record) -> Figure | None:
+    """The learning rate; None where no row tells it."""
+    rate = record.column("rate")
+    if not np.isfinite(rate).any():
+        return None
+    figure, axes = _single(record, "learning rate")
+    mark = "o" if len(rate) <= FEW else ""
+    axes.plot(record.column("step"), rate, color=BLUE, marker=mark, markersize=4, clip_on=False)
+    axes.set_ylabel("rate at the last step of each interval")
+    axes.set_ylim(bottom=0)
+    return figure
+
+
+def _times(record: Record) -> Figure:
+    """Where the time of a step went: what excludes each other is stacked, the wire lies over it."""
+    steps = record.column("steps")
+    wall, compute, wait, wire = (record.spent(f"{x}_s") / steps for x in
+                                 ("wall", "compute", "wait", "wire"))  # fmt: skip
+    other = np.maximum(wall - compute - wait, 0)
+    figure, axes = _single(record, "time of a step on rank 0")
+    parts = {"compute": (compute, BLUE), "wait (exposed wire)": (wait, ORANGE),
+             "other (evaluation, checkpoints, reading)": (other, GREY)}  # fmt: skip
+    begin, floor = record.column("step") - steps, np.zeros_like(wall)
+    for label, (height, color) in parts.items():
+        axes.bar(begin, height, steps, floor, align="edge", color=color, label=label,
+                 edgecolor="white", linewidth=0.5 if len(steps) <= FEW else 0)  # fmt: skip
+        floor = floor + height
+    axes.hlines(wire, begin, begin + steps, color=BLACK, linewidth=1.5,
+                label="wire (overlaps compute)")  # fmt: skip
+    axes.set_ylabel("time per step, mean of an interval")
+    axes.yaxis.set_major_formatter(EngFormatter(unit="s"))
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return figure
+
+
+def _single(record: Record, what: str) -> tuple[Figure, Axes]:
+    figure = Figure((10, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
+    _step_axis(axes, record)
+    axes.set_title(_title(record, what))
+    return figure, axes
+
+
+def _step_axis(axes: Axes, record: Record) -> None:
+    axes.set_xlabel("step" + " (dotted: resumed)" * bool(record.resumed()))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(0, 1.02 * record.column("step")[-1])
+    for step in record.resumed():
+        axes.axvline(step, color=BLACK, linestyle=":", linewidth=1)
+
+
+def _title(record: Record, what: str) -> str:
+    """Return a title; a dollar sign in a name begins no formula."""
+    return f"{record.name}: {what}".replace("$", r"\$")
+
+
+def _unit(seconds: float) -> str:
+    """Return the largest unit of which there are at least five."""
+    return next((unit for unit, size in UNITS.items() if seconds >= 5 * size), "s")
+
+
+def _png(figure: Figure) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=130)
+    return file.getvalue()

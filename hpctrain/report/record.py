@@ -1,0 +1,80 @@
+"""What the files of a run's folder tell, made ready for the axes of plots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain import rundir
+from hpctrain.errors import UsageError
+
+TIMES = ("wall_s", "compute_s", "wait_s", "wire_s")
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run as its files tell it; whatever was not written is empty."""
+
+    folder: str
+    rows: Sequence[dict[str, Any]] = ()
+    summary: dict[str, Any] = field(default_factory=dict)
+    recipe: str = ""
+
+    @property
+    def name(self) -> str:
+        return str(self.summary.get("recipe") or self.folder)
+
+    @property
+    def status(self) -> str:
+        return str(self.summary.get("status", "no summary: still running, or killed"))
+
+    @property
+    def reason(self) -> str:
+        return str(self.summary.get("reason") or "")
+
+    def column(self, name: str) -> np.ndarray:
+        """Return a value of each row, float64 (rows,), NaN where it is null or missing."""
+        values = [row.get(name) for row in self.rows]
+        return np.array([np.nan if value is None else value for value in values], np.float64)
+
+    def spent(self, name: str) -> np.ndarray:
+        """Return the seconds of each row's own interval, float64 (rows,): `name` is of TIMES.
+
+        The clocks count from the start of their part, so those of a resumed run begin again.
+        """
+        clock, part = self.column(name), self.column("since_step")
+        before = np.concatenate([[0.0], clock[:-1]]) if len(clock) else clock
+        return clock - np.where(np.diff(part, prepend=np.nan) == 0, before, 0.0)
+
+    def resumed(self) -> list[float]:
+        """Return the steps at which the run was resumed."""
+        return sorted({step for step in self.column("since_step").tolist() if step > 0})
+
+
+def read(run: Path) -> Record:
+    """Return the record of the run in folder `run`; raise UsageError if there is none."""
+    recipe = run / rundir.RECIPE
+    if not any((run / name).is_file() for name in (rundir.RECIPE, rundir.METRICS, rundir.SUMMARY)):
+        raise UsageError(
+            f"{run} holds no run: expected {rundir.RECIPE}, {rundir.METRICS} or {rundir.SUMMARY}"
+        )
+    try:
+        summary = rundir.read_summary(run) or {}
+        text = recipe.read_text() if recipe.is_file() else ""
+        return Record(run.resolve().name, _forward(rundir.rows(run)), summary, text)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{run} cannot be read: {error}") from error
+
+
+def _forward(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows that count: one whose steps were done again later does not."""
+    kept: list[dict[str, Any]] = []
+    for row in rows:
+        while kept and kept[-1]["step"] >= row["step"]:
+            kept.pop()
+        kept.append(row)
+    return kept

@@ -1,0 +1,193 @@
+"""Reports of runs that ended well, badly or not at all; the page in a real browser."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from io import BytesIO
+
+import numpy as np
+import pytest
+from matplotlib import colors, image
+
+from hpctrain import rundir
+from hpctrain.commands.report import report
+from hpctrain.errors import UsageError
+from hpctrain.report import page, plots, record
+
+NAME = "<script>alert('$x_1$ & more')</script>"
+PLOTS = {"loss.png", "rate.png", "time.png"}
+
+
+def row(step, since=0, **others):
+    """Return a row of an interval of 10 steps: 1 s, of which compute is 0.5 and wait 0.25."""
+    intervals = (step - since) // 10
+    return {
+        "step": step, "steps": 10, "since_step": since, "train_loss": 1 / step,
+        "train_accuracy": 0.5, "test_loss": None, "test_accuracy": None, "rate": 0.1,
+        "wall_s": 1.0 * intervals, "compute_s": 0.5 * intervals, "wait_s": 0.25 * intervals,
+        "wire_s": 0.4 * intervals, **others,
+    }  # fmt: skip
+
+
+ROWS = [row(10), row(20, test_loss=0.3, test_accuracy=0.9), row(30)]
+DONE = {"status": "done", "exit_code": 0, "recipe": NAME, "reason": None, "test_accuracy": 0.9,
+        "hosts": ["a", "b"], "staleness_mean": None, "versions": {"numpy": "9.8.7"}}  # fmt: skip
+FAILED = {"status": "failed", "exit_code": 1, "reason": "rank 1: <b>lost</b>", "recipe": NAME}
+RECIPE = f'[run]\nname = "{NAME}"\n'
+#: rows, summary, recipe, last line of metrics.jsonl, plots, words on the page
+RUNS = {
+    "done": (ROWS, DONE, RECIPE, "", PLOTS, ["done", "0.9000", "9.8.7", "a, b", "–", NAME]),
+    "one row": (ROWS[:1], DONE, RECIPE, "", PLOTS, ["done"]),
+    "stopped": (ROWS, {**DONE, "status": "stopped"}, RECIPE, "", PLOTS, ["stopped"]),
+    "failed without rows": (
+        [], FAILED, RECIPE, "", set(), ["failed", "rank 1: <b>lost</b>", "no row of metrics"]
+    ),
+    "torn last line": (ROWS, DONE, RECIPE, '{"step": 4', PLOTS, ["done"]),
+    "no summary": (ROWS, None, RECIPE, "", PLOTS, ["no summary: still running, or killed"]),
+    "from Python": (ROWS, DONE, None, "", PLOTS, ["started from Python"]),
+    "rate unknown": ([row(10, rate=None)], DONE, RECIPE, "", PLOTS - {"rate.png"}, ["done"]),
+    "nothing but a recipe": ([], None, RECIPE, "", set(), ["no summary", "no row of metrics"]),
+}  # fmt: skip
+
+
+def write(folder, rows, summary, recipe, torn=""):
+    folder.mkdir()
+    for one in rows:
+        rundir.append_row(folder, one)
+    if torn:
+        with open(folder / rundir.METRICS, "a") as file:
+            file.write(torn)
+    if summary is not None:
+        rundir.write_summary(folder, summary)
+    if recipe is not None:
+        rundir.write_recipe(folder, recipe)
+    return folder
+
+
+class Page(HTMLParser):
+    """The text of a page, its images, its tags that open and were never closed, its links."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.text, self.images, self.open, self.links, self.tags = "", {}, [], [], set()
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        about = dict(attrs)
+        self.tags.add(tag)
+        if tag == "img":
+            self.images[about["alt"]] = about["src"]
+        if tag not in ("img", "meta"):
+            self.open.append(tag)
+        self.links += [v for k, v in attrs if k in ("src", "href") and not v.startswith("data:")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_report(kind, tmp_path):
+    rows, summary, recipe, torn, expected, words = RUNS[kind]
+    run = write(tmp_path / "run", rows, summary, recipe, torn)
+    written = page.write(run, tmp_path / "new" / "out")
+    seen = Page(written.read_text())
+    assert (seen.open, seen.links) == ([], [])
+    assert not seen.tags & {"script", "b", "link", "iframe"}  # names and reasons are text
+    assert [word for word in words if word not in seen.text] == []
+    assert {file.name for file in written.parent.iterdir()} == {page.PAGE, *expected}
+    assert seen.images.keys() == expected
+    for name, source in seen.images.items():
+        png = base64.b64decode(source.removeprefix("data:image/png;base64,"))
+        assert png == (written.parent / name).read_bytes()
+        assert painted(image.imread(BytesIO(png)), plots.BLUE) > 10
+
+
+def painted(picture: np.ndarray, color: str) -> int:
+    """Return how many pixels of `picture`, float (height, width, 3 or 4) in 0 .. 1, are `color`."""
+    return int((np.abs(picture[..., :3] - colors.to_rgb(color)).max(axis=-1) < 0.02).sum())
+
+
+#: rows as written; then steps kept, seconds of each interval on the wall, steps of a resumption
+PARTS = {
+    "one part": (ROWS, [10, 20, 30], [1, 1, 1], []),
+    "resumed": ([row(10), row(20), row(30, 20), row(40, 20)], [10, 20, 30, 40], [1] * 4, [20]),
+    "resumed, redone": (
+        [row(10), row(20), row(30), row(20, 10), row(30, 10)], [10, 20, 30], [1, 1, 1], [10]
+    ),
+    "resumed, slower": ([row(10), row(20, 10, wall_s=7.0)], [10, 20], [1, 7], [10]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_clocks_of_resumed_parts_add_up(kind, tmp_path):
+    rows, steps, seconds, resumed = PARTS[kind]
+    read = record.read(write(tmp_path / "run", rows, None, None))
+    assert read.column("step").tolist() == steps
+    assert read.spent("wall_s").tolist() == seconds
+    assert read.resumed() == resumed
+
+
+def test_a_thousand_rows(tmp_path):
+    run = write(tmp_path / "run", [], DONE, RECIPE)
+    text = "".join(json.dumps(row(step)) + "\n" for step in range(10, 10_010, 10))
+    (run / rundir.METRICS).write_text(text)
+    assert plots.plots(record.read(run)).keys() == PLOTS
+
+
+def test_the_run_of_a_trainer_is_reported_by_the_command(hpctrain, tmp_path):
+    assert hpctrain("train", "digits", "--epochs", 2, "--out", "run").returncode == 0
+    done = hpctrain("report", "run")
+    assert (done.returncode, done.stdout) == (0, "run/report.html\n"), done.stderr
+    assert Page((tmp_path / "run" / page.PAGE).read_text()).images.keys() == PLOTS
+
+
+def test_a_folder_without_a_run_is_refused(hpctrain, tmp_path):
+    for folder in ("nowhere", "."):
+        done = hpctrain("report", folder)
+        assert done.returncode == 2
+        assert f"{folder} holds no run: expected recipe.toml" in done.stderr
+        assert not list(tmp_path.rglob("*.html"))
+
+
+def test_what_cannot_be_read_or_written_is_refused(tmp_path):
+    run = write(tmp_path / "run", ROWS, DONE, RECIPE)
+    with pytest.raises(UsageError, match="cannot be written"):
+        page.write(run, run / rundir.RECIPE / "below")
+    (run / rundir.SUMMARY).write_text('{"status": ')
+    with pytest.raises(UsageError, match="cannot be read"):
+        page.write(run, tmp_path / "out")
+
+
+@pytest.mark.parametrize("missing", ["jinja2", "matplotlib.figure"])
+def test_the_extra_is_named_where_it_is_missing(missing, tmp_path, monkeypatch):
+    for module in ("page", "plots"):
+        monkeypatch.delitem(sys.modules, f"hpctrain.report.{module}")
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(UsageError, match=r"pip install 'hpctrain\[report\]'"):
+        report.callback(tmp_path, None)
+
+
+@pytest.mark.full
+def test_the_page_in_a_browser(tmp_path):
+    browser = shutil.which("chromium")
+    if browser is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+    run = write(tmp_path / "run", ROWS, DONE, RECIPE)
+    shot = tmp_path / "shot.png"
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+             f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,2400"]  # fmt: skip
+    url = page.write(run, run).as_uri()
+    subprocess.run([browser, *flags, f"--screenshot={shot}", url], check=True, timeout=60)
+    picture = image.imread(shot)
+    assert picture.shape[:2] == (2400, 1200)
+    # A page without its images would have text, but none of the colours of the plots.
+    drawn = (plots.BLUE, plots.ORANGE, plots.VERMILION, plots.GREY)
+    assert [color for color in drawn if painted(picture, color) < 50] == []
