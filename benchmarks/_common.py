@@ -78,7 +78,8 @@ def machine(world: World) -> dict[str, Any]:
     mpi = loaded_mpi()
     return {
         "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": os.cpu_count(),
+        "cores_per_rank": len(os.sched_getaffinity(0)),
         "os": platform.platform(),
         "hosts": len(set(world.hosts)),
         "mpi": f"{mpi.vendor} {mpi.version}",

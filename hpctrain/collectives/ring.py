@@ -33,13 +33,11 @@ from itertools import zip_longest
 
 import numpy as np
 
-from hpctrain.collectives.chunks import chunks, segments
+from hpctrain.collectives.chunks import SEGMENT_BYTES, chunks, segments
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.operations import Operation
 from hpctrain.transport.link import Link, Request
 
-#: Two such inboxes fit a second-level cache; shorter ones pay more per message than they gain.
-SEGMENT_BYTES = 1 << 19
 AHEAD = 2  # segments whose receive is posted before they are needed
 
 
