@@ -130,7 +130,7 @@ class Journal:
     def finish(self, status: str, exit_code: int, reason: str | None = None) -> dict[str, Any]:
         """Write the summary, show the closing table and return the summary; collective."""
         summary = self._summary(status, exit_code, reason)
-        self._bar.close()
+        self._bar.close(self._row_step)
         if self.world.rank == 0:
             if self.run is not None:
                 rundir.write_summary(self.run, summary)
@@ -141,7 +141,7 @@ class Journal:
 
     def fail_alone(self, error: BaseException) -> None:
         """Write what can be told by a rank that fails while the others know nothing of it."""
-        self._bar.close()
+        self._bar.close(self._row_step)
         if self.run is not None:
             who = f"rank {self.world.rank} on {self.world.host}"
             reason = f"{who}: {type(error).__name__}: {error}"

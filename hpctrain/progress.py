@@ -57,7 +57,9 @@ class Bar:
         fields: dict[str, Any] = {"loss": f"{loss:.4f}", "rate": f"{samples_per_s:,.0f}"}
         self._progress.update(self._task, completed=step, epoch=epoch, refresh=True, **fields)
 
-    def close(self) -> None:
+    def close(self, step: int) -> None:
+        """Leave the bar as it is after `step` steps."""
+        self._progress.update(self._task, completed=step, refresh=True)
         self._progress.stop()
 
 

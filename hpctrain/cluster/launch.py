@@ -129,7 +129,8 @@ def _physical_cores() -> int:
 
 def _for_ranks(note: Path) -> dict[str, str]:
     """Return the variables that tell rank 0 where to announce its folder, and who watches."""
-    shown = {TERMINAL: str(os.get_terminal_size(2).columns)} if os.isatty(2) else {}
+    # A terminal that was never told its size says 0 columns.
+    shown = {TERMINAL: str(os.get_terminal_size(2).columns or 80)} if os.isatty(2) else {}
     return {rundir.ANNOUNCE: str(note), **shown}
 
 
