@@ -13,8 +13,9 @@ from hpctrain.data import Samples, Split
 from hpctrain.engines.engine import load_into
 from hpctrain.errors import UsageError
 from hpctrain.gradients.replica import ModelReplica
+from hpctrain.loop import sums_over
 from hpctrain.recipe import Recipe
-from hpctrain.trainer import Trainer, sums_over
+from hpctrain.trainer import Trainer
 from hpctrain.transport.local import run_ranks
 from hpctrain.world import World
 
