@@ -34,7 +34,7 @@ except ImportError:
 from torch.nn import functional
 
 from hpctrain import nn, optim
-from hpctrain.engines import Flags
+from hpctrain.engines import Flags, Task
 from hpctrain.engines.single import Single
 from hpctrain.gradients.replica import Batch, ModelReplica
 
@@ -102,7 +102,7 @@ def ours(options_: Any, x: np.ndarray, y: np.ndarray) -> Step:
     model = options_.build(x.shape[1:], 10)
     engine = Single(ModelReplica(model, 0, "float32"), optim.sgd(1e-3, 0.9))
     batch, scale = Batch(x, y), 1 / (len(x) * model.targets)
-    return lambda: engine.step(batch, scale, nn.Key(0, 0, 0), Flags())
+    return lambda: engine.step(Task(batch, scale, nn.Key(0, 0, 0)), Flags())
 
 
 def theirs(model: Any, x: np.ndarray, y: np.ndarray) -> Step:

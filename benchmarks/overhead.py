@@ -17,7 +17,7 @@ import numpy as np
 from _common import interleaved, options, paired_ratio, spread, world_of, write
 
 from hpctrain import nn, optim
-from hpctrain.engines import Flags
+from hpctrain.engines import Flags, Task
 from hpctrain.engines.allreduce import AllReduce, AllReduceOptions
 from hpctrain.engines.single import Single
 from hpctrain.gradients.replica import Batch, ModelReplica
@@ -83,7 +83,7 @@ def samples(count: int, features: int, classes: int) -> Batch:
 
 
 def step_of(engine: Single | AllReduce, batch: Batch) -> Callable[[], object]:
-    return lambda: engine.step(batch, 1 / len(batch.y), nn.Key(0, 0, 0), Flags())
+    return lambda: engine.step(Task(batch, 1 / len(batch.y), nn.Key(0, 0, 0)), Flags())
 
 
 def rows_of(study: str, seconds: dict[str, list[float]]) -> list[dict]:

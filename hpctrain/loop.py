@@ -1,17 +1,19 @@
 """The loop over steps, whatever the engine: train, look, save, and tell how it ended.
 
-Scale is set here and nowhere else: 1 over the targets of a step, all ranks together, which are
+Scale is set here and nowhere else: 1 over the targets of a step, all workers together, which are
 its samples, or the places in its texts. So collectives only ever sum, and a last batch that is
-short or unevenly shared is right as it is.
+short or unevenly shared is right as it is. Where workers are asynchronous, the gradient of each
+counts by itself: there it is 1 over the worker's own targets.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ import numpy as np
 
 from hpctrain import checkpoint, nn
 from hpctrain.data import Prefetch, Sampler, Samples, in_pieces, share
-from hpctrain.engines import Engine, Flags
+from hpctrain.engines import Engine, Flags, Task
 from hpctrain.errors import HpctrainError, SaveError, Stopped, TrainingError, UsageError
 from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.journal import Journal
@@ -44,10 +46,12 @@ class Plan:
     checkpoints: CheckpointOptions
 
 
-def evaluate(world: World, engine: Engine, samples: Samples) -> nn.Sums:
-    """Return the sums of loss and right answers over `samples`; each rank does its share."""
+def evaluate(engine: Engine, samples: Samples) -> nn.Sums:
+    """Return the sums of loss and right answers over `samples`; each worker does its share."""
     engine.settle()
-    _, own = share(np.arange(len(samples)), world.rank, world.size)
+    own = np.arange(0)
+    if engine.worker is not None:
+        _, own = share(np.arange(len(samples)), engine.worker, engine.workers)
     sums = sums_over(engine.replica, samples, own)
     loss, correct, count = engine.sum(np.array(sums, np.float64))
     return nn.Sums(float(loss), int(correct), int(count))
@@ -60,11 +64,73 @@ def sums_over(replica: Replica, samples: Samples, indexes: np.ndarray) -> nn.Sum
 
 
 class _Share(NamedTuple):
-    """What a rank works on in one step: where it begins in the batch, and the batch's length."""
+    """What a worker has of a step: its samples, where they begin in the batch, of how many."""
 
+    step: int
     first: int
     batch: Batch
     samples: int
+
+
+class _Work:
+    """The tasks of this worker, read ahead; see `hpctrain.engines.Work`. A context manager."""
+
+    def __init__(
+        self, world: World, engine: Engine, plan: Plan, journal: Journal, request: StopRequest
+    ):
+        self._world, self._engine, self._plan = world, engine, plan
+        self._journal, self._request = journal, request
+        self._shares: Prefetch[_Share] | None = None
+
+    def __enter__(self) -> _Work:
+        """Return self."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Read no more."""
+        if self._shares is not None:
+            self._shares.close()
+
+    def task(self, step: int) -> Task:
+        """Return this worker's share of a step, and the scale: see the top of this file."""
+        self.at(step)
+        if self._shares is None:
+            self._shares = Prefetch(
+                self._read, self._steps(step), self._plan.prefetch, self._plan.timeout_s
+            )
+        while (share := self._shares.next()).step < step:
+            pass  # of a step that the others took without this worker
+        samples = len(share.batch.y) if self._engine.asynchronous else share.samples
+        scale = 1.0 / max(samples * self._plan.targets, 1)
+        return Task(share.batch, scale, nn.Key(self._plan.sampler.seed, step, share.first))
+
+    def done(self, step: int, sums: nn.Sums) -> None:
+        """Tell the journal."""
+        self._journal.step(step, sums)
+
+    def flags(self) -> Flags:
+        """Return whether this rank was asked to stop."""
+        return Flags(stop=int(self._request.requested))
+
+    def at(self, step: int) -> None:
+        """Let the watch know the step."""
+        if self._world.record is not None:
+            self._world.record.step = step
+
+    def _steps(self, first: int) -> Iterable[int]:
+        # A worker that is faster than the others computes more than its part of all steps.
+        return (
+            count(first) if self._engine.asynchronous else range(first, self._journal.total_steps)
+        )
+
+    def _read(self, step: int) -> _Share:
+        """Return this worker's share of a step; called by the thread that reads ahead."""
+        sampler, engine = self._plan.sampler, self._engine
+        assert engine.worker is not None  # who only serves asks for no tasks
+        indexes = sampler.batch_indexes(step)
+        first, own = share(indexes, engine.worker, engine.workers)
+        epoch, _ = sampler.place(step)
+        return _Share(step, first, Batch(*self._plan.train.rows(own, epoch)), len(indexes))
 
 
 class Loop:
@@ -76,21 +142,22 @@ class Loop:
 
     def run(self, request: StopRequest) -> dict[str, Any]:
         """Train from `step` to the end, or to the step at which somebody asked to stop."""
-        journal, total = self.journal, self.journal.total_steps
-        journal.begin(self.step)
-        steps = range(self.step, total)
-        with Prefetch(self._read, steps, self.plan.prefetch, self.plan.timeout_s) as shares:
-            self._train(shares, request)
-        return journal.finish("done", 0)
+        self.journal.begin(self.step)
+        with _Work(self.world, self.engine, self.plan, self.journal, request) as work:
+            self._train(work)
+        return self.journal.finish("done", 0)
 
-    def _train(self, shares: Prefetch[_Share], request: StopRequest) -> None:
+    def _train(self, work: _Work) -> None:
         journal, total = self.journal, self.journal.total_steps
         while self.step < total:
-            flags = self._one_step(shares, Flags(stop=int(request.requested)))
+            work.at(self.step)
+            self.step, flags = self.engine.train(work, self.step, self._until())
+            if flags.failed:
+                raise TrainingError(self._not_finite(flags.failed - 1))
             last = self.step == total or bool(flags.stop)
-            if last or self.step % self.plan.interval == 0 or self._ends_epoch():
+            if last or self._multiple_of(self.plan.interval, self._epoch):
                 journal.row(self.step, self._evaluated(last))
-            if last or self._checkpoint_due():
+            if last or self._multiple_of(*self._checkpoint_steps):
                 self._save(must=last)
             if flags.stop and self.step < total:
                 raise Stopped(f"stopped at step {self.step} of {total} as asked; resume me")
@@ -104,28 +171,6 @@ class Loop:
         self.step = found.step
         self.journal.resume(found.step, found.about)
 
-    def _read(self, step: int) -> _Share:
-        """Return this rank's share of a step; called by the thread that reads ahead."""
-        sampler = self.plan.sampler
-        indexes = sampler.batch_indexes(step)
-        first, own = share(indexes, self.world.rank, self.world.size)
-        epoch, _ = sampler.place(step)
-        return _Share(first, Batch(*self.plan.train.rows(own, epoch)), len(indexes))
-
-    def _one_step(self, shares: Prefetch[_Share], flags: Flags) -> Flags:
-        """Train one step; raise TrainingError, on all ranks, where a loss is not finite."""
-        if self.world.record is not None:
-            self.world.record.step = self.step
-        first, batch, samples = shares.next()
-        key = nn.Key(self.plan.sampler.seed, self.step, first)
-        scale = 1.0 / (samples * self.plan.targets)
-        sums, flags = self.engine.step(batch, scale, key, flags)
-        if flags.failed:
-            raise TrainingError(self._not_finite(flags.failed - 1))
-        self.step += 1
-        self.journal.step(self.step, sums)
-        return flags
-
     def _not_finite(self, rank: int) -> str:
         where = f"rank {rank} ({self.world.hosts[rank]})"
         return (
@@ -133,18 +178,29 @@ class Loop:
             "the parameters are those of the step before. Lower the rate or lengthen the warm-up"
         )
 
-    def _ends_epoch(self) -> bool:
-        return self.step % self.plan.sampler.steps_per_epoch == 0
+    @property
+    def _epoch(self) -> int:
+        return self.plan.sampler.steps_per_epoch
+
+    @property
+    def _checkpoint_steps(self) -> tuple[int, int]:
+        """Every how many steps a checkpoint is due, by either rule; 0 for never."""
+        options = self.plan.checkpoints
+        return (options.every_epochs or 0) * self._epoch, options.every_steps or 0
+
+    def _until(self) -> int:
+        """Return the next step at which there is something to do but training."""
+        periods = (self.plan.interval, self._epoch, *self._checkpoint_steps)
+        due = [(self.step // period + 1) * period for period in periods if period]
+        return min(self.journal.total_steps, *due)
+
+    def _multiple_of(self, *periods: int) -> bool:
+        return any(period and self.step % period == 0 for period in periods)
 
     def _evaluated(self, last: bool) -> nn.Sums | None:
-        if self.plan.test is None or not (last or self._ends_epoch()):
+        if self.plan.test is None or not (last or self._multiple_of(self._epoch)):
             return None
-        return evaluate(self.world, self.engine, self.plan.test)
-
-    def _checkpoint_due(self) -> bool:
-        options = self.plan.checkpoints
-        every = (options.every_epochs or 0) * self.plan.sampler.steps_per_epoch
-        return any(n and self.step % n == 0 for n in (every, options.every_steps))
+        return evaluate(self.engine, self.plan.test)
 
     def _save(self, must: bool) -> None:
         """Write a checkpoint; a failure ends the run only if nothing comes after (`must`)."""

@@ -110,14 +110,14 @@ class Trainer:
 
     def evaluate(self, samples: Samples) -> nn.Sums:
         """Return the sums of loss and right answers over `samples`; each rank does its share."""
-        return loops.evaluate(self.world, self.engine, samples)
+        return loops.evaluate(self.engine, samples)
 
     def _sampler(self, train: Samples, batch: int) -> Sampler:
-        size = self.world.size
+        size = self.engine.workers
         if min(len(train), batch) < size:
             what = "training samples" if len(train) < batch else "samples per batch"
             raise UsageError(
-                f"{min(len(train), batch)} {what} for {size} ranks: every rank needs at least one; "
+                f"{min(len(train), batch)} {what} for {size} workers: each needs at least one; "
                 "start fewer ranks"
             )
         return Sampler(len(train), batch, self.seed)

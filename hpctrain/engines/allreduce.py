@@ -18,12 +18,21 @@ from hpctrain import config
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives import Group, broadcast
 from hpctrain.collectives.recursive_doubling import recursive_doubling
-from hpctrain.engines.engine import Flags, Times, load_into, pieces_of, whole
+from hpctrain.engines.engine import (
+    Flags,
+    Task,
+    Times,
+    Work,
+    in_step,
+    load_into,
+    pieces_of,
+    whole,
+)
 from hpctrain.engines.single import Single, SingleOptions
 from hpctrain.gradients import buckets
 from hpctrain.gradients.reducer import Reducer, WireOptions
-from hpctrain.gradients.replica import Batch, Replica
-from hpctrain.nn import Key, Sums
+from hpctrain.gradients.replica import Replica
+from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
 from hpctrain.tuning.select import allreduce_named
 from hpctrain.world import World
@@ -44,6 +53,8 @@ class AllReduce:
     """See `hpctrain.engines.engine.Engine`."""
 
     name = "allreduce"
+    servers = 0
+    asynchronous = False
 
     def __init__(
         self, world: World, replica: Replica, optimizer: Optimizer, options: AllReduceOptions
@@ -53,6 +64,7 @@ class AllReduce:
         said = f"{options}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
         world.must_agree(said, "model and options")
         self.replica, self.times, self.algorithm = replica, Times(), options.algorithm
+        self.workers, self.worker = world.size, world.rank
         self._optimizer, self._state = optimizer, optimizer.init(arena.param)
         self._group = world.group()
         for plane in (arena.param, arena.buffer):
@@ -61,11 +73,15 @@ class AllReduce:
         function = allreduce_named(options.algorithm)
         self._reducer = Reducer(arena.grad, cut, self._wire, function, world.concurrent)
 
-    def step(self, batch: Batch, scale: float, key: Key, flags: Flags) -> tuple[Sums, Flags]:
+    def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
+        """Train from step `start` to `until`."""
+        return in_step(self, work, start, until)
+
+    def step(self, task: Task, flags: Flags) -> tuple[Sums, Flags]:
         """Sum the gradients of all shares while they are made, and take the sum."""
         start, waited, arena = perf_counter(), self.times.wait_s, self.replica.arena
-        key = key._replace(sum_over_ranks=self._sum_and_wait)
-        sums = self.replica.gradient(batch, scale, key, self._reducer.ready)
+        key = task.key._replace(sum_over_ranks=self._sum_and_wait)
+        sums = self.replica.gradient(task.batch, task.scale, key, self._reducer.ready)
         waits = perf_counter()
         flags = self._vote(flags.seen_by(self._group.link.rank, sums))
         gradient = self._reducer.wait()

@@ -43,20 +43,46 @@ class Times:
     wire_s: float = 0.0  #: communication thread in collectives; overlaps compute
 
 
+class Task(NamedTuple):
+    """What one worker computes in one step: the gradient of `scale` times the loss of `batch`."""
+
+    batch: Batch
+    scale: float
+    key: Key
+
+
+class Work(Protocol):
+    """What the trainer gives to an engine: tasks, and an ear for what became of them."""
+
+    def task(self, step: int) -> Task:
+        """Return this worker's share of batch `step`; steps may be left out, never repeated."""
+
+    def done(self, step: int, sums: Sums) -> None:
+        """Take note of a task that is done, with which the run has come to `step`."""
+
+    def flags(self) -> Flags:
+        """Return what this rank has to say to all now."""
+
+
 class Engine(Protocol):
     """One rank's part in a training regime."""
 
     name: str
     algorithm: str | None  #: how gradients are summed, where they are
+    workers: int  #: ranks that compute gradients
+    servers: int  #: ranks, or threads in them, that keep parameters for workers
+    worker: int | None  #: which worker this rank is; None where it only serves
+    asynchronous: bool  #: a step of one worker counts by itself; else all workers share each step
     replica: Replica
     times: Times
     bytes_sent: int
 
-    def step(self, batch: Batch, scale: float, key: Key, flags: Flags) -> tuple[Sums, Flags]:
-        """Train on this rank's share `batch` of a step; `scale` is 1 over all samples of the step.
+    def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
+        """Train from step `start` to `until`, all ranks; return the step reached and the flags.
 
-        `flags` of all ranks are joined on the way. Where the joined `failed` is set the
-        parameters are as they were before the step, on every rank.
+        A step is a batch of samples, whoever computed them. The flags are joined over all ranks
+        and the same on each. With `stop` set the step may lie before `until`. With `failed` set
+        the parameters are as they were before the gradient that was not finite, on every rank.
         """
 
     def sum(self, numbers: np.ndarray) -> np.ndarray:
@@ -73,6 +99,26 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """End the threads of this engine and free its links; collective."""
+
+
+class SteppingEngine(Protocol):
+    """An engine whose workers take every step together."""
+
+    def step(self, task: Task, flags: Flags) -> tuple[Sums, Flags]:
+        """Train on this rank's share of a step; join the `flags` of all ranks on the way."""
+
+
+def in_step(engine: SteppingEngine, work: Work, start: int, until: int) -> tuple[int, Flags]:
+    """Train from step `start` to `until`, all workers in each step; see `Engine.train`."""
+    flags = Flags()
+    for step in range(start, until):
+        sums, flags = engine.step(work.task(step), work.flags())
+        if flags.failed:
+            return step, flags
+        work.done(step + 1, sums)
+        if flags.stop:
+            return step + 1, flags
+    return until, flags
 
 
 def whole(partials: np.ndarray) -> np.ndarray:

@@ -12,10 +12,19 @@ import numpy as np
 
 from hpctrain import config
 from hpctrain.checkpoint import Piece
-from hpctrain.engines.engine import Flags, Times, load_into, pieces_of, whole
+from hpctrain.engines.engine import (
+    Flags,
+    Task,
+    Times,
+    Work,
+    in_step,
+    load_into,
+    pieces_of,
+    whole,
+)
 from hpctrain.errors import UsageError
-from hpctrain.gradients.replica import Batch, Replica
-from hpctrain.nn import Key, Sums
+from hpctrain.gradients.replica import Replica
+from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
 from hpctrain.world import World
 
@@ -39,16 +48,22 @@ class Single:
 
     name = "single"
     algorithm = None
+    workers, servers, worker = 1, 0, 0
+    asynchronous = False
     bytes_sent = 0
 
     def __init__(self, replica: Replica, optimizer: Optimizer):
         self.replica, self.times = replica, Times()
         self._optimizer, self._state = optimizer, optimizer.init(replica.arena.param)
 
-    def step(self, batch: Batch, scale: float, key: Key, flags: Flags) -> tuple[Sums, Flags]:
+    def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
+        """Train from step `start` to `until`."""
+        return in_step(self, work, start, until)
+
+    def step(self, task: Task, flags: Flags) -> tuple[Sums, Flags]:
         """Compute the gradient and take it, unless the loss is not finite."""
         start, arena = perf_counter(), self.replica.arena
-        sums = self.replica.gradient(batch, scale, key, _nobody_waits)
+        sums = self.replica.gradient(*task, _nobody_waits)
         flags = flags.seen_by(0, sums)
         if not flags.failed:
             self._optimizer.update(arena.grad, self._state, arena.param, arena.slots, whole)

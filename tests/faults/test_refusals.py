@@ -79,7 +79,7 @@ DATA = {
     "floats as labels": ({"y": np.zeros(40)}, "y has dtype float64; expected integer class labels"),
     "not finite": ({"x": np.full((40, 64), np.nan)}, "x holds nan in sample 0"),
     "fewer than ranks": ({"x": np.ones((1, 64)), "y": np.array([2])},
-                         "1 training samples for 2 ranks"),
+                         "1 training samples for 2 workers"),
 }  # fmt: skip
 ON_RANKS = ("missing", "truncated", "label too large", "fewer than ranks")
 
