@@ -15,12 +15,13 @@ leaves, and mirroring (P + 1 - v; for odd P: shifting by one) makes them inner:
 Index rule for tree 1: the root of v..w is the node whose distance from v - 1 is the largest power
 of two; left of it lies a complete tree, right of it the same rule again.
 
-Halves travel in segments, one of each tree in turn: a rank receives segment k from its children,
-adds, and sends it up while k + 1 is on its way; then the sums come down the same edges.
+Halves travel in segments: a rank receives segment k from its children, adds, and sends it up while
+k + 1 is on its way; then the sums come down the same edges. No rank is inner in both trees: it
+starts with the one in which it is a leaf, and there it waits for nobody.
 
-Cost: 2(L + 1 + k) steps of n/2k bytes for k segments, L = ceil(log2 P): about 2n bytes sent per
-rank as in a ring, with a latency that grows as log P. Scratch: one segment. The root's sum is
-copied to all ranks: the same bytes.
+Cost: up to 4L + 6k steps of n/2k bytes for k segments of a half, L = ceil(log2 P): about 2n bytes
+sent per rank as in a ring, with a latency that grows as log P. Scratch: one segment. The root's
+sum is copied to all ranks: the same bytes.
 
 Source: Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction
 and scan", 2009.
@@ -28,9 +29,7 @@ and scan", 2009.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
-from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -56,36 +55,40 @@ def double_tree(group: Group, x: np.ndarray, op: Operation) -> None:
 
 def _reduce(group: Group, x: np.ndarray, op: Operation) -> None:
     sends: list[Request] = []
-    for segment, family in _in_turn(group, x):
-        for child in family.children:
-            inbox = group.scratch.like(segment)
-            group.link.irecv(inbox, child).wait()
-            op(segment, inbox, out=segment)
-        if family.parent is not None:
-            sends.append(group.link.isend(segment, family.parent))
+    for half, family in _leaf_first(group, x):
+        for segment in segments(half):
+            for child in family.children:
+                inbox = group.scratch.like(segment)
+                group.link.irecv(inbox, child).wait()
+                op(segment, inbox, out=segment)
+            if family.parent is not None:
+                sends.append(group.link.isend(segment, family.parent))
     for send in sends:
         send.wait()
 
 
 def _broadcast(group: Group, x: np.ndarray) -> None:
-    sends: list[Request] = []
-    for segment, family in _in_turn(group, x):
-        if family.parent is not None:
-            group.link.irecv(segment, family.parent).wait()
-        sends += [group.link.isend(segment, child) for child in family.children]
-    for send in sends:
-        send.wait()
+    under_way: list[Request] = []
+    for half, family in _leaf_first(group, x):
+        for segment in segments(half):
+            if family.parent is not None:
+                under_way.append(group.link.irecv(segment, family.parent))
+            if family.children and family.parent is not None:
+                under_way.pop().wait()
+            under_way += [group.link.isend(segment, child) for child in family.children]
+    for request in under_way:
+        request.wait()
 
 
-def _in_turn(group: Group, x: np.ndarray) -> Iterator[tuple[np.ndarray, Family]]:
-    """Yield the segments of both halves in turn, each with our family in its tree."""
-    lower, upper = np.split(x, [x.size // 2])
-    first, second = families(group.link.rank, group.link.size)
-    for a, b in zip_longest(segments(lower), segments(upper)):
-        if a is not None:
-            yield a, first
-        if b is not None:
-            yield b, second
+def _leaf_first(group: Group, x: np.ndarray) -> list[tuple[np.ndarray, Family]]:
+    """Return both halves with our family in their trees, first the one in which we are a leaf.
+
+    A leaf waits for nobody, so all its segments are under way before we wait for any of the
+    other half. In turn, each segment of one tree would wait for one that crosses the other.
+    """
+    halves = np.split(x, [x.size // 2])
+    both = zip(halves, families(group.link.rank, group.link.size), strict=True)
+    return sorted(both, key=lambda one: len(one[1].children))
 
 
 @lru_cache

@@ -1,8 +1,10 @@
-"""What each all-reduce costs: the closed forms of the alpha-beta-gamma model.
+"""What each collective costs: the closed forms of the alpha-beta-gamma model.
 
 A message of m bytes takes alpha + m beta seconds, adding m bytes takes m gamma; P ranks, n bytes,
-L = ceil(log2 P). Source: Thakur, Rabenseifner and Gropp, "Optimization of collective
-communication operations in MPICH", 2005.
+L = ceil(log2 P). A rank sends one message and receives one at a time, both at once. What each
+single rank sends, to the byte and whatever the length, is in messages.py. Source, where no other
+is named: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
+MPICH", 2005.
 """
 
 from __future__ import annotations
@@ -67,12 +69,49 @@ def halving_doubling(n: int, ranks: int) -> Cost:
 
 
 def double_tree(n: int, ranks: int, segment_bytes: int = SEGMENT_BYTES) -> Cost:
-    """Return 2(2L + 2k) steps of n/2k bytes: both trees in turn, k segments each, up and down."""
+    """Return 4L + 6k steps of n/2k bytes, L + k times 2 of them added: at most, k segments a half.
+
+    Up and down, either tree is L deep, and 4k messages pass each rank's wire; up to 2k more is lost
+    since a rank is through with one tree before the other. Source: Sanders et al., 2009 (4L + 4k).
+    """
     if ranks == 1:
         return Cost(0, 0, 0)
     depth, k = (ranks - 1).bit_length(), max(1, -(-n // (2 * segment_bytes)))
-    steps = 4 * (depth + k)
-    return Cost(steps, steps * n / (2 * k), steps / 2 * n / (2 * k))
+    steps = 4 * depth + 6 * k
+    return Cost(steps, steps * n / (2 * k), (depth + k) * n / k)
+
+
+def reduce_scatter(n: int, ranks: int) -> Cost:
+    """Return P-1 steps round the ring, n(P-1)/P bytes, all of them added."""
+    share = n * (ranks - 1) / ranks
+    return Cost(ranks - 1, share, share)
+
+
+def all_gather(n: int, ranks: int) -> Cost:
+    """Return P-1 steps round the ring, n(P-1)/P bytes."""
+    return Cost(ranks - 1, n * (ranks - 1) / ranks, 0)
+
+
+def reduce(n: int, ranks: int) -> Cost:
+    """Return L steps up a binomial tree, each with the whole vector, which is added."""
+    depth = (ranks - 1).bit_length()
+    return Cost(depth, depth * n, depth * n)
+
+
+def broadcast(n: int, ranks: int) -> Cost:
+    """Return L steps down a binomial tree, each with the whole vector."""
+    depth = (ranks - 1).bit_length()
+    return Cost(depth, depth * n, 0)
+
+
+def direct(n: int, ranks: int) -> Cost:
+    """Return P-1 steps of n/P bytes: of the root in gather and scatter, of all in all-to-all."""
+    return Cost(ranks - 1, n * (ranks - 1) / ranks, 0)
+
+
+def all_gather_short(n: int, ranks: int) -> Cost:
+    """Return L steps, n(P-1)/P bytes, n those of all blocks together (Bruck et al., 1997)."""
+    return Cost((ranks - 1).bit_length(), n * (ranks - 1) / ranks, 0)
 
 
 ALLREDUCE: dict[str, Callable[[int, int], Cost]] = {
@@ -81,4 +120,17 @@ ALLREDUCE: dict[str, Callable[[int, int], Cost]] = {
     "double-tree": double_tree,
     "recursive-doubling": recursive_doubling,
     "halving-doubling": halving_doubling,
+}
+
+#: The all-reduces and all others.
+COLLECTIVES: dict[str, Callable[[int, int], Cost]] = {
+    **ALLREDUCE,
+    "reduce-scatter": reduce_scatter,
+    "all-gather": all_gather,
+    "reduce": reduce,
+    "broadcast": broadcast,
+    "gather": direct,
+    "scatter": direct,
+    "all-to-all": direct,
+    "all-gather-short": all_gather_short,
 }

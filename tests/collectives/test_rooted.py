@@ -4,71 +4,91 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cases import LENGTHS, expected, length, vector
 from ranks import THREAD_RANKS, on_ranks
 
-from hpctrain.collectives import Group, broadcast, chunks, reduce
+from hpctrain.collectives import DTYPES, OPERATIONS, Group, broadcast, chunks, operation, reduce
 from hpctrain.collectives.linear import all_to_all, gather, scatter
 from hpctrain.collectives.ring import all_gather, reduce_scatter
 
-LENGTHS = (0, 1, 7, 64, 100_003)
 
-
-def vector(rank: int, n: int) -> np.ndarray:
-    return np.arange(n, dtype=np.int64) * 7 + rank * 1001
-
-
-def total(size: int, n: int) -> np.ndarray:
-    return sum(vector(rank, n) for rank in range(size))
+def same(x: np.ndarray, y: np.ndarray) -> bool:
+    return (x.dtype, x.tobytes()) == (y.dtype, y.tobytes())
 
 
 @on_ranks(*THREAD_RANKS)
-@pytest.mark.parametrize("n", LENGTHS)
-def test_reduce_scatter_then_all_gather(ranks, n):
-    def body(world):
-        group, x = Group(world.link), vector(world.rank, n)
-        mine = reduce_scatter(group, x, np.add)
-        assert np.shares_memory(mine, x) or not mine.size
-        np.testing.assert_array_equal(mine, chunks(total(world.size, n), world.size)[world.rank])
-        all_gather(group, x)
-        np.testing.assert_array_equal(x, total(world.size, n))
+@pytest.mark.parametrize("word", LENGTHS)
+def test_reduce_scatter_then_all_gather(ranks, word):
+    n, size = length(word, ranks.size), ranks.size
+    rows = [(dtype, op, expected(size, n, dtype, op)) for dtype in DTYPES for op in OPERATIONS]
 
-    ranks(body)
-
-
-@on_ranks(*THREAD_RANKS)
-@pytest.mark.parametrize("n", LENGTHS)
-def test_to_and_from_every_root(ranks, n):
     def body(world):
         group = Group(world.link)
-        for root in range(world.size):
-            x = vector(world.rank, n)
-            reduce(group, x, np.add, root)
-            if world.rank == root:
-                np.testing.assert_array_equal(x, total(world.size, n))
-            x = vector(world.rank, n)
-            broadcast(group, x, root)
-            np.testing.assert_array_equal(x, vector(root, n))
-            x = vector(world.rank, n)
-            mine = scatter(group, x, root)
-            expected = chunks(vector(root, n), world.size)[world.rank]
-            np.testing.assert_array_equal(mine, expected)
-            x = vector(world.rank, n)
-            gather(group, x, root)
-            if world.rank == root:
-                for rank, chunk in enumerate(chunks(x, world.size)):
-                    np.testing.assert_array_equal(chunk, chunks(vector(rank, n), world.size)[rank])
+        for dtype, op, told in rows:
+            x = vector(world.rank, n, dtype).copy()
+            mine = reduce_scatter(group, x, operation(op, x.dtype))
+            assert np.shares_memory(mine, x) or not mine.size
+            assert same(mine, chunks(told, size)[world.rank]), (dtype, op)
+            all_gather(group, x)
+            assert same(x, told), (dtype, op)
 
     ranks(body)
 
 
 @on_ranks(*THREAD_RANKS)
-@pytest.mark.parametrize("m", [0, 1, 1000])
-def test_all_to_all(ranks, m):
+@pytest.mark.parametrize("word", LENGTHS)
+def test_reduce_to_every_root(ranks, word):
+    n, size = length(word, ranks.size), ranks.size
+    rows = [(dtype, op, expected(size, n, dtype, op)) for dtype in DTYPES for op in OPERATIONS]
+
     def body(world):
-        size, out = world.size, np.zeros(world.size * m, np.int64)
-        all_to_all(Group(world.link), vector(world.rank, size * m), out)
-        expected = [vector(rank, size * m)[world.rank * m : (world.rank + 1) * m]
-                    for rank in range(size)]  # fmt: skip
-        np.testing.assert_array_equal(out, np.concatenate(expected))
+        group = Group(world.link)
+        for i, (dtype, op, told) in enumerate(rows):
+            for root in range(size) if n <= size + 1 else [i % size]:
+                x = vector(world.rank, n, dtype).copy()
+                reduce(group, x, operation(op, x.dtype), root)
+                assert world.rank != root or same(x, told), (dtype, op, root)
+
+    ranks(body)
+
+
+@on_ranks(*THREAD_RANKS)
+@pytest.mark.parametrize("word", LENGTHS)
+def test_from_and_to_every_root(ranks, word):
+    n, size = length(word, ranks.size), ranks.size
+
+    def body(world):
+        group = Group(world.link)
+        for root in range(size):
+            dtype = DTYPES[root % len(DTYPES)]  # bytes travel: their meaning changes nothing
+            x = vector(world.rank, n, dtype).copy()
+            broadcast(group, x, root)
+            assert same(x, vector(root, n, dtype))
+            x = vector(world.rank, n, dtype).copy()
+            mine = scatter(group, x, root)
+            assert same(mine, chunks(vector(root, n, dtype), size)[world.rank])
+            x = vector(world.rank, n, dtype).copy()
+            gather(group, x, root)
+            for rank, chunk in enumerate(chunks(x, size)):
+                told = chunks(vector(rank, n, dtype), size)[rank]
+                assert world.rank != root or same(chunk, told)
+
+    ranks(body)
+
+
+@on_ranks(*THREAD_RANKS)
+@pytest.mark.parametrize("word", LENGTHS)
+def test_all_to_all(ranks, word):
+    m, size = length(word, ranks.size) // ranks.size, ranks.size  # elements for each rank
+
+    def body(world):
+        for dtype in DTYPES:
+            x = vector(world.rank, size * m, dtype)
+            out = np.zeros_like(x)
+            all_to_all(Group(world.link), x, out)
+            told = [
+                vector(rank, size * m, dtype).reshape(size, m)[world.rank] for rank in range(size)
+            ]
+            assert same(out, np.concatenate(told)), dtype
 
     ranks(body)

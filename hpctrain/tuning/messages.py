@@ -1,0 +1,178 @@
+"""What each rank sends in each collective: the lengths of its messages, exact for every length.
+
+The other half of the cost model: cost.py tells the longest path when P divides n; this tells
+what one rank counts in `bytes_sent` and `messages_sent`, also where chunks differ by an element.
+P ranks, a vector of n elements, rank r; [a, b] is a message of a elements and one of b. Sources:
+those of the algorithms, in hpctrain/collectives/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hpctrain.collectives.chunks import SEGMENT_BYTES
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective call as rank `rank` makes it: `length` elements of `itemsize` bytes."""
+
+    length: int
+    itemsize: int
+    ranks: int
+    rank: int
+    root: int = 0
+
+    @property
+    def from_root(self) -> int:
+        """The rank, counted from the root."""
+        return (self.rank - self.root) % self.ranks
+
+    def between(self, first: int, last: int, parts: int) -> int:
+        """Return the elements of chunks `first` .. `last - 1` of `parts`."""
+        return last * self.length // parts - first * self.length // parts
+
+    def chunk(self, i: int) -> int:
+        """Return the elements of chunk i of P."""
+        return self.between(i % self.ranks, i % self.ranks + 1, self.ranks)
+
+    def segments(self, elements: int) -> list[int]:
+        """Return `elements` cut into segments of 1 MiB; none if there are no elements."""
+        step = SEGMENT_BYTES // self.itemsize
+        return [min(step, elements - start) for start in range(0, elements, step)]
+
+
+Messages = Callable[[Call], list[int]]
+
+
+def reduce_scatter(call: Call) -> list[int]:
+    """Return every chunk but r, in segments."""
+    others = (call.chunk(call.rank + i) for i in range(1, call.ranks))
+    return [segment for chunk in others for segment in call.segments(chunk) or [0]]
+
+
+def all_gather(call: Call) -> list[int]:
+    """Return every chunk but that of the right neighbour, r + 1."""
+    return [call.chunk(call.rank + 1 + i) for i in range(1, call.ranks)]
+
+
+def ring(call: Call) -> list[int]:
+    """Return both halves."""
+    return reduce_scatter(call) + all_gather(call)
+
+
+def plain_ring(call: Call) -> list[int]:
+    """Return both halves, uncut."""
+    return [call.chunk(call.rank + i) for i in range(1, call.ranks)] + all_gather(call)
+
+
+def reduce(call: Call) -> list[int]:
+    """Return the vector once, in segments, to the parent; the root has none."""
+    return call.segments(call.length) * (call.from_root != 0)
+
+
+def broadcast(call: Call) -> list[int]:
+    """Return the vector to each child.
+
+    Rank r's children are r + b for the powers of two b below r's lowest set bit: as many as r ends
+    in zeros, but no more than fit below P.
+    """
+    r, below = call.from_root, (call.ranks - call.from_root - 1).bit_length()
+    zeros = (r & -r).bit_length() - 1 if r else below
+    return call.segments(call.length) * min(zeros, below)
+
+
+def tree(call: Call) -> list[int]:
+    """Return the way up and the way down."""
+    return reduce(call) + broadcast(call)
+
+
+def double_tree(call: Call) -> list[int]:
+    """Return n/2 to each neighbour in either tree: up to the parent, down to each child."""
+    p, r = call.ranks, call.rank
+    places = r + 1, ((r + 1) % p if p % 2 else p - 1 - r) + 1  # in the two trees, from 1
+    halves = call.length // 2, call.length - call.length // 2
+    return [
+        segment
+        for place, half in zip(places, halves, strict=True)
+        for segment in call.segments(half) * _neighbours(place, p)
+    ]
+
+
+def _neighbours(place: int, ranks: int) -> int:
+    """Return parent and children of `place` = 1 .. P: odd ones are leaves, the last may lack one.
+
+    The root is the largest power of two up to P.
+    """
+    children = 0 if place % 2 else 1 + (place < ranks)
+    return children + (place != 1 << (ranks.bit_length() - 1))
+
+
+def recursive_doubling(call: Call) -> list[int]:
+    """Return the vector log2 Q times, once more to a folded rank, of which each sends it once."""
+    core = 1 << (call.ranks.bit_length() - 1)
+    times = core.bit_length() - 1 + (call.rank + core < call.ranks)
+    return call.segments(call.length) * (1 if call.rank >= core else times)
+
+
+def halving_doubling(call: Call) -> list[int]:
+    """Return, for d = Q/2 .. 1, the d chunks of partner r xor d; on the way back, our own d.
+
+    A folded rank hands over the lower half of its vector, and the upper once it is added; who
+    takes it over sends the upper half before, and the whole vector in the end.
+    """
+    core = 1 << (call.ranks.bit_length() - 1)
+    lower = call.length // 2
+    upper = call.length - lower
+    if call.rank >= core:
+        return [*call.segments(lower), upper]
+    extra = [*call.segments(upper), call.length] if call.rank + core < call.ranks else []
+    distances = [1 << k for k in range(core.bit_length() - 1)]
+    given = [_block(call, call.rank ^ d, d, core) for d in distances]
+    kept = [_block(call, call.rank, d, core) for d in distances]
+    return extra + [segment for m in given for segment in call.segments(m)] + kept
+
+
+def _block(call: Call, i: int, d: int, core: int) -> int:
+    """Return the elements of the d chunks of Q among which chunk i lies."""
+    return call.between(i // d * d, i // d * d + d, core)
+
+
+def gather(call: Call) -> list[int]:
+    """Return the own chunk; the root has none to send."""
+    return [call.chunk(call.rank)] * (call.rank != call.root)
+
+
+def scatter(call: Call) -> list[int]:
+    """Return, at the root, every other rank's chunk."""
+    return [call.chunk(call.root + i) for i in range(1, call.ranks) if call.rank == call.root]
+
+
+def all_to_all(call: Call) -> list[int]:
+    """Return every chunk but the own; P divides n."""
+    return [call.length // call.ranks] * (call.ranks - 1)
+
+
+def all_gather_short(call: Call) -> list[int]:
+    """Return 1, 2, 4, ... blocks of n/P, as many as are still missing; P divides n."""
+    p, doublings = call.ranks, range((call.ranks - 1).bit_length())
+    return [min(1 << k, p - (1 << k)) * (call.length // p) for k in doublings]
+
+
+MESSAGES: dict[str, Messages] = {
+    "ring": ring,
+    "plain-ring": plain_ring,
+    "tree": tree,
+    "double-tree": double_tree,
+    "recursive-doubling": recursive_doubling,
+    "halving-doubling": halving_doubling,
+    "reduce-scatter": reduce_scatter,
+    "all-gather": all_gather,
+    "reduce": reduce,
+    "broadcast": broadcast,
+    "gather": gather,
+    "scatter": scatter,
+    "all-to-all": all_to_all,
+    "all-gather-short": all_gather_short,
+}

@@ -1,0 +1,40 @@
+"""Tables that several tests share: lengths, dtypes, and vectors whose sums are known."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import ml_dtypes
+import numpy as np
+
+from hpctrain.collectives import OPERATIONS
+
+LENGTHS = ("0", "1", "P-1", "P", "P+1", "100003")
+
+
+def length(word: str, size: int) -> int:
+    """Return the number of elements that `word` means on `size` ranks."""
+    return {"P-1": size - 1, "P": size, "P+1": size + 1}.get(word) if "P" in word else int(word)
+
+
+#: 16-bit floats, and how many different values may be summed nine times without rounding.
+INEXACT = {"float16": 401, "bfloat16": 53}
+
+
+def dtype_of(name: str) -> np.dtype:
+    """Return the dtype that is called `name`, bfloat16 too."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+@lru_cache(maxsize=200)
+def vector(rank: int, n: int, dtype: str) -> np.ndarray:
+    """Integers that differ between ranks and places, small enough to be summed exactly."""
+    modulus = INEXACT.get(dtype, 1001)
+    return ((np.arange(n) * 7 + rank * 13) % modulus - modulus // 2).astype(dtype_of(dtype))
+
+
+@lru_cache(maxsize=200)
+def expected(size: int, n: int, dtype: str, op: str) -> np.ndarray:
+    """Return what `size` ranks must find, from integers."""
+    values = [vector(rank, n, dtype).astype(np.int64) for rank in range(size)]
+    return OPERATIONS[op].reduce(values).astype(dtype_of(dtype))

@@ -1,0 +1,172 @@
+"""The cost model against what ranks really send, and against an ideal machine that keeps time."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+import numpy as np
+import pytest
+from ranks import THREAD_RANKS, on_ranks
+
+from hpctrain import collectives
+from hpctrain.collectives import Group, linear
+from hpctrain.collectives.chunks import SEGMENT_BYTES
+from hpctrain.collectives.ring import all_gather, plain_ring, reduce_scatter
+from hpctrain.transport.local import run_ranks
+from hpctrain.tuning import cost, select
+from hpctrain.tuning.messages import MESSAGES, Call
+
+LENGTHS = ("0", "1", "P-1", "P", "P+1", "100003", "300007")  # the last travels in segments
+
+
+def length(word: str, size: int) -> int:
+    return {"P-1": size - 1, "P": size, "P+1": size + 1}.get(word) if "P" in word else int(word)
+
+
+def blocks(x: np.ndarray, size: int) -> np.ndarray:
+    """Return of `x` what can be cut into P equal blocks."""
+    return x[: x.size // size * size]
+
+
+#: One row each: a call on `x`, by op where it reduces, from or to a root where it has one.
+CALLS = {
+    **{
+        name: lambda group, x, op, root, f=collectives.ALLREDUCE[name]: f(group, x, op)
+        for name in cost.ALLREDUCE
+    },
+    "plain-ring": lambda group, x, op, root: plain_ring(group, x, op),
+    "reduce-scatter": lambda group, x, op, root: reduce_scatter(group, x, op),
+    "all-gather": lambda group, x, op, root: all_gather(group, x),
+    "reduce": lambda group, x, op, root: collectives.reduce(group, x, op, root),
+    "broadcast": lambda group, x, op, root: collectives.broadcast(group, x, root),
+    "gather": lambda group, x, op, root: linear.gather(group, x, root),
+    "scatter": lambda group, x, op, root: linear.scatter(group, x, root),
+    "all-to-all": lambda group, x, op, root: linear.all_to_all(group, x, np.empty_like(x)),
+    "all-gather-short": lambda group, x, op, root: collectives.all_gather_short(
+        group.link, x[: x.size // group.link.size].view(np.uint8)
+    ),
+}
+EQUAL_BLOCKS = ("all-to-all", "all-gather-short")
+ROOTED = ("reduce", "broadcast", "gather", "scatter")
+
+
+@on_ranks(*THREAD_RANKS)
+@pytest.mark.parametrize("name", CALLS)
+def test_what_each_rank_sends(ranks, name):
+    """Bytes and messages of every rank, at every length, are those of the closed form."""
+
+    def body(world):
+        link = world.link
+        for word in LENGTHS:
+            x = np.zeros(length(word, link.size))
+            x = blocks(x, link.size) if name in EQUAL_BLOCKS else x
+            for root in range(link.size if name in ROOTED else 1):
+                before = link.bytes_sent, link.messages_sent
+                CALLS[name](Group(link), x, np.add, root)
+                sent = link.bytes_sent - before[0], link.messages_sent - before[1]
+                told = MESSAGES[name](Call(x.size, x.itemsize, link.size, link.rank, root))
+                assert sent == (sum(told) * x.itemsize, len(told)), (word, root)
+
+    ranks(body)
+
+
+class Clocked:
+    """A link on which time passes as on a `cost.Machine`: one message out and one in at a time."""
+
+    def __init__(self, link, machine, arrivals):
+        self.rank, self.size = link.rank, link.size
+        self.now = self.out_free = self.in_free = 0.0
+        self._link, self._machine, self._arrivals = link, machine, arrivals
+
+    def isend(self, x, to):
+        self.out_free = max(self.now, self.out_free) + self._takes(x)
+        self._arrivals[self.rank, to].append(self.out_free)
+        return Until(self, self._link.isend(x, to), self.out_free)
+
+    def irecv(self, x, source):
+        return Arrival(self, self._link.irecv(x, source), source, self._takes(x))
+
+    def sendrecv(self, x, to, inbox, source):
+        receive, send = self.irecv(inbox, source), self.isend(x, to)
+        receive.wait()
+        send.wait()
+
+    def arrived(self, source, takes):
+        """Let the next message from `source` in, once those before are in."""
+        self.in_free = max(self._arrivals[source, self.rank].popleft(), self.in_free + takes)
+        self.now = max(self.now, self.in_free)
+
+    def add(self, a, b, out):
+        np.add(a, b, out=out)
+        self.now += self._machine.gamma * out.nbytes
+
+    def _takes(self, x):
+        return self._machine.alpha + self._machine.beta * x.nbytes
+
+
+class Until:
+    def __init__(self, link, request, end):
+        self._link, self._request, self._end = link, request, end
+
+    def wait(self):
+        self._request.wait()
+        self._link.now = max(self._link.now, self._end)
+
+
+class Arrival:
+    def __init__(self, link, request, source, takes):
+        self._link, self._request, self._of = link, request, (source, takes)
+
+    def wait(self):
+        self._request.wait()
+        self._link.arrived(*self._of)
+
+
+def longest_path(name: str, size: int, n: int, machine: cost.Machine) -> float:
+    """Return when the last rank is done with `n` bytes."""
+    arrivals: dict = defaultdict(deque, {(a, b): deque() for a in range(size) for b in range(size)})
+
+    def body(link):
+        clocked = Clocked(link, machine, arrivals)
+        CALLS[name](Group(clocked), np.zeros(n // 8), clocked.add, 0)
+        return clocked.now
+
+    return max(run_ranks(size, body))
+
+
+#: Each alone takes the time, so that each is measured alone.
+ALONE = {"steps": (1, 0, 0), "bytes": (0, 1, 0), "added": (0, 0, 1)}
+
+
+@pytest.mark.parametrize("size", THREAD_RANKS)
+@pytest.mark.parametrize("name", cost.COLLECTIVES)
+def test_the_longest_path(name, size):
+    n = 8 * 2520  # divides by every P here: chunks are equal
+    predicted = cost.COLLECTIVES[name](n, size)
+    found = cost.Cost(*(longest_path(name, size, n, cost.Machine(*one)) for one in ALONE.values()))
+    if name == "double-tree":
+        assert all(getattr(found, one) <= getattr(predicted, one) for one in ALONE)
+    else:
+        assert found == predicted
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 8, 9])
+def test_segments_of_a_double_tree_overlap(size):
+    """Otherwise the time of a segment would grow with the depth of the trees."""
+    for k in (1, 2, 6):
+        n = 2 * k * SEGMENT_BYTES
+        found = longest_path("double-tree", size, n, cost.Machine(1, 0, 0))
+        assert found <= cost.double_tree(n, size).steps
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "ranks", "name"),
+    [
+        (4, 8, "recursive-doubling"),  # the fewest steps
+        (64 << 20, 8, "halving-doubling"),  # the fewest bytes, and fewer steps than a ring
+        (64 << 20, 5, "ring"),  # the fewest bytes: folding would add some
+        (4 << 20, 1000, "halving-doubling"),  # a ring of so many has too many steps
+    ],
+)
+def test_auto_takes_what_the_model_says(nbytes, ranks, name):
+    assert select.fastest(nbytes, ranks) == name
