@@ -6,6 +6,7 @@ Every rank has a journal, since sums are made by all; rank 0 alone writes and sp
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import platform
 from importlib import metadata
@@ -56,16 +57,23 @@ class Journal:
         self._sums, self._row_step, self._row_s = NOTHING, 0, 0.0
         self._first_step, self._began, self._drawn = 0, perf_counter(), 0.0
 
-    def resume(self, step: int, about: dict[str, Any]) -> None:
-        """Go on after `step`: drop the rows of steps that will be done again."""
+    def resume(self, step: int, about: dict[str, Any]) -> list[dict[str, Any]]:
+        """Go on after `step`: drop the rows of steps that will be done again; return the others.
+
+        Collective: every rank gets them.
+        """
         if about.get("batch") not in (None, self.sampler.batch):
             log.warning("batch was %s before, now %s", about["batch"], self.sampler.batch)
+        rows: list[dict[str, Any]] = []
         if self.run is not None and self.world.rank == 0:
             self.steps_redone = rundir.cut_rows(self.run, step)
-            # A run that was complete makes no row of its own: its summary tells of the last one.
-            self._last = next(reversed(rundir.rows(self.run)), {})
-            self._tested = {key: self._last.get(key) for key in self._tested}
+            rows = rundir.rows(self.run)
+        rows = json.loads(self.world.gather(json.dumps(rows))[0])
+        # A run that was complete makes no row of its own: its summary tells of the last one.
+        self._last = rows[-1] if rows else {}
+        self._tested = {key: self._last.get(key) for key in self._tested}
         self._tell("resumed at step %d of %d", step, self.total_steps)
+        return rows
 
     def begin(self, step: int) -> None:
         """Start the clocks and the bar."""
@@ -87,10 +95,16 @@ class Journal:
             loss, rate = self._sums.loss / self._sums.count, self._samples(step) / now
             self._bar.show(step, self._epoch(step), loss, rate)
 
-    def row(self, step: int, tested: Sums | None) -> None:
-        """Close an interval: write its row and, where no bar is drawn, say it; collective."""
+    def row(
+        self, step: int, tested: Sums | None, interrupted: bool = False
+    ) -> dict[str, Any] | None:
+        """Close an interval: write its row and, where no bar is drawn, say it; collective.
+
+        Returns the row, None where no step was done; every rank has its own times in it, and all
+        the same sums. `interrupted`: there is a row only because somebody asked to stop.
+        """
         if step == self._row_step:
-            return
+            return None
         loss, correct, count = self.engine.sum(np.array(self._sums, np.float64))
         now = self._wall_s()
         done = self._samples_before(step) - self._samples_before(self._row_step)
@@ -108,9 +122,12 @@ class Journal:
             "wall_s": now,
             **vars(self.engine.times),
         }
+        if interrupted:
+            self._last["interrupted"] = True
         self._sums, self._row_step, self._row_s = NOTHING, step, now
         if self.world.rank == 0:
             self._write_row()
+        return self._last
 
     def about_now(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint made after `step` steps keeps beside the arrays."""

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpctrain import checkpoint, nn
+from hpctrain.callbacks import Callbacks, Row
 from hpctrain.data import Prefetch, Sampler, Samples, in_pieces, share
 from hpctrain.engines import Engine, Flags, Task
 from hpctrain.errors import HpctrainError, SaveError, Stopped, TrainingError, UsageError
@@ -41,6 +42,7 @@ class Plan:
     sampler: Sampler
     targets: int  #: per sample
     interval: int  #: steps per row of metrics
+    evaluate_every: int  #: steps; the model is also evaluated at the end
     prefetch: int
     timeout_s: float
     checkpoints: CheckpointOptions
@@ -136,31 +138,48 @@ class _Work:
 class Loop:
     """One call of fit: the state of the loop over steps."""
 
-    def __init__(self, world: World, engine: Engine, plan: Plan, journal: Journal):
+    def __init__(
+        self, world: World, engine: Engine, plan: Plan, journal: Journal, callbacks: Callbacks
+    ):
         self.world, self.engine, self.plan, self.journal = world, engine, plan, journal
-        self.step = 0
+        self.callbacks = callbacks
+        self.step, self.rows = 0, list[Row]()  # rows: those of the run before this part
+        self.ended = ""  # why to end before the last step
 
     def run(self, request: StopRequest) -> dict[str, Any]:
         """Train from `step` to the end, or to the step at which somebody asked to stop."""
         self.journal.begin(self.step)
+        self.ended = self.callbacks.begin(self.rows)
         with _Work(self.world, self.engine, self.plan, self.journal, request) as work:
             self._train(work)
-        return self.journal.finish("done", 0)
+        early = self.step < self.journal.total_steps
+        return self.journal.finish("done", 0, self.ended if early else None)
 
     def _train(self, work: _Work) -> None:
-        journal, total = self.journal, self.journal.total_steps
-        while self.step < total:
+        total = self.journal.total_steps
+        while self.step < total and not self.ended:
             work.at(self.step)
             self.step, flags = self.engine.train(work, self.step, self._until())
             if flags.failed:
                 raise TrainingError(self._not_finite(flags.failed - 1))
-            last = self.step == total or bool(flags.stop)
-            if last or self._multiple_of(self.plan.interval, self._epoch):
-                journal.row(self.step, self._evaluated(last))
+            stopped = bool(flags.stop) and self.step < total
+            self._look(stopped)
+            last = self.step == total or stopped or bool(self.ended)
             if last or self._multiple_of(*self._checkpoint_steps):
                 self._save(must=last)
-            if flags.stop and self.step < total:
+            if stopped and not self.ended:
                 raise Stopped(f"stopped at step {self.step} of {total} as asked; resume me")
+
+    def _look(self, stopped: bool) -> None:
+        """Make a row of metrics where one is due, evaluate where that is, and tell callbacks."""
+        last = self.step == self.journal.total_steps
+        evaluated = last or self._multiple_of(self.plan.evaluate_every)
+        regular = evaluated or self._multiple_of(self.plan.interval, self._epoch)
+        if regular or stopped:
+            # No evaluation for a stop: whoever asks may give us little time to save.
+            tested = self._evaluated() if evaluated else None
+            row = self.journal.row(self.step, tested, interrupted=not regular)
+            self.ended = self.callbacks.tell(row) if row else ""
 
     def resume(self, run: Path) -> None:
         """Go to the newest good checkpoint, if any was ever written."""
@@ -169,7 +188,7 @@ class Loop:
             return
         self.world.together(lambda: self.engine.load(found.arrays))
         self.step = found.step
-        self.journal.resume(found.step, found.about)
+        self.rows = self.journal.resume(found.step, found.about)
 
     def _not_finite(self, rank: int) -> str:
         where = f"rank {rank} ({self.world.hosts[rank]})"
@@ -190,17 +209,16 @@ class Loop:
 
     def _until(self) -> int:
         """Return the next step at which there is something to do but training."""
-        periods = (self.plan.interval, self._epoch, *self._checkpoint_steps)
+        plan = self.plan
+        periods = (plan.interval, plan.evaluate_every, self._epoch, *self._checkpoint_steps)
         due = [(self.step // period + 1) * period for period in periods if period]
         return min(self.journal.total_steps, *due)
 
     def _multiple_of(self, *periods: int) -> bool:
         return any(period and self.step % period == 0 for period in periods)
 
-    def _evaluated(self, last: bool) -> nn.Sums | None:
-        if self.plan.test is None or not (last or self._multiple_of(self._epoch)):
-            return None
-        return evaluate(self.engine, self.plan.test)
+    def _evaluated(self) -> nn.Sums | None:
+        return None if self.plan.test is None else evaluate(self.engine, self.plan.test)
 
     def _save(self, must: bool) -> None:
         """Write a checkpoint; a failure ends the run only if nothing comes after (`must`)."""

@@ -92,6 +92,8 @@ def closing_table(summary: Mapping[str, Any], run: str) -> Table:
         "wire (overlaps compute)": _part(summary["wire_s"], wall),
         "results": run,
     }
+    if summary.get("reason"):
+        rows = {"ended early": summary["reason"], **rows}
     for name, value in rows.items():
         table.add_row(name, value)
     return table

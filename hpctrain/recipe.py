@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,6 +17,7 @@ import tomli_w
 from pydantic import Field
 
 from hpctrain import config, data, engines, nn, optim
+from hpctrain.callbacks import EarlyStop
 from hpctrain.errors import UsageError
 from hpctrain.gradients.reducer import WireOptions
 from hpctrain.tuning.select import allreduce_named
@@ -26,7 +27,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-TABLES = ("run", "model", "data", "optimizer", "schedule", "engine", "wire", "checkpoint")
+TABLES = ("run", "model", "data", "optimizer", "schedule", "engine", "wire", "checkpoint",
+          "early_stop")  # fmt: skip
 BATCH_KEYS = ("batch", "batch_per_rank")
 Positive = Annotated[int, Field(ge=1)]
 Table = dict[str, Any]
@@ -41,6 +43,9 @@ class RunOptions:
     epochs: Positive | None = None
     steps: Positive | None = None
     interval_steps: Positive | None = None  #: steps per row of metrics; an epoch if not given
+    evaluate_epochs: Positive | None = None  #: epochs from one evaluation to the next; 1 if
+    evaluate_steps: Positive | None = None  #: neither is given
+    callbacks: list[str] = field(default_factory=list)  #: "module:function"s, given each row
     device: Literal["auto", "cpu"] = "auto"
     precision: Literal["float32", "float64"] = "float32"
     prefetch: Annotated[int, Field(ge=0)] | None = None  #: batches that a thread reads ahead
@@ -93,6 +98,7 @@ class Recipe:
     schedule: Any
     engine: Any
     checkpoint: CheckpointOptions
+    early_stop: EarlyStop | None
     tables: Table
 
     def toml(self) -> str:
@@ -143,10 +149,10 @@ def check(tables: Mapping[str, Any]) -> Recipe:
         if not isinstance(table, Mapping):
             raise UsageError(f"'{name}' is a table: write [{name}], seen {table!r}")
     at = {name: dict(tables.get(name, {})) for name in TABLES}
-    keys = [field.name for field in fields(BatchOptions)]
+    keys = [option.name for option in fields(BatchOptions)]
     batch = {key: at["optimizer"].pop(key) for key in keys if key in at["optimizer"]}
     return Recipe(
-        run=_one_of(config.read(RunOptions, at["run"], "run"), "run", "epochs", "steps"),
+        run=_run(at["run"]),
         model=nn.read(at["model"]),
         data=data.read(at["data"]),
         batch=_batch(batch),
@@ -156,6 +162,9 @@ def check(tables: Mapping[str, Any]) -> Recipe:
         ),
         engine=_engine(at["engine"], at["wire"]),
         checkpoint=config.read(CheckpointOptions, at["checkpoint"], "checkpoint"),
+        early_stop=(
+            config.read(EarlyStop, at["early_stop"], "early_stop") if at["early_stop"] else None
+        ),
         tables={"schema": 1, **tables},
     )
 
@@ -168,12 +177,19 @@ def _source(name: str) -> str:
     return resources.files("hpctrain.recipes").joinpath(f"{name}.toml").read_text()
 
 
+def _run(table: Table) -> RunOptions:
+    options: RunOptions = _one_of(config.read(RunOptions, table, "run"), "run", "epochs", "steps")
+    if options.evaluate_epochs and options.evaluate_steps:
+        raise UsageError("[run] takes evaluate_epochs or evaluate_steps, not both")
+    return options
+
+
 def _engine(table: Table, wire: Table) -> Any:
     """Return the engine's options; those that have a wire take the keys of `[wire]` too."""
     table = {"kind": "allreduce", **table}
     wire_options = config.read(WireOptions, wire, "wire")
     allreduce_named(wire_options.algorithm)
-    misplaced = {field.name for field in fields(WireOptions)} & table.keys()
+    misplaced = {option.name for option in fields(WireOptions)} & table.keys()
     if misplaced:
         raise UsageError(f"[engine] {', '.join(sorted(misplaced))}: belongs into [wire]")
     kind = config.pick(engines.ENGINES, table["kind"], "[engine] kind")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain import checkpoint, recipe, rundir
+from hpctrain import checkpoint, recipe, rundir, usercode
 from hpctrain.data import Samples, Split
 from hpctrain.engines.engine import load_into
 from hpctrain.errors import UsageError
@@ -34,13 +34,23 @@ def train(spec: Recipe, world: World, out: Path | None, resume: bool) -> dict[st
     rate = spec.optimizer.rate * spec.batch.rate_factor(world.size)
     schedule = spec.schedule.build(rate, per_epoch, total)
     optimizer = spec.optimizer.build(schedule)
-    trainer = Trainer(model, optimizer, spec.engine, spec.run.seed, spec.run.precision, world)
+    trainer = Trainer(
+        model,
+        optimizer,
+        spec.engine,
+        spec.run.seed,
+        spec.run.precision,
+        world,
+        callbacks=world.together(lambda: _callbacks(spec)),
+    )
     summary = trainer.fit(
         split.train,
         steps=total,
         batch=batch,
         micro_batches=spec.batch.micro_batches,
         evaluate=split.test,
+        evaluate_epochs=spec.run.evaluate_epochs,
+        evaluate_steps=spec.run.evaluate_steps,
         prefetch=spec.run.prefetch,
         interval_steps=spec.run.interval_steps,
         out=world.gather(str((out or rundir.default_path(spec.run.name)).absolute()))[0],
@@ -51,6 +61,12 @@ def train(spec: Recipe, world: World, out: Path | None, resume: bool) -> dict[st
     )
     trainer.close()  # not where a rank failed: closing is collective, and the others are elsewhere
     return summary
+
+
+def _callbacks(spec: Recipe) -> list[Any]:
+    """Return what is told of each row: early stop, then the user's own functions."""
+    own = [usercode.find(target, "[run] callbacks") for target in spec.run.callbacks]
+    return [spec.early_stop, *own] if spec.early_stop else own
 
 
 def _fingerprint(samples: Samples) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from hpctrain import engines, nn, rundir
 from hpctrain import loop as loops
+from hpctrain.callbacks import Callbacks, EarlyStop
 from hpctrain.data import Sampler, Samples, worth_reading_ahead
 from hpctrain.engines import Engine
 from hpctrain.errors import UsageError
@@ -33,15 +35,17 @@ class Trainer:
         seed: int = 0,
         precision: str = "float32",
         world: World | None = None,
+        callbacks: Sequence[Any] = (),
     ):
         """Lay the model out and build the engine; collective.
 
         `engine`: options such as `ht.engines.AllReduce(algorithm="ring")`. `precision`: float32 or
-        float64. Raises UsageError on all ranks if the engine does not fit the world, or if ranks
-        have different models.
+        float64. `callbacks` are told of each row of metrics; see `hpctrain.callbacks`. Raises
+        UsageError on all ranks if the engine does not fit the world, or if ranks have different
+        models.
         """
         self.world = world or init()
-        self.seed, self.rate = seed, optimizer.rate
+        self.seed, self.rate, self.callbacks = seed, optimizer.rate, callbacks
         self.replica = ModelReplica(model, seed, np.dtype(precision))
         self.engine: Engine = self.world.together(
             lambda: engine.build(self.world, self.replica, optimizer)
@@ -55,6 +59,8 @@ class Trainer:
         batch: int = 128,
         micro_batches: int = 1,
         evaluate: Samples | None = None,
+        evaluate_epochs: int | None = None,
+        evaluate_steps: int | None = None,
         prefetch: int | None = None,
         interval_steps: int | None = None,
         out: str | Path | None = None,
@@ -68,10 +74,10 @@ class Trainer:
         Each rank computes its share of a step in `micro_batches` pieces, which need less memory.
         Returns the summary, which also lies in `out`/summary.json if `out` is given, beside
         metrics and checkpoints; `resume` goes on from the newest good checkpoint there. A row of
-        metrics is made every `interval_steps` (an epoch) and the `evaluate` set is looked at
-        after each epoch. A thread reads `prefetch` batches ahead; if not given, 2, or none
-        where the samples lie in memory. `recipe` is what all this was made from, kept beside the
-        results.
+        metrics is made every `interval_steps` (an epoch). The `evaluate` set is looked at every
+        `evaluate_epochs` (1) or `evaluate_steps`, and at the end. A thread reads `prefetch`
+        batches ahead; if not given, 2, or none where the samples lie in memory. `recipe` is what
+        all this was made from, kept beside the results.
 
         Raises UsageError, TrainingError (loss not finite), Stopped (a signal asked to; there is a
         checkpoint) or SaveError, each on all ranks.
@@ -79,6 +85,9 @@ class Trainer:
         sampler = self.world.together(lambda: self._sampler(train, batch))
         if (epochs is None) == (steps is None):
             raise UsageError("fit needs exactly one of epochs and steps")
+        if evaluate_epochs and evaluate_steps:
+            raise UsageError("fit takes evaluate_epochs or evaluate_steps, not both")
+        self._must_be_made(evaluate is not None)
         self.replica.micro_batches = self._micro_batches(micro_batches)
         total = steps or (epochs or 0) * sampler.steps_per_epoch
         said = f"{len(train)} samples in batches of {batch} for {total} steps with seed {self.seed}"
@@ -92,11 +101,13 @@ class Trainer:
                 sampler,
                 targets=self.replica.model.targets,
                 interval=interval_steps or sampler.steps_per_epoch,
+                evaluate_every=evaluate_steps or (evaluate_epochs or 1) * sampler.steps_per_epoch,
                 prefetch=worth_reading_ahead(train) if prefetch is None else prefetch,
                 timeout_s=timeout_s,
                 checkpoints=checkpoints,
             )
-            loop = Loop(self.world, self.engine, plan, journal)
+            callbacks = Callbacks(self.callbacks, self.world.gather)
+            loop = Loop(self.world, self.engine, plan, journal, callbacks)
             if resume and run is not None:
                 loop.resume(run)
             stack.enter_context(told(journal))
@@ -121,6 +132,15 @@ class Trainer:
                 "start fewer ranks"
             )
         return Sampler(len(train), batch, self.seed)
+
+    def _must_be_made(self, tested: bool) -> None:
+        """Raise UsageError where somebody waits for a metric that is never made."""
+        for stop in (one for one in self.callbacks if isinstance(one, EarlyStop)):
+            if stop.metric.startswith("test") and not tested:
+                raise UsageError(
+                    f"early stop looks at {stop.metric}, but there is no test set to evaluate on; "
+                    "give one, or look at train_loss"
+                )
 
     def _micro_batches(self, pieces: int) -> int:
         if pieces > 1 and self.replica.model.buffers:

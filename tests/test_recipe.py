@@ -27,6 +27,17 @@ REFUSED = {
     "device": (["run.device=tpu"], "[run] device: input should be"),
     "algorithm": (["wire.algorithm=rign"], "unknown algorithm 'rign'; did you mean 'ring'?"),
     "misplaced": (["engine.algorithm=ring"], "[engine] algorithm: belongs into [wire]"),
+    "no patience": (["early_stop.metric=test_loss"], "[early_stop] patience is missing"),
+    "metric": (
+        ["early_stop.patience=2", "early_stop.metric=loss"],
+        "[early_stop] metric: input should be 'test_loss', 'test_accuracy', 'train_loss' or",
+    ),
+    "key of early stop": (["early_stop.patence=2"], "did you mean 'patience'?"),
+    "both intervals": (
+        ["run.evaluate_epochs=2", "run.evaluate_steps=5"],
+        "[run] takes evaluate_epochs or evaluate_steps, not both",
+    ),
+    "callbacks": (["run.callbacks=mine:log"], "[run] callbacks: input should be a valid list"),
     "bucket": (["wire.bucket_bytes=0"], "[wire] bucket_bytes: input should be greater than"),
 }
 

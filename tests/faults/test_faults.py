@@ -24,15 +24,19 @@ LOST = {
     "our own error in a step": (("refuse", 1), 1, r"\[rank 1 on .*UsageError: seen on one rank"),
     "error on rank 0": (("raise", 0), 1, r"\[rank 0 on [^\]]+\] RuntimeError: the model broke"),
     "sys.exit(0)": (("leave", 1), 1, r"\[rank 1 on [^\]]+\] SystemExit: 0"),
+    "error in a callback": (("none", 1), 1,
+        r"\[rank 1 on [^\]]+\] \S+: callback broken: RuntimeError: the callback broke"),
     "loss not finite": (("diverge", 1), 3,
         r"hpctrain: the loss is not finite at step 7 on rank 1 \(\S+\); the parameters are those"),
 }  # fmt: skip
+CALLBACK = sets(run_callbacks="['traps:broken']", run_interval_steps=7)
 
 
 @pytest.mark.parametrize("fault", LOST)
 def test_a_fault_on_one_rank(digits, fault):
     (kind, rank, *step), code, said = LOST[fault]
-    job = digits(*SAVES, *trap(kind, rank, *step), launch=rank == 0 or code == 3)
+    keys = [*SAVES, *(CALLBACK if fault == "error in a callback" else [])]
+    job = digits(*keys, *trap(kind, rank, *step), launch=rank == 0 or code == 3)
     ended = job.finish()
     assert ended.returncode == code, ended.stderr
     assert len(re.findall(said, ended.stderr)) == 1, ended.stderr

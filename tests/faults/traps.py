@@ -52,6 +52,12 @@ class Trap:
         return None
 
 
+def broken(row):
+    """Look at a row, a callback; go wrong on rank 1."""
+    if ht.init().rank == 1:
+        raise RuntimeError("the callback broke")
+
+
 def raises(error):
     raise error
 

@@ -1,0 +1,232 @@
+"""Callbacks and early stop: told on all ranks, agreed by all, the same after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pydantic
+import pytest
+from ranks import on_ranks, run_on
+
+from hpctrain import data, nn, optim, rundir
+from hpctrain.callbacks import EarlyStop
+from hpctrain.errors import HpctrainError, Stopped, UsageError
+from hpctrain.stop import StopRequest
+from hpctrain.trainer import Trainer
+
+EPOCH = 5  # steps: 40 samples in batches of 8
+
+
+def samples(n: int = 40) -> data.Dataset:
+    random = np.random.default_rng(n)
+    y = np.arange(n) % 3
+    return data.Dataset(random.normal(y[:, None], 1.0, (n, 4)).astype(np.float32), y)
+
+
+def fit(world, callbacks, out=None, **keys):
+    model = nn.Model({"out": nn.Linear(3)}, (4,))
+    trainer = Trainer(model, optim.sgd(0.3), world=world, callbacks=callbacks)
+    keys = {"epochs": 8, "evaluate": samples(30), **keys}
+    summary = trainer.fit(samples(), batch=8, out=out, **keys)
+    trainer.close()
+    return summary
+
+
+# Values of a metric by row (None: not made; a text: of a row before a stop), the row that stops
+SERIES = {
+    "falls": ("test_loss", 2, 0.0, [5, 4, 3, 2, 1], None),
+    "rises": ("test_accuracy", 2, 0.0, [1, 2, 3, 4], None),
+    "wrong way": ("train_accuracy", 2, 0.0, [3, 2, 1], 2),
+    "the same": ("test_loss", 3, 0.0, [1, 1, 1, 1], 3),
+    "comes back": ("test_loss", 2, 0.0, [5, 6, 4, 6, 6], 4),
+    "too little": ("test_loss", 1, 0.5, [5, 4, 3.6], 2),
+    "little by little": ("test_loss", 2, 0.5, [5, 4.6, 4.4, 4.2], None),
+    "rows without": ("test_loss", 2, 0.0, [5, None, 6, None, None, 6], 5),
+    "cut rows": ("train_loss", 1, 0.0, [5, "9", 4, "9", 4], 4),
+    "not finite": ("test_loss", 2, 0.0, [float("nan"), float("inf")], 1),
+    "finite at last": ("test_loss", 2, 0.0, [float("nan"), 3, 4], None),
+}
+
+
+def row(step, metric, value):
+    cut = {"interrupted": True} if isinstance(value, str) else {}
+    return {"step": step, metric: value if value is None else float(value), **cut}
+
+
+@pytest.mark.parametrize("series", SERIES)
+def test_patience(series):
+    metric, patience, min_delta, values, stops = SERIES[series]
+    rows = [row(step, metric, value) for step, value in enumerate(values)]
+    stop = EarlyStop(metric=metric, patience=patience, min_delta=min_delta)
+    function = stop.begin([])
+    asked = [bool(function(one)) for one in rows]
+    assert (asked.index(True) if any(asked) else None) == stops
+    for begun in range(len(rows)):  # wherever a run was resumed
+        function = stop.begin(rows[:begun])
+        assert [bool(function(one)) for one in rows[begun:]] == asked[begun:]
+
+
+@on_ranks(1, 3, mpi=(2,))
+def test_early_stop_ends_a_run_as_done_with_a_checkpoint(ranks, tmp_path):
+    out = tmp_path / "run"
+
+    def body(world):
+        folder = Path(world.gather(str(out))[0])
+        stop = EarlyStop(metric="test_accuracy", patience=3, min_delta=1.0)  # none is so good
+        first = fit(world, [stop], folder)
+        again = fit(world, [stop], folder, resume=True)
+        longer = fit(
+            world, [EarlyStop(metric="test_accuracy", patience=5, min_delta=1.0)], folder,
+            resume=True,
+        )  # fmt: skip
+        return first, again, longer, folder
+
+    for first, again, longer, folder in ranks(body):
+        assert (first["status"], first["exit_code"], first["steps"]) == ("done", 0, 4 * EPOCH)
+        assert first["reason"].startswith("early stop: test_accuracy has not improved on ")
+        kept = ("status", "steps", "reason", "params_sha256", "test_accuracy")
+        assert [again[key] for key in kept] == [first[key] for key in kept]
+        assert longer["steps"] == 6 * EPOCH and longer["reason"].endswith("in 5 looks")
+        assert [r["step"] for r in rundir.rows(folder)] == [EPOCH * i for i in range(1, 7)]
+
+
+def test_a_run_that_early_stop_lets_live_has_no_reason():
+    summary = run_on("threads", 1, lambda w: fit(w, [EarlyStop(patience=8)]))[0]
+    assert (summary["status"], summary["reason"], summary["steps"]) == ("done", None, 8 * EPOCH)
+
+
+@pytest.mark.parametrize("at", [1, 6, 13, 15, 18])
+def test_a_resumed_run_stops_early_where_the_whole_one_does(tmp_path, monkeypatch, at):
+    keys = {"evaluate_steps": 4, "interval_steps": 4}
+    stop = EarlyStop(metric="test_accuracy", patience=4, min_delta=1.0)
+    whole = run_on("threads", 2, lambda w: fit(w, [stop], tmp_path / "whole", **keys))[0]
+    assert whole["steps"] == 20
+    seen = iter(range(10**6))
+    monkeypatch.setattr(
+        StopRequest, "requested", property(lambda s: next(seen) >= 2 * at, lambda s, v: None), False
+    )
+    with pytest.raises(Stopped):
+        run_on("threads", 2, lambda w: fit(w, [stop], tmp_path / "cut", **keys))
+    monkeypatch.undo()
+    ends = run_on("threads", 2, lambda w: fit(w, [stop], tmp_path / "cut", resume=True, **keys))
+    assert {one["params_sha256"] for one in ends} == {whole["params_sha256"]}
+    assert {one["reason"] for one in ends} == {whole["reason"]}
+
+
+@on_ranks(1, 3, mpi=(3,))
+def test_rows_are_told_on_every_rank(ranks, tmp_path):
+    def body(world):
+        told = []
+        fit(world, [told.append], interval_steps=2, epochs=2)
+        agreed = ("step", "train_loss", "test_loss", "test_accuracy", "samples")
+        return [[one[key] for key in agreed] for one in told]
+
+    first, *others = ranks(body) or [[]]
+    assert [one == first for one in others] == [True] * len(others)
+    assert not first or [one[0] for one in first] == [2, 4, 5, 6, 8, 10]
+
+
+# What the callback of one rank returns for row 7 -> the reason
+ASKED = {
+    "a reason": ("enough", "enough"),
+    "True": (True, "callback asks.<locals>.ask asked to stop at step 7"),
+    "NumPy's True": (np.bool_(True), "callback asks.<locals>.ask asked to stop at step 7"),
+}
+
+
+def asks(answer):
+    def ask(row):
+        return answer if row["step"] == 7 else None
+
+    return ask
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@on_ranks(1, 3, mpi=(3,))
+def test_one_rank_asks_and_all_stop(ranks, asked):
+    answer, reason = ASKED[asked]
+
+    def body(world):
+        own = [asks(answer)] if world.rank == world.size - 1 else []
+        return fit(world, own, interval_steps=7)
+
+    for summary in ranks(body):
+        assert (summary["steps"], summary["reason"]) == (7, reason)
+
+
+class Broken:
+    """A callback that fails when it begins."""
+
+    def begin(self, rows):
+        raise UsageError("not like this")
+
+
+# A callback of rank 1 -> what is said
+WRONG = {
+    "raises": (lambda row: 1 / 0, "<lambda>: ZeroDivisionError: division by zero"),
+    "returns a number": (lambda row: 3, "<lambda> returned 3; expected None to go on, True or"),
+    "cannot begin": (Broken(), "Broken: UsageError: not like this"),
+    "takes no row": (lambda: None, "<lambda>: TypeError"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_callback_that_fails_on_one_rank(wrong):
+    callback, said = WRONG[wrong]
+
+    def body(world):
+        fit(world, [callback] if world.rank == 1 else [])
+
+    with pytest.raises(HpctrainError) as error:
+        run_on("threads", 2, body)
+    assert f"callback {said}" in str(error.value)
+    assert not isinstance(error.value, UsageError)  # the time to refuse is over
+
+
+# Keys of fit -> the steps of rows, and those of them with an evaluation
+INTERVALS = {
+    "each epoch": ({}, [5, 10, 15, 20], [5, 10, 15, 20]),
+    "every 3 epochs": ({"evaluate_epochs": 3}, [5, 10, 15, 20], [15, 20]),
+    "every 8 steps": ({"evaluate_steps": 8}, [5, 8, 10, 15, 16, 20], [8, 16, 20]),
+    "rows too": ({"evaluate_epochs": 2, "interval_steps": 9}, [5, 9, 10, 15, 18, 20], [10, 20]),
+}
+
+
+@pytest.mark.parametrize("interval", INTERVALS)
+def test_when_the_model_is_evaluated(tmp_path, interval):
+    keys, steps, tested = INTERVALS[interval]
+    run_on("threads", 2, lambda w: fit(w, [], tmp_path / "run", epochs=4, **keys))
+    rows = rundir.rows(tmp_path / "run")
+    assert [one["step"] for one in rows] == steps
+    assert [one["step"] for one in rows if one["test_loss"] is not None] == tested
+    assert all(("test_accuracy" in one) and one["train_loss"] > 0 for one in rows)
+
+
+# Keys of fit and its callbacks -> what is said
+REFUSED = {
+    "both": ([], {"evaluate_epochs": 1, "evaluate_steps": 1}, "evaluate_epochs or evaluate_steps"),
+    "no test set": ([EarlyStop(patience=1)], {"evaluate": None}, "looks at test_loss, but there"),
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_refused(tmp_path, wrong):
+    callbacks, keys, said = REFUSED[wrong]
+    with pytest.raises(UsageError, match=said):
+        run_on("threads", 2, lambda w: fit(w, callbacks, tmp_path / "run", **keys))
+    assert not (tmp_path / "run").exists()
+
+
+def test_early_stop_on_the_training_loss_needs_no_test_set():
+    stop = EarlyStop(metric="train_loss", patience=2, min_delta=100.0)
+    summary = run_on("threads", 2, lambda w: fit(w, [stop], evaluate=None))[0]
+    assert summary["steps"] == 3 * EPOCH
+
+
+@pytest.mark.parametrize("keys", [{}, {"patience": 0}, {"patience": 1, "metric": "loss"},
+                                  {"patience": 1, "min_delta": -1.0},
+                                  {"patience": 1, "min_delta": float("nan")}])  # fmt: skip
+def test_options_are_checked_in_code_too(keys):
+    with pytest.raises(pydantic.ValidationError):
+        EarlyStop(**keys)
