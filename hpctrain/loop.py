@@ -26,6 +26,7 @@ from hpctrain.engines import Engine, Flags, Task
 from hpctrain.errors import HpctrainError, SaveError, Stopped, TrainingError, UsageError
 from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.journal import Journal
+from hpctrain.metrics import METRICS, better
 from hpctrain.recipe import CheckpointOptions
 from hpctrain.stop import StopRequest
 from hpctrain.world import World
@@ -144,6 +145,8 @@ class Loop:
         self.world, self.engine, self.plan, self.journal = world, engine, plan, journal
         self.callbacks = callbacks
         self.step, self.rows = 0, list[Row]()  # rows: those of the run before this part
+        self.row: Row = {}  # of this step, where there is one
+        self.best: float | None = None  # of the metric by which the best checkpoint is kept
         self.ended = ""  # why to end before the last step
 
     def run(self, request: StopRequest) -> dict[str, Any]:
@@ -165,7 +168,7 @@ class Loop:
             stopped = bool(flags.stop) and self.step < total
             self._look(stopped)
             last = self.step == total or stopped or bool(self.ended)
-            if last or self._multiple_of(*self._checkpoint_steps):
+            if last or self._checkpoint_due():
                 self._save(must=last)
             if stopped and not self.ended:
                 raise Stopped(f"stopped at step {self.step} of {total} as asked; resume me")
@@ -175,11 +178,12 @@ class Loop:
         last = self.step == self.journal.total_steps
         evaluated = last or self._multiple_of(self.plan.evaluate_every)
         regular = evaluated or self._multiple_of(self.plan.interval, self._epoch)
+        self.row = {}
         if regular or stopped:
             # No evaluation for a stop: whoever asks may give us little time to save.
             tested = self._evaluated() if evaluated else None
-            row = self.journal.row(self.step, tested, interrupted=not regular)
-            self.ended = self.callbacks.tell(row) if row else ""
+            self.row = self.journal.row(self.step, tested, interrupted=not regular) or {}
+            self.ended = self.callbacks.tell(self.row) if self.row else ""
 
     def resume(self, run: Path) -> None:
         """Go to the newest good checkpoint, if any was ever written."""
@@ -189,6 +193,8 @@ class Loop:
         self.world.together(lambda: self.engine.load(found.arrays))
         self.step = found.step
         self.rows = self.journal.resume(found.step, found.about)
+        if metric := self.plan.checkpoints.keep_best:
+            self.best = checkpoint.best_value(run, metric, self.world.link)
 
     def _not_finite(self, rank: int) -> str:
         where = f"rank {rank} ({self.world.hosts[rank]})"
@@ -207,6 +213,9 @@ class Loop:
         options = self.plan.checkpoints
         return (options.every_epochs or 0) * self._epoch, options.every_steps or 0
 
+    def _checkpoint_due(self) -> bool:
+        return self._multiple_of(*self._checkpoint_steps) or self._new_best() is not None
+
     def _until(self) -> int:
         """Return the next step at which there is something to do but training."""
         plan = self.plan
@@ -220,15 +229,35 @@ class Loop:
     def _evaluated(self) -> nn.Sums | None:
         return None if self.plan.test is None else evaluate(self.engine, self.plan.test)
 
+    def _new_best(self) -> float | None:
+        """Return the value of the metric that is kept, if it is better than all before."""
+        metric = self.plan.checkpoints.keep_best
+        value = self._metrics().get(metric) if metric else None
+        return value if metric and value is not None and better(metric, value, self.best) else None
+
+    def _metrics(self) -> dict[str, float | None]:
+        """Return the metrics of this step; of a row cut short by a stop there are none."""
+        row = {} if self.row.get("interrupted") else self.row
+        return {metric: row.get(metric) for metric in METRICS}
+
+    def _about(self) -> dict[str, Any]:
+        """Return what the checkpoint of this step keeps beside the arrays."""
+        judged = {"metrics": self._metrics(), "keep_best": self.plan.checkpoints.keep_best}
+        return {**self.journal.about_now(self.step), **judged}
+
     def _save(self, must: bool) -> None:
         """Write a checkpoint; a failure ends the run only if nothing comes after (`must`)."""
         run = self.journal.run
         if run is None:
             return
         self.engine.settle()
-        about, keep = self.journal.about_now(self.step), self.plan.checkpoints.keep
+        state, options, link = self.engine.state(), self.plan.checkpoints, self.world.link
+        best = self._new_best()
         try:
-            checkpoint.save(run, self.step, self.engine.state(), about, self.world.link, keep)
+            checkpoint.save(
+                run, self.step, state, self._about(), link, options.keep, options.keep_best
+            )
+            self.best = self.best if best is None else best
         except SaveError as error:
             if must:
                 raise

@@ -20,6 +20,7 @@ from hpctrain import config, data, engines, nn, optim
 from hpctrain.callbacks import EarlyStop
 from hpctrain.errors import UsageError
 from hpctrain.gradients.reducer import WireOptions
+from hpctrain.metrics import Metric
 from hpctrain.tuning.select import allreduce_named
 
 if sys.version_info >= (3, 11):
@@ -84,6 +85,7 @@ class CheckpointOptions:
     every_epochs: Positive | None = None
     every_steps: Positive | None = None
     keep: Positive | None = 3
+    keep_best: Metric | None = None  #: the best by this is saved when it is made, and stays
 
 
 @dataclass(frozen=True)

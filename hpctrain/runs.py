@@ -80,35 +80,45 @@ def build_model(spec: Recipe, split: Split) -> Any:
     return spec.model.build(split.train.sample_shape, split.classes)
 
 
-def load(run: str | Path) -> ModelReplica:
+def load(run: str | Path, best: bool = False) -> ModelReplica:
     """Return the model of the run in folder `run`, with the weights of its newest checkpoint.
 
-    No MPI is needed. Raises UsageError where there is no recipe or no good checkpoint.
+    With `best`, of the one that `keep_best` kept. No MPI is needed. Raises UsageError where there
+    is no recipe or no good checkpoint.
     """
     folder = Path(run)
     spec = recipe.load(str(folder / rundir.RECIPE))
-    return with_weights(spec, spec.data.load(spec.run.seed), folder)
+    return with_weights(spec, spec.data.load(spec.run.seed), _checkpoint_of(folder, best))
 
 
-def with_weights(spec: Recipe, split: Split, folder: Path) -> ModelReplica:
-    """Return the model of `spec` with the weights of the newest good checkpoint in `folder`."""
-    found = run_ranks(1, lambda link: checkpoint.load(folder, link))[0]
+def _checkpoint_of(run: Path, best: bool) -> checkpoint.Loaded:
+    found = run_ranks(1, lambda link: checkpoint.load(run, link, best))[0]
     if found is None:
-        raise UsageError(f"{folder} holds no checkpoint")
+        raise UsageError(f"{run} holds no checkpoint")
+    return found
+
+
+def with_weights(spec: Recipe, split: Split, found: checkpoint.Loaded) -> ModelReplica:
+    """Return the model of `spec` with the weights of the checkpoint `found`."""
     replica = ModelReplica(build_model(spec, split), spec.run.seed, spec.run.precision)
     load_into(replica.arena, {}, found.arrays)
     return replica
 
 
-def evaluate(run: str | Path) -> dict[str, Any]:
-    """Return loss, accuracy and number of samples of a run's model on its test set."""
+def evaluate(run: str | Path, best: bool = False) -> dict[str, Any]:
+    """Return loss, accuracy and number of samples of a run's model on its test set, and its step.
+
+    The newest checkpoint is evaluated, with `best` the one that `keep_best` kept.
+    """
     folder = Path(run)
     spec = recipe.load(str(folder / rundir.RECIPE))
     split = spec.data.load(spec.run.seed)
     if split.test is None:
         raise UsageError(f"{run}: the data of this run has no test set to evaluate on")
-    sums = sums_over(with_weights(spec, split, folder), split.test, np.arange(len(split.test)))
+    found = _checkpoint_of(folder, best)
+    sums = sums_over(with_weights(spec, split, found), split.test, np.arange(len(split.test)))
     return {
+        "step": found.step,
         "test_loss": sums.loss / sums.count,
         "test_accuracy": sums.correct / sums.count,
         "samples": len(split.test),

@@ -18,6 +18,7 @@ from hpctrain.errors import UsageError
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.journal import Journal
 from hpctrain.loop import Loop, Plan, told
+from hpctrain.metrics import Metric
 from hpctrain.optim import Optimizer
 from hpctrain.recipe import CheckpointOptions, Recipe
 from hpctrain.stop import StopRequest
@@ -87,7 +88,7 @@ class Trainer:
             raise UsageError("fit needs exactly one of epochs and steps")
         if evaluate_epochs and evaluate_steps:
             raise UsageError("fit takes evaluate_epochs or evaluate_steps, not both")
-        self._must_be_made(evaluate is not None)
+        self._must_be_made(checkpoints.keep_best, evaluate is not None)
         self.replica.micro_batches = self._micro_batches(micro_batches)
         total = steps or (epochs or 0) * sampler.steps_per_epoch
         said = f"{len(train)} samples in batches of {batch} for {total} steps with seed {self.seed}"
@@ -133,13 +134,14 @@ class Trainer:
             )
         return Sampler(len(train), batch, self.seed)
 
-    def _must_be_made(self, tested: bool) -> None:
+    def _must_be_made(self, keep_best: Metric | None, tested: bool) -> None:
         """Raise UsageError where somebody waits for a metric that is never made."""
-        for stop in (one for one in self.callbacks if isinstance(one, EarlyStop)):
-            if stop.metric.startswith("test") and not tested:
+        looks = [("early stop", one.metric) for one in self.callbacks if isinstance(one, EarlyStop)]
+        for who, metric in [*looks, ("keep_best", keep_best)]:
+            if metric and metric.startswith("test") and not tested:
                 raise UsageError(
-                    f"early stop looks at {stop.metric}, but there is no test set to evaluate on; "
-                    "give one, or look at train_loss"
+                    f"{who} looks at {metric}, but there is no test set to evaluate on; "
+                    "give one, or let it look at train_loss"
                 )
 
     def _micro_batches(self, pieces: int) -> int:

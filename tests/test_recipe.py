@@ -38,6 +38,10 @@ REFUSED = {
         "[run] takes evaluate_epochs or evaluate_steps, not both",
     ),
     "callbacks": (["run.callbacks=mine:log"], "[run] callbacks: input should be a valid list"),
+    "best of what": (
+        ["checkpoint.keep_best=accuracy"],
+        "[checkpoint] keep_best: input should be 'test_loss', 'test_accuracy', 'train_loss' or",
+    ),
     "bucket": (["wire.bucket_bytes=0"], "[wire] bucket_bytes: input should be greater than"),
 }
 

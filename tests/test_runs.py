@@ -26,7 +26,8 @@ def test_the_loaded_model_is_the_trained_one(finished):
     right = runs.load(out).outputs(test.x).argmax(1) == test.y
     assert right.mean() == summary["test_accuracy"]
     assert runs.evaluate(out) == pytest.approx(
-        {key: summary[key] for key in ("test_loss", "test_accuracy")} | {"samples": len(test)}
+        {key: summary[key] for key in ("test_loss", "test_accuracy")}
+        | {"samples": len(test), "step": summary["steps"]}
     )
 
 

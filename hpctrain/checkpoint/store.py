@@ -16,7 +16,6 @@ import functools
 import json
 import logging
 import os
-import re
 import shutil
 import socket
 from collections.abc import Callable, Sequence
@@ -25,15 +24,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpctrain.checkpoint import folder
 from hpctrain.checkpoint import format as files
 from hpctrain.checkpoint.format import Damaged, Manifest, Piece
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.errors import SaveError, UsageError
+from hpctrain.metrics import Metric
 from hpctrain.transport.link import Link
 
 logger = logging.getLogger(__name__)
-
-_NAME = re.compile(r"(bad-)?step-(\d{8,})(?:\.(\d+))?")
 
 
 class Loaded(NamedTuple):
@@ -44,25 +43,6 @@ class Loaded(NamedTuple):
     about: dict[str, Any]
     arrays: dict[str, np.ndarray]
     set_aside: list[str]
-
-
-class Found(NamedTuple):
-    """A checkpoint on the disk, its parts unread; `about` is None if its manifest is bad."""
-
-    path: Path
-    step: int
-    size_bytes: int
-    about: dict[str, Any] | None
-    set_aside: bool
-
-
-class _Entry(NamedTuple):
-    """A checkpoint's directory as its name tells; sorted from old to new."""
-
-    step: int
-    revision: int
-    name: str
-    bad: bool
 
 
 class _Report(NamedTuple):
@@ -80,16 +60,18 @@ def save(
     about: dict[str, Any],
     link: Link,
     keep: int | None = None,
+    keep_best: Metric | None = None,
 ) -> Path:
     """Save `step` from the pieces of all ranks; every rank gets the path once it is committed.
 
     The pieces must cover each array exactly; `about` is JSON data, that of rank 0 counts. Needs
-    memory for a copy of the rank's own pieces. Older checkpoints than the `keep` newest go then.
+    memory for a copy of the rank's own pieces. Older checkpoints than the `keep` newest go then,
+    but for the best by `keep_best`: values are taken from the `about["metrics"]` of each.
     Raises SaveError on every rank if any rank failed; the checkpoints before stay as they were.
     """
     if keep is not None and keep < 1:
         raise UsageError(f"[checkpoint] keep is {keep}; expected at least 1, or none to keep all")
-    checkpoints = Path(run) / "checkpoints"
+    checkpoints = folder.of(run)
     partial = checkpoints / f".{files.step_name(step)}.partial"
     together = functools.partial(_all_or_none, link, partial)
     try:
@@ -107,41 +89,46 @@ def save(
             shutil.rmtree(partial, ignore_errors=True)
         raise
     if link.rank == 0 and keep is not None:
-        _prune(checkpoints, name, keep)
+        _prune(checkpoints, name, keep, keep_best)
     return checkpoints / name
 
 
-def load(run: Path, link: Link) -> Loaded | None:
+def load(run: Path, link: Link, best: bool = False) -> Loaded | None:
     """Return the newest whole checkpoint, read by every rank, or None if none was ever written.
 
-    Any number of ranks may load what any other number saved. Damaged ones are renamed `bad-...`;
-    one that only some rank cannot read stays, but all ranks go back to the one before.
+    With `best` the best by the metric that the run keeps. Any number of ranks may load what any
+    other number saved. Damaged ones are renamed `bad-...`; one that only some rank cannot read
+    stays, but all ranks go back to the one before, or to the next best.
     Raises UsageError if there were checkpoints and none can be used.
     """
-    checkpoints = Path(run) / "checkpoints"
-    look = _gather(link, lambda: _scan(checkpoints) if link.rank == 0 else None)
+    checkpoints = folder.of(run)
+    order = _kept_best if best else _newest_first
+    look = _gather(link, lambda: order(Path(run)) if link.rank == 0 else None)
     if look[0].fault:
         raise UsageError(f"cannot look for checkpoints: {look[0].fault}")
-    entries = [_Entry(*entry) for entry in look[0].value]
+    names: list[str] = look[0].value
     reasons: list[str] = []
-    for entry in (entry for entry in entries if not entry.bad):
-        loaded, reason = _load_one(checkpoints / entry.name, reasons, link)
+    for name in names:
+        if name.startswith("bad-"):
+            continue
+        loaded, reason = _load_one(checkpoints / name, reasons, link)
         if loaded is not None:
             return loaded
         reasons.append(reason)
-    if entries:
-        names = "; ".join(reasons) or ", ".join(entry.name for entry in entries)
+    if names:
         raise UsageError(
-            f"no checkpoint in {checkpoints} can be used: {names}; put a good copy there as "
-            "step-NNNNNNNN, or start anew in another --out"
+            f"no checkpoint in {checkpoints} can be used: {'; '.join(reasons or names)}; put a "
+            "good copy there as step-NNNNNNNN, or start anew in another --out"
         )
     return None
 
 
-def listing(run: Path) -> list[Found]:
-    """Return the checkpoints of a run, oldest first, set-aside ones too."""
-    checkpoints = Path(run) / "checkpoints"
-    return [_found(checkpoints / entry.name, entry) for entry in reversed(_scan(checkpoints))]
+def best_value(run: Path, metric: Metric, link: Link) -> float | None:
+    """Return the value of the best whole checkpoint, None where there is none; all ranks call.
+
+    Rank 0 reads it: a best that is damaged is set aside, and the next one is the best.
+    """
+    return _gather(link, lambda: _whole_best(run, metric) if link.rank == 0 else None)[0].value
 
 
 def verify(path: Path) -> str | None:
@@ -165,22 +152,59 @@ def _prepare(partial: Path) -> None:
 def _commit(partial: Path, manifest: Manifest) -> str:
     files.write_manifest(partial, manifest)
     files.read_manifest(partial)
-    path = _vacant(partial.parent, manifest.step, bad=False)
+    path = folder.vacant(partial.parent, manifest.step, bad=False)
     os.rename(partial, path)  # from here on it counts
     files.sync(partial.parent)
     return path.name
 
 
-def _prune(checkpoints: Path, newest: str, keep: int) -> None:
+def _prune(checkpoints: Path, newest: str, keep: int, keep_best: Metric | None) -> None:
     try:
-        names = [entry.name for entry in _scan(checkpoints) if not entry.bad]
-        for name in names[names.index(newest) + keep :]:
+        names = [entry.name for entry in folder.scan(checkpoints) if not entry.bad]
+        best = _best(checkpoints.parent, keep_best)[:1] if keep_best else []
+        for name in (name for name in names[names.index(newest) + keep :] if name not in best):
             # In one step out of sight, so that one half removed is never taken for a damaged one.
             gone = checkpoints / f".{name}.partial"
             os.rename(checkpoints / name, gone)
             shutil.rmtree(gone)
     except OSError as error:
         logger.warning("old checkpoints stay: %s", error)
+
+
+def _newest_first(run: Path) -> list[str]:
+    return [entry.name for entry in folder.scan(folder.of(run))]
+
+
+def _best(run: Path, metric: Metric) -> list[str]:
+    return [found.path.name for found in folder.ranked(folder.listing(run), metric)]
+
+
+def _kept_best(run: Path) -> list[str]:
+    metric = folder.kept_best(folder.listing(run))
+    names = _best(run, metric) if metric else []
+    if not names:
+        raise UsageError(
+            f"{run} keeps no best checkpoint; train with [checkpoint] keep_best, such as "
+            'keep_best = "test_accuracy"'
+        )
+    return names
+
+
+def _whole_best(run: Path, metric: Metric) -> float | None:
+    for found in folder.ranked(folder.listing(run), metric):
+        if (fault := _damage(found.path)) is None:
+            return folder.value_of(found, metric)
+        _set_aside(found.path)
+        logger.warning("the best checkpoint is damaged, set aside: %s", fault)
+    return None
+
+
+def _damage(path: Path) -> str | None:
+    try:
+        files.read(path, wanted=False)
+    except Damaged as error:
+        return str(error)
+    return None
 
 
 def _load_one(path: Path, reasons: list[str], link: Link) -> tuple[Loaded | None, str]:
@@ -205,18 +229,9 @@ def _loaded(path: Path, reasons: list[str]) -> Loaded:
 
 def _set_aside(path: Path) -> None:
     with contextlib.suppress(OSError):  # a run may be read where nothing can be written
-        step = int(_NAME.fullmatch(path.name)[2])  # type: ignore[index]
-        os.rename(path, _vacant(path.parent, step, bad=True))
+        step = int(folder.NAME.fullmatch(path.name)[2])  # type: ignore[index]
+        os.rename(path, folder.vacant(path.parent, step, bad=True))
         files.sync(path.parent)
-
-
-def _found(path: Path, entry: _Entry) -> Found:
-    size_bytes = sum(file.stat().st_size for file in path.iterdir())
-    try:
-        about = files.read_manifest(path).about
-    except (Damaged, UsageError, OSError):
-        about = None
-    return Found(path, entry.step, size_bytes, about, entry.bad)
 
 
 def _gather(link: Link, act: Callable[[], Any]) -> list[_Report]:
@@ -250,22 +265,7 @@ def _all_or_none(link: Link, partial: Path, act: Callable[[], Any]) -> list[Any]
 
 def _standing(checkpoints: Path) -> str:
     try:
-        newest = [entry.name for entry in _scan(checkpoints) if not entry.bad][:1]
+        newest = [entry.name for entry in folder.scan(checkpoints) if not entry.bad][:1]
     except OSError:  # the disk has more to tell than this rank can read
         return f"those in {checkpoints} were not touched"
     return f"still good: {checkpoints / newest[0]}" if newest else "there was none before it"
-
-
-def _scan(checkpoints: Path) -> list[_Entry]:
-    if not checkpoints.is_dir():
-        return []
-    found = (_NAME.fullmatch(path.name) for path in checkpoints.iterdir() if path.is_dir())
-    entries = [_Entry(int(m[2]), int(m[3] or 1), m[0], bool(m[1])) for m in found if m]
-    return sorted(entries, reverse=True)
-
-
-def _vacant(checkpoints: Path, step: int, bad: bool) -> Path:
-    # Never a number that was free again: the newest revision must stay the newest.
-    taken = [e.revision for e in _scan(checkpoints) if (e.step, e.bad) == (step, bad)]
-    revision = f".{max(taken) + 1}" if taken else ""
-    return checkpoints / f"{'bad-' if bad else ''}{files.step_name(step)}{revision}"

@@ -20,10 +20,15 @@ def checkpoint() -> None:
 @checkpoint.command("list")
 @RUN
 def list_(run: Path) -> None:
-    """Print a line per checkpoint in DIR, oldest first."""
-    for found in checkpoints.listing(run):
+    """Print a line per checkpoint in DIR, oldest first; the best is marked, where it is kept."""
+    listed = checkpoints.listing(run)
+    metric = checkpoints.kept_best(listed)
+    best = checkpoints.ranked(listed, metric)[:1] if metric else []
+    for found in listed:
         ranks = found.about["world_size"] if found.about else "?"
         note = "  (damaged, set aside)" if found.set_aside else ""
+        if metric and found in best:
+            note = f"  (best {metric}: {checkpoints.value_of(found, metric):.6g})"
         click.echo(
             f"step {found.step}  {found.size_bytes} bytes  {ranks} ranks  {found.path}{note}"
         )

@@ -12,6 +12,7 @@ from hpctrain import runs
 
 @click.command(epilog="\b\nExample:\n  hpctrain evaluate runs/digits-20260101-120000")
 @click.argument("run", type=click.Path(path_type=Path), metavar="DIR")
-def evaluate(run: Path) -> None:
+@click.option("--best", is_flag=True, help="Take the best checkpoint, not the newest.")
+def evaluate(run: Path, best: bool) -> None:
     """Print loss and accuracy of the newest checkpoint in DIR on the test set, as JSON."""
-    click.echo(json.dumps(runs.evaluate(run)))
+    click.echo(json.dumps(runs.evaluate(run, best)))
