@@ -24,6 +24,8 @@ from hpctrain.gradients.arena import params_sha256
 from hpctrain.nn import Sums, add
 from hpctrain.optim.optimizer import Schedule, rate_of
 from hpctrain.recipe import Recipe
+from hpctrain.timeline import Timeline
+from hpctrain.trace import TraceOptions
 from hpctrain.world import World
 
 log = logging.getLogger(__name__)
@@ -47,11 +49,13 @@ class Journal:
         run: Path | None,
         recipe: Recipe | None,
         rate: float | Schedule | None = None,
+        trace: TraceOptions = TraceOptions(),  # noqa: B008  (frozen)
     ):
         self.world, self.engine, self.sampler = world, engine, sampler
         self.total_steps, self.run, self.recipe, self.rate = total_steps, run, recipe, rate
         self.name = recipe.run.name if recipe else "training"
         self.steps_redone = 0
+        self._timeline = Timeline(world, run, trace)
         self._last: dict[str, Any] = {}  # the latest row
         self._tested: dict[str, Any] = {"test_loss": None, "test_accuracy": None}
         self._sums, self._row_step, self._row_s = NOTHING, 0, 0.0
@@ -83,6 +87,7 @@ class Journal:
             if self.recipe is not None:
                 rundir.write_recipe(self.run, self.recipe.toml())
         shown = self.world.rank == 0 and log.isEnabledFor(logging.INFO)
+        self._timeline.begin()
         self._bar = progress.Bar(self.name, step, self.total_steps, shown)
         self._began = perf_counter()
 
@@ -105,7 +110,7 @@ class Journal:
         """
         if step == self._row_step:
             return None
-        loss, correct, count = self.engine.sum(np.array(self._sums, np.float64))
+        sums, ranks = self._summed()
         now = self._wall_s()
         done = self._samples_before(step) - self._samples_before(self._row_step)
         self._tested = _means("test", tested) if tested else dict.fromkeys(self._tested)
@@ -115,12 +120,13 @@ class Journal:
             "since_step": self._first_step,  # where clocks began: a resumed run has several parts
             "epoch": self._epoch(step),
             "samples": self._samples_before(step),
-            **_means("train", Sums(loss, correct, count)),
+            **_means("train", sums),
             **self._tested,
             "rate": None if self.rate is None else rate_of(self.rate, step - 1),
             "samples_per_s": done / max(now - self._row_s, 1e-9),
             "wall_s": now,
             **vars(self.engine.times),
+            "ranks": ranks,
         }
         if interrupted:
             self._last["interrupted"] = True
@@ -148,6 +154,7 @@ class Journal:
         """Write the summary, show the closing table and return the summary; collective."""
         summary = self._summary(status, exit_code, reason)
         self._bar.close(self._row_step)
+        self._timeline.end()  # summary.json is the last of all files
         if self.world.rank == 0:
             if self.run is not None:
                 rundir.write_summary(self.run, summary)
@@ -159,6 +166,7 @@ class Journal:
     def fail_alone(self, error: BaseException) -> None:
         """Write what can be told by a rank that fails while the others know nothing of it."""
         self._bar.close(self._row_step)
+        self._timeline.end_alone()
         if self.run is not None:
             who = f"rank {self.world.rank} on {self.world.host}"
             reason = f"{who}: {type(error).__name__}: {error}"
@@ -199,6 +207,17 @@ class Journal:
             "threads": blas_threads(),
             "versions": versions(),
         }
+
+    def _summed(self) -> tuple[Sums, dict[str, list[float]]]:
+        """Return the sums of this interval, and the times of each rank: in one collective."""
+        times = vars(self.engine.times)
+        table = np.zeros((len(times), self.world.size))
+        table[:, self.world.rank] = list(times.values())
+        with self.world.trace.span("sum for a row", "other"):
+            total = self.engine.sum(np.array([*self._sums, *table.ravel()]))
+        loss, correct, count = total[: len(NOTHING)].tolist()
+        seconds = total[len(NOTHING) :].reshape(table.shape).round(6).tolist()
+        return Sums(loss, correct, count), dict(zip(times, seconds, strict=True))
 
     def _write_row(self) -> None:
         if self.run is not None:

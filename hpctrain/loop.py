@@ -101,8 +101,9 @@ class _Work:
             self._shares = Prefetch(
                 self._read, self._steps(step), self._plan.prefetch, self._plan.timeout_s
             )
-        while (share := self._shares.next()).step < step:
-            pass  # of a step that the others took without this worker
+        with self._world.trace.span("wait for data", "other"):
+            while (share := self._shares.next()).step < step:
+                pass  # of a step that the others took without this worker
         samples = len(share.batch.y) if self._engine.asynchronous else share.samples
         scale = 1.0 / max(samples * self._plan.targets, 1)
         return Task(share.batch, scale, nn.Key(self._plan.sampler.seed, step, share.first))
@@ -116,7 +117,8 @@ class _Work:
         return Flags(stop=int(self._request.requested))
 
     def at(self, step: int) -> None:
-        """Let the watch know the step."""
+        """Let the watch and the trace know the step."""
+        self._world.trace.step = step
         if self._world.record is not None:
             self._world.record.step = step
 
@@ -227,7 +229,10 @@ class Loop:
         return any(period and self.step % period == 0 for period in periods)
 
     def _evaluated(self) -> nn.Sums | None:
-        return None if self.plan.test is None else evaluate(self.engine, self.plan.test)
+        if self.plan.test is None:
+            return None
+        with self.world.trace.span("evaluate", "other"):
+            return evaluate(self.engine, self.plan.test)
 
     def _new_best(self) -> float | None:
         """Return the value of the metric that is kept, if it is better than all before."""
@@ -254,9 +259,10 @@ class Loop:
         state, options, link = self.engine.state(), self.plan.checkpoints, self.world.link
         best = self._new_best()
         try:
-            checkpoint.save(
-                run, self.step, state, self._about(), link, options.keep, options.keep_best
-            )
+            with self.world.trace.span("save a checkpoint", "other"):
+                checkpoint.save(
+                    run, self.step, state, self._about(), link, options.keep, options.keep_best
+                )
             self.best = self.best if best is None else best
         except SaveError as error:
             if must:

@@ -21,6 +21,7 @@ from hpctrain.callbacks import EarlyStop
 from hpctrain.errors import UsageError
 from hpctrain.gradients.reducer import WireOptions
 from hpctrain.metrics import Metric
+from hpctrain.trace import TraceOptions
 from hpctrain.tuning.select import allreduce_named
 
 if sys.version_info >= (3, 11):
@@ -29,7 +30,7 @@ else:
     import tomli as tomllib
 
 TABLES = ("run", "model", "data", "optimizer", "schedule", "engine", "wire", "checkpoint",
-          "early_stop")  # fmt: skip
+          "early_stop", "trace")  # fmt: skip
 BATCH_KEYS = ("batch", "batch_per_rank")
 Positive = Annotated[int, Field(ge=1)]
 Table = dict[str, Any]
@@ -101,6 +102,7 @@ class Recipe:
     engine: Any
     checkpoint: CheckpointOptions
     early_stop: EarlyStop | None
+    trace: TraceOptions
     tables: Table
 
     def toml(self) -> str:
@@ -167,6 +169,7 @@ def check(tables: Mapping[str, Any]) -> Recipe:
         early_stop=(
             config.read(EarlyStop, at["early_stop"], "early_stop") if at["early_stop"] else None
         ),
+        trace=config.read(TraceOptions, at["trace"], "trace"),
         tables={"schema": 1, **tables},
     )
 

@@ -58,6 +58,7 @@ def train(spec: Recipe, world: World, out: Path | None, resume: bool) -> dict[st
         checkpoints=spec.checkpoint,
         timeout_s=spec.run.timeout_s,
         recipe=spec,
+        trace=spec.trace,
     )
     trainer.close()  # not where a rank failed: closing is collective, and the others are elsewhere
     return summary

@@ -22,6 +22,7 @@ from hpctrain.metrics import Metric
 from hpctrain.optim import Optimizer
 from hpctrain.recipe import CheckpointOptions, Recipe
 from hpctrain.stop import StopRequest
+from hpctrain.trace import TraceOptions
 from hpctrain.world import World, init
 
 
@@ -69,6 +70,7 @@ class Trainer:
         checkpoints: CheckpointOptions = CheckpointOptions(),  # noqa: B008  (frozen)
         timeout_s: float = 300.0,
         recipe: Recipe | None = None,
+        trace: TraceOptions = TraceOptions(),  # noqa: B008  (frozen)
     ) -> dict[str, Any]:
         """Train for `epochs` or `steps` with `batch` samples per step over all ranks; collective.
 
@@ -78,7 +80,8 @@ class Trainer:
         metrics is made every `interval_steps` (an epoch). The `evaluate` set is looked at every
         `evaluate_epochs` (1) or `evaluate_steps`, and at the end. A thread reads `prefetch`
         batches ahead; if not given, 2, or none where the samples lie in memory. `recipe` is what
-        all this was made from, kept beside the results.
+        all this was made from, kept beside the results. With `trace` the run leaves a trace.json;
+        see hpctrain.timeline.
 
         Raises UsageError, TrainingError (loss not finite), Stopped (a signal asked to; there is a
         checkpoint) or SaveError, each on all ranks.
@@ -92,10 +95,12 @@ class Trainer:
         self.replica.micro_batches = self._micro_batches(micro_batches)
         total = steps or (epochs or 0) * sampler.steps_per_epoch
         said = f"{len(train)} samples in batches of {batch} for {total} steps with seed {self.seed}"
-        self.world.must_agree(said, "the plan of a training")
+        self.world.must_agree(f"{said}, {trace}", "the plan of a training")
         with ExitStack() as stack:
             run = self._claim(stack, out, resume, timeout_s)
-            journal = Journal(self.world, self.engine, sampler, total, run, recipe, self.rate)
+            journal = Journal(
+                self.world, self.engine, sampler, total, run, recipe, self.rate, trace
+            )
             plan = Plan(
                 train,
                 evaluate,

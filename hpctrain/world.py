@@ -21,6 +21,7 @@ from typing import TypeVar
 from hpctrain import collectives, launchers, rundir
 from hpctrain.collectives import Group
 from hpctrain.errors import HpctrainError, HungError, UsageError
+from hpctrain.trace import Trace
 from hpctrain.transport.bind import bind
 from hpctrain.transport.link import Link
 from hpctrain.watch import Record, Watch, dump_stacks, record_path, write_report
@@ -42,6 +43,7 @@ class World:
     concurrent: bool = True  #: whether several threads may communicate at once
     transport: str = "local"
     record: Record | None = None  #: where links write what they wait for; None among threads
+    trace: Trace = field(default_factory=Trace)  #: where threads note what they did
     others: dict[str, Link] = field(default_factory=dict)  #: the links of other threads, by name
     groups: dict[str, Group] = field(default_factory=dict)
 

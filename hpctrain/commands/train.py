@@ -33,6 +33,7 @@ A recipe is the name of a built-in one or a TOML file. Exit codes: 0 done; 1 a l
     "--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: runs/RECIPE-TIME."
 )
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --out.")
+@click.option("--trace", is_flag=True, help="Record what each thread does: DIR/trace.json.")
 def train(
     name: str,
     engine: str | None,
@@ -41,12 +42,14 @@ def train(
     sets: tuple[str, ...],
     out: Path | None,
     resume: bool,
+    trace: bool,
 ) -> None:
     """Train the model that RECIPE describes; results go to the folder --out."""
     if resume and out is None:
         raise click.UsageError("--resume needs --out DIR, the folder of the run to go on with")
     flags = {"engine.kind": engine, "run.epochs": epochs, "run.device": device}
     given = [f"{key}={value}" for key, value in flags.items() if value is not None]
+    given += ["trace.enabled=true"] * trace
     if epochs is not None:
         given.insert(0, "run.steps=")
     spec = recipe.load(name, [*given, *sets])

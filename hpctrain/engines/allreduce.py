@@ -66,12 +66,15 @@ class AllReduce:
         self.replica, self.times, self.algorithm = replica, Times(), options.algorithm
         self.workers, self.worker = world.size, world.rank
         self._optimizer, self._state = optimizer, optimizer.init(arena.param)
+        self._trace = world.trace
         self._group = world.group()
         for plane in (arena.param, arena.buffer):
             broadcast(self._group, plane)  # a user's own model may start from random numbers
         self._wire = Group(world.link_for("wire"))
         function = allreduce_named(options.algorithm)
-        self._reducer = Reducer(arena.grad, cut, self._wire, function, world.concurrent)
+        self._reducer = Reducer(
+            arena.grad, cut, self._wire, function, world.concurrent, world.trace
+        )
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`."""
@@ -79,18 +82,21 @@ class AllReduce:
 
     def step(self, task: Task, flags: Flags) -> tuple[Sums, Flags]:
         """Sum the gradients of all shares while they are made, and take the sum."""
-        start, waited, arena = perf_counter(), self.times.wait_s, self.replica.arena
+        times, arena, add = self.times, self.replica.arena, self._trace.add
+        start, waited = perf_counter(), times.wait_s
         key = task.key._replace(sum_over_ranks=self._sum_and_wait)
         sums = self.replica.gradient(task.batch, task.scale, key, self._reducer.ready)
         waits = perf_counter()
+        computed = add("forward, backward", "compute", start, waits)
+        times.compute_s += computed - (times.wait_s - waited)  # a layer may have waited on its way
         flags = self._vote(flags.seen_by(self._group.link.rank, sums))
         gradient = self._reducer.wait()
         arrived = perf_counter()
+        times.wait_s += add("wait for gradients", "wait", waits, arrived)
         if not flags.failed:
             self._optimizer.update(gradient, self._state, arena.param, arena.slots, whole)
-        self.times.wait_s += arrived - waits
-        self.times.compute_s += perf_counter() - start - (self.times.wait_s - waited)
-        self.times.wire_s = self._reducer.wire_s
+        times.compute_s += add("update", "compute", arrived, perf_counter())
+        times.wire_s = self._reducer.wire_s
         return sums, flags
 
     @property
@@ -109,7 +115,7 @@ class AllReduce:
         # On the main link, while the wire thread has its own: each keeps its order on all ranks.
         start = perf_counter()
         total = self.sum(numbers)
-        self.times.wait_s += perf_counter() - start
+        self.times.wait_s += self._trace.add("sum in a layer", "wait", start, perf_counter())
         return total
 
     def settle(self) -> None:

@@ -26,6 +26,7 @@ from hpctrain.errors import UsageError
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
+from hpctrain.trace import Trace
 from hpctrain.world import World
 
 
@@ -40,7 +41,7 @@ class SingleOptions:
                 f"engine 'single' trains on one rank, but {world.size} were started; start one, "
                 "or choose --engine allreduce"
             )
-        return Single(replica, optimizer)
+        return Single(replica, optimizer, world.trace)
 
 
 class Single:
@@ -52,8 +53,8 @@ class Single:
     asynchronous = False
     bytes_sent = 0
 
-    def __init__(self, replica: Replica, optimizer: Optimizer):
-        self.replica, self.times = replica, Times()
+    def __init__(self, replica: Replica, optimizer: Optimizer, trace: Trace | None = None):
+        self.replica, self.times, self._trace = replica, Times(), trace or Trace()
         self._optimizer, self._state = optimizer, optimizer.init(replica.arena.param)
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
@@ -62,12 +63,13 @@ class Single:
 
     def step(self, task: Task, flags: Flags) -> tuple[Sums, Flags]:
         """Compute the gradient and take it, unless the loss is not finite."""
-        start, arena = perf_counter(), self.replica.arena
+        start, arena, add = perf_counter(), self.replica.arena, self._trace.add
         sums = self.replica.gradient(*task, _nobody_waits)
-        flags = flags.seen_by(0, sums)
+        flags, computed = flags.seen_by(0, sums), perf_counter()
+        self.times.compute_s += add("forward, backward", "compute", start, computed)
         if not flags.failed:
             self._optimizer.update(arena.grad, self._state, arena.param, arena.slots, whole)
-        self.times.compute_s += perf_counter() - start
+        self.times.compute_s += add("update", "compute", computed, perf_counter())
         return sums, flags
 
     def sum(self, numbers: np.ndarray) -> np.ndarray:

@@ -13,9 +13,9 @@ allow a second thread, the buckets are reduced by `wait` in the calling thread.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from queue import SimpleQueue
+from time import perf_counter
 from typing import Annotated
 
 import numpy as np
@@ -25,6 +25,8 @@ from hpctrain import config
 from hpctrain.collectives import AllReduceFunction, Group
 from hpctrain.errors import HpctrainError
 from hpctrain.gradients.buckets import Bucket
+from hpctrain.trace import Trace
+from hpctrain.tuning.select import name_of
 
 JOIN_LIMIT_S = 10.0
 
@@ -47,16 +49,22 @@ class Reducer:
         group: Group,
         allreduce: AllReduceFunction,
         concurrent: bool,
+        trace: Trace | None = None,
     ):
         """Reduce `grad` in place over `group`, whose link this object's thread takes over."""
         self.wire_s = 0.0  #: time in collectives since the start
         self._grad, self._group, self._allreduce = grad, group, allreduce
+        self._trace = trace or Trace()
         self._slices = [grad[bucket.start : bucket.stop] for bucket in buckets]
+        self._about = [
+            {"bytes": x.nbytes, "algorithm": name_of(allreduce, group, x.nbytes)}
+            for x in self._slices
+        ]
         self._bucket_of = {name: i for i, b in enumerate(buckets) for name in b.names}
         self._names = [bucket.names for bucket in buckets]
         self._missing = [set(names) for names in self._names]
         self._sent = 0  # buckets handed to the wire in this step
-        self._outbox: SimpleQueue[np.ndarray | None] = SimpleQueue()
+        self._outbox: SimpleQueue[int | None] = SimpleQueue()
         self._arrived: SimpleQueue[BaseException | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         if concurrent:
@@ -71,16 +79,16 @@ class Reducer:
         missing.remove(name)
         while self._sent < len(self._slices) and not self._missing[self._sent]:
             if self._thread is not None:
-                self._outbox.put(self._slices[self._sent])
+                self._outbox.put(self._sent)
             self._sent += 1
 
     def wait(self) -> np.ndarray:
         """Return the plane that holds the sums, once all buckets are in; raise what went wrong."""
         if silent := sorted(set().union(*self._missing)):
             raise HpctrainError(f"on_ready never fired for slots: {', '.join(silent)}")
-        for x in self._slices:
+        for number in range(len(self._slices)):
             if self._thread is None:
-                self._reduce(x)
+                self._reduce(number)
             elif error := self._arrived.get():
                 raise error
         self._missing, self._sent = [set(names) for names in self._names], 0
@@ -94,14 +102,15 @@ class Reducer:
 
     def _carry(self) -> None:
         """Reduce what comes out of the outbox: the body of the communication thread."""
-        while (x := self._outbox.get()) is not None:
+        while (number := self._outbox.get()) is not None:
             try:
-                self._reduce(x)
+                self._reduce(number)
                 self._arrived.put(None)
             except BaseException as error:  # raised again by wait(), in the main thread
                 self._arrived.put(error)
 
-    def _reduce(self, x: np.ndarray) -> None:
-        start = time.perf_counter()
-        self._allreduce(self._group, x, np.add)
-        self.wire_s += time.perf_counter() - start
+    def _reduce(self, number: int) -> None:
+        start = perf_counter()
+        self._allreduce(self._group, self._slices[number], np.add)
+        name, about = f"bucket {number}", self._about[number]
+        self.wire_s += self._trace.add(name, "wire", start, perf_counter(), about)

@@ -23,6 +23,13 @@ def auto(group: Group, x: np.ndarray, op: Operation) -> None:
     collectives.ALLREDUCE[fastest(x.nbytes, group.link.size)](group, x, op)
 
 
+def name_of(allreduce: AllReduceFunction, group: Group, nbytes: int) -> str:
+    """Return the name of what `allreduce` does with `nbytes` bytes; for `auto`, what it takes."""
+    if allreduce is auto:
+        return fastest(nbytes, group.link.size)
+    return getattr(allreduce, "__name__", "unknown").replace("_", "-")
+
+
 def allreduce_named(name: str) -> AllReduceFunction:
     """Return the function that people call `name`; raise UsageError with the nearest name."""
     return config.pick({"auto": auto, **collectives.ALLREDUCE}, name, "algorithm")

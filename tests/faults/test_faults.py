@@ -178,6 +178,17 @@ def test_a_full_disk(digits, when):
     assert checkpoint.verify(job.out / "checkpoints" / f"step-{saved[-1]:08d}") is None
 
 
+def test_a_disk_full_of_checkpoints_has_no_room_for_the_trace(digits):
+    keys = sets(run_epochs="", run_steps=40, model_widths="[64,2,10]", trace_enabled="true")
+    job = digits(*trap("full", EVERY), *keys)
+    ended = job.finish()
+    assert ended.returncode == 0, ended.stderr
+    said = re.findall(r"could not be written: rank 0 on \S+: File too large", ended.stderr)
+    assert len(said) == 1
+    assert (job.summary["status"], job.steps) == ("done", [40])
+    assert not [*job.out.glob("trace.json"), *job.out.glob("trace/*"), *job.out.glob(".trace*")]
+
+
 NEVER_COMES = """
 import os, sys, time
 from hpctrain.transport import mpi

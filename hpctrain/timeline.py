@@ -1,0 +1,223 @@
+"""The traces of all ranks on one clock: offsets are measured, files written and merged.
+
+DIR/trace/rank-00000.json    a rank's own spans, by rank 0's clock; with offset and uncertainty
+DIR/trace.json               all of them, for chrome://tracing or ui.perfetto.dev
+
+Both are in the Trace Event Format, an event per line. The folder is one that all ranks see, as
+that of checkpoints. A resumed run replaces the trace of the part before. What cannot be written is
+a warning: no training fails for its trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+from threading import get_ident
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from hpctrain.errors import UsageError
+from hpctrain.trace import Clock, Reading, TraceOptions
+from hpctrain.transport.link import Link
+from hpctrain.world import World
+
+log = logging.getLogger(__name__)
+ROUNDS = 10  #: round trips per rank and reading of its clock
+FOLDER, MERGED = "trace", "trace.json"
+_KERNEL = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Timeline:
+    """The trace of one run in its folder `run`."""
+
+    def __init__(self, world: World, run: Path | None, options: TraceOptions):
+        """Raise UsageError where a trace is wanted but no folder was given."""
+        if options.enabled and run is None:
+            raise UsageError("a trace is written into the folder of a run: give fit out=DIR")
+        self._world, self._run, self._options = world, run, options
+        self._begun, self._origin_s = False, 0.0
+        self._remote: list[int] = []  # ranks on another host than rank 0: they have another clock
+        self._readings: tuple[Reading, ...] = ()
+
+    def begin(self) -> None:
+        """Begin to record, if that is wanted; collective."""
+        if self._run is None or not self._options.enabled:
+            return
+        if self._world.rank == 0:
+            _forget(self._run)
+        told = self._world.gather(f"{_kernel()} {perf_counter()!r}")
+        kernels, clocks = zip(*(one.rsplit(" ", 1) for one in told), strict=True)
+        self._origin_s = float(clocks[0])
+        self._remote = [rank for rank, kernel in enumerate(kernels) if kernel != kernels[0]]
+        self._readings = (compared(self._world.link, self._remote),)
+        self._world.trace.start(self._options)
+        self._begun = True
+
+    def end(self) -> None:
+        """Write the files, and say it if that fails; collective."""
+        if not self._begun:
+            return
+        self._stop()
+        self._readings += (compared(self._world.link, self._remote),)
+        faults = self._world.gather(_fault_of(self._write))
+        if self._world.rank == 0:
+            self._say(faults, _fault_of(self._merge))
+
+    def end_alone(self) -> None:
+        """Write what this rank has, and merge what lies there: the others know nothing of it."""
+        if self._begun:
+            self._stop()
+            _fault_of(self._write)
+            _fault_of(self._merge)
+
+    def _stop(self) -> None:
+        self._world.trace.stop()
+        self._begun = False
+
+    def _say(self, faults: list[str], fault: str) -> None:
+        hosts = self._world.hosts
+        failed = [f"rank {rank} on {hosts[rank]}: {one}" for rank, one in enumerate(faults) if one]
+        failed += [f"{MERGED}: {fault}"] * bool(fault)
+        if failed:
+            more = f" (and {len(failed) - 1} more)" * (len(failed) > 1)
+            log.warning("the trace in %s could not be written: %s%s", self._run, failed[0], more)
+        elif dropped := self._world.trace.dropped:
+            log.warning(
+                "the trace is not whole: trace.max_spans is %d, and rank 0 had %d more; raise it "
+                "or name trace.steps",
+                self._options.max_spans,
+                dropped,
+            )
+
+    def _write(self) -> None:
+        world, run = self._world, self._run
+        assert run is not None
+        last = self._readings[-1]
+        about = {
+            "rank": world.rank, "host": world.host, "clock_offset_s": last.offset_s,
+            "clock_uncertainty_s": max(one.uncertainty_s for one in self._readings),
+            "dropped_spans": world.trace.dropped,
+        }  # fmt: skip
+        clock = Clock(self._origin_s, self._readings)
+        events = map(json.dumps, world.trace.events(world.rank, world.host, clock))
+        (run / FOLDER).mkdir(exist_ok=True)
+        _write(path_of(run, world.rank), about, events)
+
+    def _merge(self) -> None:
+        assert self._run is not None
+        merge(self._run, self._world.size)
+
+
+def path_of(run: Path, rank: int) -> Path:
+    """Return where the trace of `rank` lies."""
+    return run / FOLDER / f"rank-{rank:05d}.json"
+
+
+def merge(run: Path, size: int) -> None:
+    """Write one trace of those that lie there of `size` ranks, line by line; raise OSError."""
+    files: list[Path] = []
+    # Ranks that fail at once merge at once: whoever is last to rename has seen all files.
+    while (there := _files(run, size)) != files:
+        files = there
+        about = {"ranks": [_head(path) for path in files]}
+        _write(run / MERGED, about, chain.from_iterable(map(_lines, files)))
+
+
+def _files(run: Path, size: int) -> list[Path]:
+    paths = (path_of(run, rank) for rank in range(size))
+    return [path for path in paths if path.exists()]
+
+
+def compared(
+    link: Link, remote: Iterable[int], clock: Callable[[], float] = perf_counter
+) -> Reading:
+    """Return how far rank 0's clock is ahead of this rank's; collective.
+
+    The `remote` ranks ask rank 0 for the time, one after the other. Of ROUNDS answers that with
+    the shortest round trip counts: it is wrong by half of that at most. All other ranks share the
+    clock of rank 0. Source: Cristian, "Probabilistic clock synchronization", 1989.
+    """
+    remote = list(remote)
+    if link.rank == 0:
+        for rank in remote:
+            _answer(link, rank, clock)
+    if link.rank not in remote:
+        return Reading(clock(), 0.0, 0.0)
+    return min((_ask(link, clock) for _ in range(ROUNDS)), key=lambda one: one.uncertainty_s)
+
+
+def _ask(link: Link, clock: Callable[[], float]) -> Reading:
+    told = np.empty(1)
+    sent = clock()
+    link.sendrecv(np.empty(1), 0, told, 0)
+    came = clock()
+    middle = (sent + came) / 2
+    return Reading(middle, float(told[0]) - middle, (came - sent) / 2)
+
+
+def _answer(link: Link, rank: int, clock: Callable[[], float]) -> None:
+    asked = np.empty(1)
+    for _ in range(ROUNDS):
+        link.irecv(asked, rank).wait()
+        link.isend(np.array([clock()]), rank).wait()
+
+
+def _kernel() -> str:
+    """Return what tells kernels apart: all processes on one read the same clock."""
+    try:
+        return _KERNEL.read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _forget(run: Path) -> None:
+    """Remove the trace of an earlier part, which may have had more ranks."""
+    with contextlib.suppress(OSError):
+        for path in (run / MERGED, *(run / FOLDER).glob("rank-*.json")):
+            path.unlink(missing_ok=True)
+
+
+def _fault_of(write: Callable[[], None]) -> str:
+    try:
+        write()
+    except OSError as error:
+        return f"{error.filename or ''} {error.strerror}".strip()
+    return ""
+
+
+def _write(path: Path, about: dict[str, Any], events: Iterable[str]) -> None:
+    """Write a trace whole or not at all: a line that tells of it, then a line per event."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}")
+    head = json.dumps({"displayTimeUnit": "ms", "otherData": about})
+    try:
+        with open(aside, "w") as file:
+            file.write(f'{head[:-1]},\n"traceEvents": [')
+            for number, event in enumerate(events):
+                file.write(f"{',' * bool(number)}\n{event}")
+            file.write("\n]}\n")
+        os.replace(aside, path)
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+
+
+def _head(path: Path) -> dict[str, Any]:
+    with open(path) as file:
+        about: dict[str, Any] = json.loads(file.readline().rstrip(",\n") + "}")["otherData"]
+    return about
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Yield the events of a trace that `_write` wrote, as text."""
+    with open(path) as file:
+        for line in islice(file, 2, None):
+            if line != "]}\n":
+                yield line.rstrip(",\n")

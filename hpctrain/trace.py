@@ -1,0 +1,185 @@
+"""The trace of one rank: which of its threads did what, and when.
+
+A span is a name, a category and two readings of `time.perf_counter`. Where an engine has the
+readings anyway, `add` takes them and gives back the seconds; elsewhere `span` takes them:
+
+    self.times.wait_s += trace.add("wait for gradients", "wait", waits, arrived)
+
+    with trace.span("push", "wire", bytes=x.nbytes) as push:
+        ...
+    self.times.wire_s += push.seconds
+
+Spans of one thread nest. Those of a category add up to the times of the engine: `compute` and
+`wait` are the main thread's, `wire` a communication thread's, `other` is all else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from threading import current_thread, get_ident
+from time import perf_counter
+from types import TracebackType
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+from pydantic import AfterValidator, Field
+
+from hpctrain import config
+
+Category = Literal["compute", "wire", "wait", "other"]
+Args = Mapping[str, Any]
+
+
+def _from_to(steps: list[int]) -> list[int]:
+    if len(steps) != 2 or not 0 <= steps[0] < steps[1]:
+        raise ValueError("expected [first, last], of which the last is not traced")
+    return steps
+
+
+@config.options
+class TraceOptions:
+    """`[trace]`: whether to record where the time goes, in which steps, and how much of it."""
+
+    enabled: bool = False
+    steps: Annotated[list[int], AfterValidator(_from_to)] | None = None  #: [first, last); or all
+    max_spans: Annotated[int, Field(ge=1)] = 100_000  #: a rank keeps, of about 180 bytes each
+
+
+class Span(NamedTuple):
+    """What a thread did from `start` to `stop`, readings of this rank's clock in seconds."""
+
+    name: str
+    category: Category
+    thread: int
+    start: float
+    stop: float
+    step: int
+    args: Args | None
+
+
+class Trace:
+    """What one rank records; all its threads may add to it. A new one records nothing."""
+
+    def __init__(self) -> None:
+        self.dropped = 0  #: spans that found no room
+        self._spans: list[tuple[Any, ...]] = []  # no Spans: those cost twice the time to make
+        self._threads: dict[int, str] = {}
+        self._recording, self._step, self._steps, self._room = False, 0, range(0), 0
+
+    def start(self, options: TraceOptions) -> None:
+        """Begin to record, in the steps that `options` name; the calling thread is the main one."""
+        first, last = options.steps or (0, 1 << 62)
+        self._steps, self._room = range(first, last), options.max_spans
+        self._spans, self._threads, self.dropped = [], {get_ident(): "main"}, 0
+        self.step = self._step
+
+    def stop(self) -> None:
+        """Record no more; what was recorded stays."""
+        self._steps, self._recording = range(0), False
+
+    @property
+    def step(self) -> int:
+        """The training step that this rank is in; spans copy it."""
+        return self._step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._step, self._recording = value, value in self._steps
+
+    def add(
+        self, name: str, category: Category, start: float, stop: float, args: Args | None = None
+    ) -> float:
+        """Record a span of the calling thread; return its length in seconds."""
+        if self._recording:
+            self._keep(name, category, start, stop, args)
+        return stop - start
+
+    def span(self, name: str, category: Category, **args: Any) -> Running:
+        """Return a context manager that records what it encloses."""
+        return Running(self, name, category, args)
+
+    def spans(self) -> list[Span]:
+        """Return what was recorded, in the order in which it ended."""
+        return list(map(Span._make, self._spans))
+
+    def _keep(self, name: str, category: str, start: float, stop: float, args: Args | None) -> None:
+        if len(self._spans) >= self._room:
+            self.dropped += 1
+            return
+        thread = get_ident()
+        if thread not in self._threads:
+            self._threads[thread] = current_thread().name
+        self._spans.append((name, category, thread, start, stop, self._step, args))
+
+    def events(self, rank: int, host: str, clock: Clock) -> Iterator[dict[str, Any]]:
+        """Yield what was recorded as events of the Trace Event Format (Google, 2016).
+
+        A process is a rank; complete events ("X") are spans, instants ("i") begin a step.
+        """
+        numbers = {thread: number for number, thread in enumerate(self._threads)}
+        yield _about("process_name", rank, 0, name=f"rank {rank} ({host})")
+        yield _about("process_sort_index", rank, 0, sort_index=rank)
+        for thread, number in numbers.items():
+            yield _about("thread_name", rank, number, name=self._threads[thread])
+        spans = sorted(self.spans(), key=lambda span: (numbers[span.thread], span.start))
+        starts, stops = (clock.microseconds([getattr(s, x) for s in spans])
+                         for x in ("start", "stop"))  # fmt: skip
+        step = None
+        for span, start, stop in zip(spans, starts.tolist(), stops.tolist(), strict=True):
+            where = {"pid": rank, "tid": numbers[span.thread], "ts": round(start, 3)}
+            if span.step != step and where["tid"] == 0:
+                step = span.step
+                yield {"name": f"step {step}", "ph": "i", "s": "t", **where}
+            args = {"step": span.step, **(span.args or {})}
+            yield {"name": span.name, "cat": span.category, "ph": "X", **where,
+                   "dur": round(stop - start, 3), "args": args}  # fmt: skip
+
+
+class Running:
+    """A span under way; `seconds` is its length once it is over."""
+
+    __slots__ = ("_args", "_category", "_name", "_start", "_trace", "seconds")
+
+    def __init__(self, trace: Trace, name: str, category: Category, args: Args) -> None:
+        self._trace, self._name, self._category, self._args = trace, name, category, args
+
+    def __enter__(self) -> Running:
+        """Read the clock."""
+        self._start = perf_counter()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Read the clock again, and record; an exception ends a span like anything else."""
+        stop = perf_counter()
+        self.seconds = self._trace.add(self._name, self._category, self._start, stop, self._args)
+
+
+class Reading(NamedTuple):
+    """At `at_s` of this rank's clock, rank 0's clock was `offset_s` ahead, +- `uncertainty_s`."""
+
+    at_s: float
+    offset_s: float
+    uncertainty_s: float
+
+
+class Clock(NamedTuple):
+    """The way from this rank's clock to the time since the common start, by rank 0's clock."""
+
+    origin_s: float  #: the common start, on rank 0's clock
+    readings: tuple[Reading, ...]  #: in the order of time; between them clocks drift steadily
+
+    def microseconds(self, seconds: list[float]) -> np.ndarray:
+        """Return `seconds` of this rank's clock as microseconds since the common start."""
+        t = np.array(seconds, np.float64)
+        at, offsets, _ = zip(*self.readings, strict=True)
+        since: np.ndarray = (t + np.interp(t, at, offsets) - self.origin_s) * 1e6
+        return since
+
+
+def _about(what: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": rank, "tid": thread, "args": args}
