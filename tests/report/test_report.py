@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -175,19 +176,50 @@ def test_the_extra_is_named_where_it_is_missing(missing, tmp_path, monkeypatch):
         report.callback(tmp_path, None)
 
 
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
+    "--disable-background-networking --disable-component-update --enable-logging=stderr"
+)
+# What the page itself may not have: a script, which tells how wide each picture came out.
+LOOK = """<script>addEventListener("load", () => {
+document.title = [...document.images].map(one => one.alt + "=" + one.naturalWidth).join(" ")
+})</script>"""
+
+
+def browse(folder, *arguments):
+    """Return what the browser prints, and what its console says; each time a new profile."""
+    profile = f"--user-data-dir={folder / 'profile'}-{len(list(folder.iterdir()))}"
+    done = subprocess.run(
+        [BROWSER, *FLAGS.split(), profile, *map(str, arguments)],
+        check=True, timeout=60, capture_output=True, text=True,
+    )  # fmt: skip
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
 @pytest.mark.full
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
 def test_the_page_in_a_browser(tmp_path):
-    browser = shutil.which("chromium")
-    if browser is None:
-        pytest.skip("needs Chromium: apt-get install chromium")
     run = write(tmp_path / "run", ROWS, DONE, RECIPE)
-    shot = tmp_path / "shot.png"
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-             f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,2400"]  # fmt: skip
-    url = page.write(run, run).as_uri()
-    subprocess.run([browser, *flags, f"--screenshot={shot}", url], check=True, timeout=60)
+    written, shot = page.write(run, run), tmp_path / "shot.png"
+    screen = ("--window-size=1200,2400", f"--screenshot={shot}")
+    assert browse(tmp_path, *screen, written.as_uri())[1] == []
     picture = image.imread(shot)
     assert picture.shape[:2] == (2400, 1200)
     # A page without its images would have text, but none of the colours of the plots.
     drawn = (plots.BLUE, plots.ORANGE, plots.VERMILION, plots.GREY)
     assert [color for color in drawn if painted(picture, color) < 50] == []
+    looked = tmp_path / "looked.html"
+    looked.write_text(re.sub("<meta http-equiv=[^>]*>", LOOK, written.read_text()))
+    dom, said = browse(tmp_path, "--dump-dom", looked.as_uri())
+    widths = dict(re.findall(r"(\w+\.png)=(\d+)", dom))
+    assert (widths.keys(), said) == (PLOTS, [])
+    assert min(map(int, widths.values())) > 300
+
+
+@pytest.mark.full
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
+def test_the_console_is_heard(tmp_path):
+    """Otherwise the page above could fail unheard."""
+    (tmp_path / "page.html").write_text("<script>nowhere()</script>")
+    assert len(browse(tmp_path, "--dump-dom", tmp_path / "page.html")[1]) == 1
