@@ -23,6 +23,11 @@ REFUSED = {
     "none of two": (["run.epochs="], "[run] needs exactly one of epochs and steps"),
     "both of two": (["run.steps=3"], "[run] needs exactly one of epochs and steps"),
     "both batches": (["optimizer.batch_per_rank=3"], "needs exactly one of batch and batch_per"),
+    "micro-batches": (["optimizer.micro_batches=3"], "a divisor of the batch of 128, seen 3"),
+    "micro-batches per rank": (
+        ["optimizer.batch=", "optimizer.batch_per_rank=10", "optimizer.micro_batches=4"],
+        "a divisor of the batch of 10, seen 4",
+    ),
     "no epochs": (["run.epochs=0"], "[run] epochs: input should be greater than or equal to 1"),
     "device": (["run.device=tpu"], "[run] device: input should be"),
     "algorithm": (["wire.algorithm=rign"], "unknown algorithm 'rign'; did you mean 'ring'?"),

@@ -14,6 +14,7 @@ import numpy as np
 from hpctrain.errors import UsageError
 
 PIECE = 1024  #: samples read at once where all of them are wanted, one after the other
+LABELS = 1 << 20  #: labels looked at once: they may lie in a file
 
 
 @runtime_checkable
@@ -98,17 +99,28 @@ def split(train: Samples, test: Samples | None, source: str, classes: int | None
             raise UsageError(f"{source}: expected the number of classes beside a set of one's own")
         classes = int(train.y.max()) + 1
     for name, part in (("training", train), ("test", test)):
-        if isinstance(part, Dataset) and part.y.max() >= classes:
-            raise UsageError(
-                f"{source}: {name} label {part.y.max()} is out of range; expected labels in "
-                f"0 .. {classes - 1} (those trained on): drop these samples or number them anew"
-            )
+        if isinstance(part, Dataset) and (fault := beyond(part.y, classes)):
+            raise UsageError(f"{source}: {name} {fault}")
     if test is not None and test.sample_shape != train.sample_shape:
         raise UsageError(
             f"{source}: test samples have shape {test.sample_shape}, training samples "
             f"{train.sample_shape}; expected both alike: save them in one shape"
         )
     return Split(train, test, classes)
+
+
+def beyond(y: np.ndarray, classes: int) -> str | None:
+    """Return what is said of the first label that is not in 0 .. classes - 1; None if all are."""
+    for start in range(0, len(y), LABELS):
+        block = y[start : start + LABELS].astype(np.int64)
+        wrong = (block < 0) | (block >= classes)
+        if wrong.any():
+            i = start + int(np.argmax(wrong))
+            return (
+                f"label {y[i]} of sample {i} is out of range; expected labels in "
+                f"0 .. {classes - 1}: drop such samples, or number the labels anew"
+            )
+    return None
 
 
 def faults_of(x: np.ndarray, y: np.ndarray) -> str | None:

@@ -43,27 +43,29 @@ class IdxOptions(AugmentOptions):
             raise UsageError("[data] expected test_images and test_labels, seen one of them")
         labels = _labels(self.labels)
         classes = int(labels.max()) + 1
-        train, test = _stored(self.images, labels, classes), None
+        train, test = _stored(self.images, self.labels, labels, classes), None
         if self.test_images is not None and self.test_labels is not None:
-            test = _stored(self.test_images, _labels(self.test_labels), classes)
+            y = _labels(self.test_labels)
+            test = _stored(self.test_images, self.test_labels, y, classes)
         return self.augmented(split(train, test, self.images, classes), seed)
 
 
-def _stored(images: str, labels: np.ndarray, classes: int) -> Stored:
-    if labels.max() >= classes:
-        raise UsageError(
-            f"{images}: test label {labels.max()} is out of range; expected labels in "
-            f"0 .. {classes - 1} (those trained on)"
-        )
+def _stored(images: str, labels: str, y: np.ndarray, classes: int) -> Stored:
     x = read(images)
-    return Stored(x, labels, classes, images, 255.0 if x.dtype == np.uint8 else None)
+    divisor = 255.0 if x.dtype == np.uint8 else None
+    return Stored(x, y, classes, f"{images}, {labels}", divisor)
 
 
 def _labels(name: str) -> np.ndarray:
     """Return the labels of a file, all read: of a byte each they take no room."""
     y = read(name)
-    if y.ndim != 1 or y.dtype.kind not in "iu" or not len(y) or y.min() < 0:
-        raise UsageError(f"{name}: expected labels (samples,) from 0, seen {y.dtype} {y.shape}")
+    if y.ndim != 1 or y.dtype.kind not in "iu" or not len(y):
+        raise UsageError(
+            f"{name}: expected labels, integers of shape (samples,), seen {y.dtype} {y.shape}"
+        )
+    if y.min() < 0:
+        i = int(np.argmax(y < 0))
+        raise UsageError(f"{name}: label {y[i]} of sample {i}; expected labels from 0")
     return y.astype(np.int64)
 
 

@@ -1,7 +1,7 @@
 """Samples that stay in their files: mapped to memory, so that only rows asked for are read.
 
-Nothing but the header is read when a run starts: a set may be larger than the memory of all ranks
-together. What the rows hold is checked as they come.
+Nothing but the header and the labels is read when a run starts: a set may be larger than the memory
+of all ranks together. What the samples hold is checked as they come.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.data.dataset import faults_of
+from hpctrain.data.dataset import beyond, faults_of
 from hpctrain.errors import UsageError
 
 
@@ -42,7 +42,7 @@ class Stored:
     """Samples `x` (n, ...) and labels `y` (n,) in 0 .. classes - 1, arrays or mapped files.
 
     With `divisor` samples are handed out as float32, divided by it. Raises UsageError, which
-    begins with `source`, if shapes or dtypes are not as said; `rows` does for labels and values.
+    begins with `source`, if shapes, dtypes or labels are not as said; `rows` does for values.
     """
 
     x: np.ndarray
@@ -52,8 +52,8 @@ class Stored:
     divisor: float | None = None
 
     def __post_init__(self) -> None:
-        """Check what can be checked without reading."""
-        fault = faults_of(self.x, self.y)
+        """Check what can be checked without reading samples."""
+        fault = faults_of(self.x, self.y) or beyond(self.y, self.classes)
         if fault:
             raise UsageError(f"{self.source}: {fault}")
 
@@ -69,13 +69,6 @@ class Stored:
     def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Return (x, y) of the samples at `indexes`, y int64; reads no others."""
         x, y = self.x[indexes], self.y[indexes].astype(np.int64)
-        wrong = (y < 0) | (y >= self.classes)
-        if wrong.any():
-            i = int(np.argmax(wrong))
-            raise UsageError(
-                f"{self.source}: label {y[i]} of sample {indexes[i]} is out of range; "
-                f"expected labels in 0 .. {self.classes - 1}"
-            )
         if x.dtype.kind == "f" and not np.isfinite(x).all():
             i = int(np.argwhere(~np.isfinite(x))[0][0])
             raise UsageError(f"{self.source}: sample {indexes[i]} is not of finite numbers")

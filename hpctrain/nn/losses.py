@@ -35,8 +35,8 @@ def cross_entropy(
     """Return the softmax cross-entropy of `logits` and the gradient of `scale` times it.
 
     `logits` is (n, ..., classes), float32 or float64, not written; `labels` is (n, ...), integers
-    in [0, classes), which whoever reads the data has checked; each of them counts as one target.
-    The gradient is a new array like `logits`. Raises UsageError if the shapes do not fit.
+    in [0, classes); each of them counts as one target. The gradient is a new array like `logits`.
+    Raises UsageError if shapes or labels do not fit.
     """
     if logits.ndim < 2 or labels.shape != logits.shape[:-1]:
         raise UsageError(
@@ -45,6 +45,13 @@ def cross_entropy(
         )
     xp, shape = namespace(logits), logits.shape
     logits, labels = logits.reshape(labels.size, shape[-1]), labels.reshape(-1)
+    # Numbers from the end would be taken for labels below 0, and train something.
+    wrong = (labels < 0) | (labels >= shape[-1])
+    if wrong.any():
+        raise UsageError(
+            f"label {labels[wrong][0]} is out of range; expected labels in 0 .. {shape[-1] - 1}, "
+            f"since the model has {shape[-1]} outputs"
+        )
     rows = xp.arange(len(logits))
     correct = int((logits.argmax(axis=1) == labels).sum())
     # exp of numbers <= 0 cannot overflow, and the shift cancels in the softmax.

@@ -50,8 +50,9 @@ class MlpOptions:
             )
         if classes is not None and self.widths[-1] < classes:
             raise UsageError(
-                f"[model] widths: expected at least {classes} last (the classes of the data), "
-                f"seen {self.widths[-1]}; set widths = {[*self.widths[:-1], classes]}"
+                f"[model] widths: expected at least {classes} last (the data has labels 0 .. "
+                f"{classes - 1}), seen {self.widths[-1]}; "
+                f"set widths = {[*self.widths[:-1], classes]}"
             )
 
 

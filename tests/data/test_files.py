@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hpctrain import data
-from hpctrain.data import text
+from hpctrain.data import dataset, text
 from hpctrain.errors import UsageError
 
 RNG = np.random.default_rng(0)
@@ -90,8 +90,9 @@ def test_files_that_are_no_images_are_refused(mnist_like, name):
 
 
 WRONG_LABELS = {
-    "images": (GOOD, r"expected labels \(samples,\) from 0"),
-    "negative": (idx(np.array([0, -1] * 10, "i1")), "expected labels"),
+    "images": (GOOD, r"expected labels, integers of shape \(samples,\), seen uint8 \(20, 5, 4\)"),
+    "negative": (idx(np.array([0, -1] * 10, "i1")), "label -1 of sample 1; expected labels from 0"),
+    "floats": (idx(LABELS.astype(">f4")), "expected labels, integers .* seen >f4"),
     "none": (idx(LABELS[:0]), "expected labels"),
     "text": (b"5\n0\n", "seen text: '5'"),
 }
@@ -108,7 +109,9 @@ def test_idx_test_sets_that_do_not_fit_are_refused(tmp_path, mnist_like):
     (tmp_path / "t").write_bytes(idx(LABELS + 1))
     keys = {**mnist_like, "test_images": mnist_like["images"]}
     refused(lambda: load("idx", **keys), "test_images and test_labels, seen one")
-    refused(lambda: load("idx", **keys, test_labels=str(tmp_path / "t")), "label 3 is out of range")
+    refused(
+        lambda: load("idx", **keys, test_labels=str(tmp_path / "t")), "t: label 3 of sample 2 is"
+    )
     refused(lambda: load("idx", **keys, test_labels=str(tmp_path / "no")), "No such file")
     refused(lambda: load("idx", **keys, test_labels=str(tmp_path)), "Is a directory")
 
@@ -174,9 +177,28 @@ def test_whatever_byte_of_a_header_is_wrong_nothing_but_a_refusal_comes(arrays):
         assert len(train) == 20 and len(train.rows(SOME)[0]) == 3  # a dtype, say
 
 
+WRONG_NUMBERS = {
+    "label": (np.where(np.arange(20) == 7, 3, 0), "label 3 of sample 7 is .* labels in 0 .. 2"),
+    "negative": (np.where(np.arange(20) == 19, -1, 0), "label -1 of sample 19"),
+    "huge": (np.full(20, 2**63, np.uint64), "label 9223372036854775808 of sample 0"),
+    "floats": (LABELS * 1.0, "y has dtype float64"),
+    "none": (LABELS[:0], "x has 20 samples but y has 0 labels"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_NUMBERS)
+def test_labels_are_checked_before_a_run(tmp_path, arrays, name):
+    labels, message = WRONG_NUMBERS[name]
+    np.save(tmp_path / "y.npy", labels)
+    refused(lambda: load("npy", **arrays), message, arrays["y"])
+
+
+def test_the_one_wrong_label_of_many_is_found(monkeypatch, tmp_path, arrays):
+    monkeypatch.setattr(dataset, "LABELS", 6)  # looked at in blocks of so many
+    test_labels_are_checked_before_a_run(tmp_path, arrays, "negative")
+
+
 WRONG_ROWS = {
-    "label": ({"y": np.where(np.arange(20) == 7, 3, 0)}, "label 3 of sample 7 is out of range"),
-    "negative": ({"y": np.where(np.arange(20) == 19, -1, 0)}, "label -1 of sample 19"),
     "nan": ({"x": np.where(np.arange(20) == 7, np.nan, 0)[:, None]}, "sample 7 is not of finite"),
 }
 

@@ -100,7 +100,7 @@ CONTENT = {
     "empty": ({"x": X[:0], "y": Y[:0]}, "0 samples"),
     "test label": (
         {"x": X, "y": Y, "x_test": X, "y_test": Y + 1},
-        r"test label 3 is out of range; expected labels in 0 .. 2",
+        r"test label 3 of sample 2 is out of range; expected labels in 0 .. 2",
     ),
     "test shape": (
         {"x": X, "y": Y, "x_test": X[:, :1], "y_test": Y},
@@ -221,7 +221,7 @@ WRONG_CALLS = [
     ("pack.mine:pear", {}, "did you mean 'pairs'"),
     ("pack.mine:pairs", {"m": 1}, "unexpected keyword argument 'm'"),
     ("pack.mine:whole", {}, "missing a required argument: 'classes'"),
-    ("pack.mine:whole", {"classes": 2}, "training label 2 is out of range"),
+    ("pack.mine:whole", {"classes": 2}, "training label 2 of sample 2 is out of range"),
     ("pack.mine:", {}, "expected 'package.module:function'"),
     (":pairs", {}, "expected 'package.module:function'"),
     ("pack.yours:pairs", {}, "No module named 'pack.yours'"),

@@ -75,7 +75,7 @@ DATA = {
                             "[model] widths: expected 63 first"),
     "negative label": ({"y": np.arange(40) - 1}, "y holds label -1 in sample 0"),
     "label too large": ({"y": np.arange(40)}, "[model] widths: expected at least 40 last"),
-    "unseen label": ({"y_test": np.array([0, 1, 2, 3])}, "test label 3 is out of range"),
+    "unseen label": ({"y_test": np.array([0, 1, 2, 3])}, "test label 3 of sample 3 is out of"),
     "floats as labels": ({"y": np.zeros(40)}, "y has dtype float64; expected integer class labels"),
     "not finite": ({"x": np.full((40, 64), np.nan)}, "x holds nan in sample 0"),
     "fewer than ranks": ({"x": np.ones((1, 64)), "y": np.array([2])},
@@ -105,7 +105,7 @@ def write(file, change):
 
 def test_a_batch_smaller_than_the_job(digits):
     job = digits(*sets(optimizer_batch=2), ranks=3)
-    refused(job.finish(), "2 samples per batch for 3 ranks", job.out)
+    refused(job.finish(), "2 samples per batch for 3 workers", job.out)
 
 
 SCRIPT = """

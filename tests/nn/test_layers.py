@@ -199,6 +199,8 @@ REFUSED = [
     (lambda: nn.Conv2d(1, 3).output_shape((2, 9, 1)), r"at least 3 x 3, seen \(2, 9, 1\)"),
     (lambda: nn.AddChannel().output_shape((2, 2, 1)), r"expected grey images .* seen \(2, 2, 1\)"),
     (lambda: nn.cross_entropy(np.ones((3, 2)), np.ones(2, int)), r"seen \(3, 2\) and \(2,\)"),
+    (lambda: nn.cross_entropy(np.ones((2, 3)), np.array([0, 3])), r"label 3 .* 0 .. 2, since"),
+    (lambda: nn.cross_entropy(np.ones((2, 3)), np.array([-1, 0])), "label -1 is out of range"),
 ]
 
 
