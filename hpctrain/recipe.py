@@ -19,6 +19,7 @@ from pydantic import Field
 from hpctrain import config, data, engines, nn, optim
 from hpctrain.callbacks import EarlyStop
 from hpctrain.errors import UsageError
+from hpctrain.faults import FaultsOptions
 from hpctrain.gradients.reducer import WireOptions
 from hpctrain.metrics import Metric
 from hpctrain.trace import TraceOptions
@@ -30,7 +31,7 @@ else:
     import tomli as tomllib
 
 TABLES = ("run", "model", "data", "optimizer", "schedule", "engine", "wire", "checkpoint",
-          "early_stop", "trace")  # fmt: skip
+          "early_stop", "trace", "faults")  # fmt: skip
 BATCH_KEYS = ("batch", "batch_per_rank")
 Positive = Annotated[int, Field(ge=1)]
 Table = dict[str, Any]
@@ -101,6 +102,7 @@ class Recipe:
     schedule: Any
     engine: Any
     checkpoint: CheckpointOptions
+    faults: FaultsOptions
     early_stop: EarlyStop | None
     trace: TraceOptions
     tables: Table
@@ -166,6 +168,7 @@ def check(tables: Mapping[str, Any]) -> Recipe:
         ),
         engine=_engine(at["engine"], at["wire"]),
         checkpoint=config.read(CheckpointOptions, at["checkpoint"], "checkpoint"),
+        faults=config.read(FaultsOptions, at["faults"], "faults"),
         early_stop=(
             config.read(EarlyStop, at["early_stop"], "early_stop") if at["early_stop"] else None
         ),

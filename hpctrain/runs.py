@@ -42,6 +42,7 @@ def train(spec: Recipe, world: World, out: Path | None, resume: bool) -> dict[st
         spec.run.precision,
         world,
         callbacks=world.together(lambda: _callbacks(spec)),
+        faults=spec.faults,
     )
     summary = trainer.fit(
         split.train,

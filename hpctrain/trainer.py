@@ -15,7 +15,9 @@ from hpctrain.callbacks import Callbacks, EarlyStop
 from hpctrain.data import Sampler, Samples, worth_reading_ahead
 from hpctrain.engines import Engine
 from hpctrain.errors import UsageError
-from hpctrain.gradients.replica import ModelReplica
+from hpctrain.faults import FaultsOptions, Pace
+from hpctrain.gradients.replica import ModelReplica, Replica
+from hpctrain.gradients.slowed import Slowed
 from hpctrain.journal import Journal
 from hpctrain.loop import Loop, Plan, told
 from hpctrain.metrics import Metric
@@ -38,20 +40,23 @@ class Trainer:
         precision: str = "float32",
         world: World | None = None,
         callbacks: Sequence[Any] = (),
+        faults: FaultsOptions = FaultsOptions(),  # noqa: B008  (frozen)
     ):
         """Lay the model out and build the engine; collective.
 
         `engine`: options such as `ht.engines.AllReduce(algorithm="ring")`. `precision`: float32 or
-        float64. `callbacks` are told of each row of metrics; see `hpctrain.callbacks`. Raises
-        UsageError on all ranks if the engine does not fit the world, or if ranks have different
-        models.
+        float64. `callbacks` are told of each row of metrics; see `hpctrain.callbacks`. `faults`:
+        what is to slow ranks down; see `hpctrain.faults`. Raises UsageError on all ranks if the
+        engine or the faults do not fit the world, or if ranks have different models.
         """
         self.world = world or init()
         self.seed, self.rate, self.callbacks = seed, optimizer.rate, callbacks
         self.replica = ModelReplica(model, seed, np.dtype(precision))
+        replica = self.world.together(lambda: self._slowed(faults))
         self.engine: Engine = self.world.together(
-            lambda: engine.build(self.world, self.replica, optimizer)
+            lambda: engine.build(self.world, replica, optimizer)
         )
+        self.world.together(lambda: self._must_compute(faults.slow_rank))
 
     def fit(
         self,
@@ -128,6 +133,19 @@ class Trainer:
     def evaluate(self, samples: Samples) -> nn.Sums:
         """Return the sums of loss and right answers over `samples`; each rank does its share."""
         return loops.evaluate(self.engine, samples)
+
+    def _slowed(self, faults: FaultsOptions) -> Replica:
+        faults.check(self.world.size)
+        if not faults.any:
+            return self.replica
+        return Slowed(self.replica, Pace(faults, self.world.rank))
+
+    def _must_compute(self, slow_rank: int | None) -> None:
+        if self.engine.worker is None and self.world.rank == slow_rank:
+            raise UsageError(
+                f"[faults] slow_rank: expected a rank that computes gradients, seen {slow_rank}, "
+                f"which is a server; the workers are {self.engine.workers} of the ranks"
+            )
 
     def _sampler(self, train: Samples, batch: int) -> Sampler:
         size = self.engine.workers

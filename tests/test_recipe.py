@@ -47,6 +47,9 @@ REFUSED = {
         ["checkpoint.keep_best=accuracy"],
         "[checkpoint] keep_best: input should be 'test_loss', 'test_accuracy', 'train_loss' or",
     ),
+    "fault": (["faults.slow=1"], "unknown key in [faults]: 'slow'; did you mean 'slow_rank'?"),
+    "fast": (["faults.slow_factor=0.5"], "[faults] slow_factor: input should be greater than or"),
+    "jitter": (["faults.jitter=-1"], "[faults] jitter: input should be greater than or equal to 0"),
     "bucket": (["wire.bucket_bytes=0"], "[wire] bucket_bytes: input should be greater than"),
 }
 

@@ -58,6 +58,11 @@ def test_launch_returns_the_code_of_a_refusal(begin):
     refused(job.finish(), "did you mean 'digits'?", job.out)
 
 
+def test_a_slow_rank_that_is_none(begin):
+    job = begin("digits", *sets(faults_slow_rank=1, faults_slow_factor=10), ranks=None)
+    refused(job.finish(), "[faults] slow_rank: expected less than 1, the number of", job.out)
+
+
 def good():
     """Return arrays of 40 samples with 3 classes, and as many for a test."""
     y = np.arange(40) % 3

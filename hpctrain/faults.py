@@ -1,0 +1,111 @@
+"""Faults on purpose: a slow rank, jitter, steps of a fixed length; to see how a regime bears them.
+
+No result changes: only time passes, and it counts as compute. What takes a rank one second takes
+
+    f * (1 + jitter * u(seed, rank, step)) seconds        f = slow_factor on slow_rank, 1 elsewhere
+
+with u uniform in [0, 1), a function of its arguments alone: from Philox (Salmon et al., 2011).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated, TypeVar
+
+import numpy as np
+from pydantic import Field
+
+from hpctrain import config
+from hpctrain.errors import UsageError
+
+# Keeps this stream apart from others that use Philox with a key of (seed, small number).
+_STREAM = 3
+SHORTEST_S = 5e-5  #: a sleep takes at least about so long, whatever is asked: less is put off
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@config.options
+class FaultsOptions:
+    """`[faults]`: what is to go wrong; nothing, if nothing is given."""
+
+    slow_rank: Annotated[int, Field(ge=0)] | None = None
+    slow_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    jitter: Annotated[float, Field(ge=0, allow_inf_nan=False)] = (
+        0.0  #: 0.5: up to half as long again
+    )
+    step_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  #: slept for each gradient
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is to go wrong."""
+        return self != FaultsOptions()
+
+    def check(self, ranks: int) -> None:
+        """Raise UsageError unless the slow rank is one of `ranks` and has a factor."""
+        if (self.slow_rank is None) != (self.slow_factor is None):
+            raise UsageError(
+                "[faults] needs both of slow_rank and slow_factor, or neither; "
+                f"seen slow_rank {self.slow_rank}, slow_factor {self.slow_factor}"
+            )
+        if self.slow_rank is not None and self.slow_rank >= ranks:
+            raise UsageError(
+                f"[faults] slow_rank: expected less than {ranks}, the number of ranks, "
+                f"seen {self.slow_rank}"
+            )
+
+    def stretch(self, seed: int, rank: int, step: int) -> float:
+        """Return how many times as long `rank` is to compute in `step`."""
+        factor = self.slow_factor or 1.0 if rank == self.slow_rank else 1.0
+        return factor * (1 + self.jitter * uniform(seed, rank, step)) if self.jitter else factor
+
+
+def uniform(seed: int, rank: int, step: int) -> float:
+    """Return a random number in [0, 1) that belongs to a step of a rank."""
+    key = np.array([seed, rank], dtype=np.uint64)
+    word = np.random.Philox(key=key, counter=(step, 0, 0, _STREAM)).random_raw()
+    return float(int(word) >> 11) / 2**53  # as many bits as a float64 holds
+
+
+class Pace:
+    """The clock of a rank's compute: sleeps for what it is to be slower than it is."""
+
+    def __init__(
+        self,
+        options: FaultsOptions,
+        rank: int,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._options, self._rank, self._sleep, self._clock = options, rank, sleep, clock
+        self._stretch, self._since, self._owed = 1.0, 0.0, 0.0
+
+    def begin(self, seed: int, step: int) -> None:
+        """Begin a gradient: sleep for its fixed part, and look at the clock."""
+        self._stretch = self._options.stretch(seed, self._rank, step)
+        self._owed = self._options.step_ms / 1e3 * self._stretch
+        self._pay()
+
+    def catch_up(self) -> None:
+        """Sleep until what was computed since the last look has taken as long as it is to take."""
+        self._owed += (self._stretch - 1) * (self._clock() - self._since)
+        self._pay()
+
+    def outside(self, call: Callable[[U], T]) -> Callable[[U], T]:
+        """Return `call` as something that is not compute: behind all that was computed before."""
+
+        def behind(argument: U) -> T:
+            self.catch_up()
+            result = call(argument)
+            self._since = self._clock()
+            return result
+
+        return behind
+
+    def _pay(self) -> None:
+        start = self._clock()
+        if self._owed > SHORTEST_S:
+            self._sleep(self._owed)
+        self._since = self._clock()
+        self._owed -= self._since - start  # a sleep takes longer than asked: the next one less

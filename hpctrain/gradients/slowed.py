@@ -1,0 +1,36 @@
+"""A replica that computes as slowly as the faults of a run ask, and computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hpctrain import nn
+from hpctrain.faults import Pace
+from hpctrain.gradients.replica import Batch, Replica
+
+
+class Slowed:
+    """A Replica whose gradients are those of `replica`, later.
+
+    A part of the gradient is ready when the compute before it has taken its time, so that what
+    overlaps with backward still does.
+    """
+
+    def __init__(self, replica: Replica, pace: Pace):
+        self.arena = replica.arena
+        self._replica, self._pace = replica, pace
+
+    def gradient(
+        self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
+    ) -> nn.Sums:
+        """Write the gradient into the arena, and take longer over it; see Replica."""
+        self._pace.begin(key.seed, key.step)
+        if key.sum_over_ranks is not None:  # there a rank waits for the others
+            key = key._replace(sum_over_ranks=self._pace.outside(key.sum_over_ranks))
+        sums = self._replica.gradient(batch, scale, key, self._pace.outside(on_ready))
+        self._pace.catch_up()
+        return sums
+
+    def evaluate(self, batch: Batch) -> nn.Sums:
+        """Return the sums over `batch`, at full speed; see Replica."""
+        return self._replica.evaluate(batch)
