@@ -108,7 +108,7 @@ def test_random_numbers_belong_to_seed_rank_and_step():
     numbers = np.array(list(drawn.values()))
     assert ((numbers >= 0) & (numbers < 1)).all()
     for side in (numbers.reshape(32, 64).mean(axis=0), numbers.reshape(32, 64).mean(axis=1)):
-        assert (abs(side - 0.5) < 0.2).all()  # 4 standard deviations of a mean of 32, of fixed numbers
+        assert (abs(side - 0.5) < 0.2).all()  # 4 standard deviations of a mean of 32
     assert drawn[1, 3, 5] == pytest.approx(PINNED)
 
 
