@@ -17,6 +17,7 @@ from hpctrain.errors import HpctrainError, SaveError, Stopped, TrainingError, Us
 #: Errors that all ranks raise together; any other means that this rank leaves the others alone.
 AGREED = (UsageError, TrainingError, SaveError, Stopped)
 INTERRUPTED, BUG = 130, 1
+ASKS = {"--help", "--version"}
 #: How long ranks that need not speak wait for rank 0, which says what all of them have seen.
 SPEAK_FIRST_S, ALONE_S = 1.0, 10.0
 
@@ -56,6 +57,8 @@ def main() -> None:
 
 def _guarded() -> int:
     try:
+        if launchers.launched(os.environ).rank > 0 and ASKS & set(sys.argv):
+            return 0  # rank 0 answers
         # Click prints what it has to say itself only in standalone mode: there all ranks would.
         code = hpctrain.main(prog_name="hpctrain", standalone_mode=False)
         return _leave(code if isinstance(code, int) else 0)

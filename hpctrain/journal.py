@@ -251,7 +251,8 @@ def versions() -> dict[str, str]:
 
 def blas_threads() -> int:
     """Return how many threads BLAS uses in this rank."""
-    return max((pool["num_threads"] for pool in threadpoolctl.threadpool_info()), default=1)
+    pools = threadpoolctl.threadpool_info()  # OpenMP's too: scikit-learn brings its own
+    return max((one["num_threads"] for one in pools if one["user_api"] == "blas"), default=1)
 
 
 def _means(name: str, sums: Sums) -> dict[str, float]:

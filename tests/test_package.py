@@ -9,6 +9,7 @@ from importlib import metadata, resources
 import pytest
 
 import hpctrain as ht
+from hpctrain import cli
 
 
 @pytest.mark.parametrize("module", ["mpi4py.MPI", "cupy", "sklearn", "matplotlib", "jinja2"])
@@ -34,3 +35,15 @@ def test_package_data_is_there(file):
 def test_command_is_the_module():
     (command,) = metadata.entry_points(group="console_scripts", name="hpctrain")
     assert callable(command.load())
+
+
+@pytest.mark.parametrize("asked", ["--help", "--version", "train --help"])
+def test_help_is_said_by_one_rank(asked, monkeypatch, capsys):
+    said = []
+    for rank in "0", "1":
+        for variable, value in {"RANK": rank, "LOCAL_RANK": rank, "SIZE": "2"}.items():
+            monkeypatch.setenv(f"MV2_COMM_WORLD_{variable}", value)
+        monkeypatch.setattr(sys, "argv", ["hpctrain", *asked.split()])
+        assert cli._guarded() == 0
+        said.append("".join(capsys.readouterr()))
+    assert (said[0] != "", said[1]) == (True, "")
