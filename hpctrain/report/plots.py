@@ -16,6 +16,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from hpctrain.report.record import Record
 
+Array = np.ndarray
 BLUE, ORANGE, VERMILION, GREY, BLACK = "#0072B2", "#E69F00", "#D55E00", "#BBBBBB", "#000000"
 LINES: dict[str, dict[str, Any]] = {
     "train": {"color": BLUE, "linestyle": "-", "marker": "o"},
@@ -28,7 +29,8 @@ UNITS = {"h": 3600.0, "min": 60.0, "s": 1.0}
 
 def plots(record: Record) -> dict[str, bytes]:
     """Return {file name: PNG} of the plots for which `record` has rows."""
-    figures = {"loss.png": _losses, "rate.png": _rate, "time.png": _times}
+    figures = {"loss.png": _losses, "rate.png": _rate, "time.png": _times,
+               "ranks.png": _ranks}  # fmt: skip
     made = {name: draw(record) for name, draw in figures.items() if record.rows}
     return {name: _png(figure) for name, figure in made.items() if figure is not None}
 
@@ -81,6 +83,7 @@ def _rate(record: Record) -> Figure | None:
     if not np.isfinite(rate).any():
         return None
     figure, axes = _single(record, "learning rate")
+    _step_axis(axes, record)
     mark = "o" if len(rate) <= FEW else ""
     axes.plot(record.column("step"), rate, color=BLUE, marker=mark, markersize=4, clip_on=False)
     axes.set_ylabel("rate at the last step of each interval")
@@ -93,21 +96,52 @@ def _times(record: Record) -> Figure:
     steps = record.column("steps")
     wall, compute, wait, wire = (record.spent(f"{x}_s") / steps for x in
                                  ("wall", "compute", "wait", "wire"))  # fmt: skip
-    other = np.maximum(wall - compute - wait, 0)
     figure, axes = _single(record, "time of a step on rank 0")
-    parts = {"compute": (compute, BLUE), "wait (exposed wire)": (wait, ORANGE),
-             "other (evaluation, checkpoints, reading)": (other, GREY)}  # fmt: skip
-    begin, floor = record.column("step") - steps, np.zeros_like(wall)
-    for label, (height, color) in parts.items():
-        axes.bar(begin, height, steps, floor, align="edge", color=color, label=label,
-                 edgecolor="white", linewidth=0.5 if len(steps) <= FEW else 0)  # fmt: skip
-        floor = floor + height
+    _step_axis(axes, record)
+    begin = record.column("step") - steps
+    _stacked(axes, begin, steps, wall, compute, wait)
     axes.hlines(wire, begin, begin + steps, color=BLACK, linewidth=1.5,
                 label="wire (overlaps compute)")  # fmt: skip
-    axes.set_ylabel("time per step, mean of an interval")
+    _time_axis(figure, axes, "time per step, mean of an interval")
+    return figure
+
+
+def _ranks(record: Record) -> Figure | None:
+    """Where each rank's time went; None where no row tells it."""
+    times = record.by_rank()
+    if not times:
+        return None
+    wall, compute, wait, wire = (times[f"{x}_s"] for x in ("wall", "compute", "wait", "wire"))
+    since = f" since step {record.resumed()[-1]:.0f}" if record.resumed() else ""
+    figure, axes = _single(record, f"time of each rank{since}")
+    ranks = np.arange(len(wall))
+    _stacked(axes, ranks - 0.4, np.full(len(wall), 0.6), wall, compute, wait)
+    axes.bar(ranks + 0.2, wire, 0.2, align="edge", color=BLACK, label="wire (overlaps compute)")
+    axes.set_xlabel("rank")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(-0.6, len(wall) - 0.4)
+    _time_axis(figure, axes, "time")
+    return figure
+
+
+def _stacked(
+    axes: Axes, begin: Array, width: Array, wall: Array, compute: Array, wait: Array
+) -> None:
+    """Draw bars of what excludes each other and adds up to the wall time."""
+    other = np.maximum(wall - compute - wait, 0)
+    parts = {"compute": (compute, BLUE), "wait (exposed wire)": (wait, ORANGE),
+             "other (evaluation, checkpoints, reading)": (other, GREY)}  # fmt: skip
+    floor = np.zeros_like(wall)
+    for label, (height, color) in parts.items():
+        axes.bar(begin, height, width, floor, align="edge", color=color, label=label,
+                 edgecolor="white", linewidth=0.5 if len(wall) <= FEW else 0)  # fmt: skip
+        floor = floor + height
+
+
+def _time_axis(figure: Figure, axes: Axes, what: str) -> None:
+    axes.set_ylabel(what)
     axes.yaxis.set_major_formatter(EngFormatter(unit="s"))
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    return figure
 
 
 def _single(record: Record, what: str) -> tuple[Figure, Axes]:
@@ -115,7 +149,6 @@ def _single(record: Record, what: str) -> tuple[Figure, Axes]:
     axes = figure.subplots()
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
-    _step_axis(axes, record)
     axes.set_title(_title(record, what))
     return figure, axes
 

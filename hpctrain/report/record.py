@@ -50,6 +50,17 @@ class Record:
         before = np.concatenate([[0.0], clock[:-1]]) if len(clock) else clock
         return clock - np.where(np.diff(part, prepend=np.nan) == 0, before, 0.0)
 
+    def by_rank(self) -> dict[str, np.ndarray]:
+        """Return the seconds of each rank since the last resumption: {name of TIMES: (ranks,)}.
+
+        `wall_s` is rank 0's for all. Empty where no row tells of ranks.
+        """
+        row = self.rows[-1] if self.rows else {}
+        if not row.get("ranks"):
+            return {}
+        found = {name: np.array(seconds, np.float64) for name, seconds in row["ranks"].items()}
+        return {**found, "wall_s": np.full_like(found["compute_s"], row["wall_s"])}
+
     def resumed(self) -> list[float]:
         """Return the steps at which the run was resumed."""
         return sorted({step for step in self.column("since_step").tolist() if step > 0})

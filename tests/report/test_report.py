@@ -21,7 +21,7 @@ from hpctrain.errors import UsageError
 from hpctrain.report import page, plots, record
 
 NAME = "<script>alert('$x_1$ & more')</script>"
-PLOTS = {"loss.png", "rate.png", "time.png"}
+PLOTS = {"loss.png", "rate.png", "time.png", "ranks.png"}
 
 
 def row(step, since=0, **others):
@@ -31,7 +31,11 @@ def row(step, since=0, **others):
         "step": step, "steps": 10, "since_step": since, "train_loss": 1 / step,
         "train_accuracy": 0.5, "test_loss": None, "test_accuracy": None, "rate": 0.1,
         "wall_s": 1.0 * intervals, "compute_s": 0.5 * intervals, "wait_s": 0.25 * intervals,
-        "wire_s": 0.4 * intervals, **others,
+        "wire_s": 0.4 * intervals,
+        "ranks": {"compute_s": [0.5 * intervals, 0.3 * intervals],
+                  "wait_s": [0.25 * intervals, 0.6 * intervals],
+                  "wire_s": [0.4 * intervals] * 2},
+        **others,
     }  # fmt: skip
 
 
@@ -52,6 +56,7 @@ RUNS = {
     "no summary": (ROWS, None, RECIPE, "", PLOTS, ["no summary: still running, or killed"]),
     "from Python": (ROWS, DONE, None, "", PLOTS, ["started from Python"]),
     "rate unknown": ([row(10, rate=None)], DONE, RECIPE, "", PLOTS - {"rate.png"}, ["done"]),
+    "ranks unknown": ([row(10, ranks=None)], DONE, RECIPE, "", PLOTS - {"ranks.png"}, ["done"]),
     "nothing but a recipe": ([], None, RECIPE, "", set(), ["no summary", "no row of metrics"]),
 }  # fmt: skip
 
@@ -136,9 +141,19 @@ def test_clocks_of_resumed_parts_add_up(kind, tmp_path):
     assert read.resumed() == resumed
 
 
-def test_a_thousand_rows(tmp_path):
+def test_times_of_ranks_are_those_since_the_last_resumption(tmp_path):
+    read = record.read(write(tmp_path / "run", [row(10), row(20, 10), row(30, 10)], None, None))
+    found = {name: seconds.tolist() for name, seconds in read.by_rank().items()}
+    assert found == {
+        "wall_s": [2, 2], "compute_s": [1, 0.6], "wait_s": [0.5, 1.2], "wire_s": [0.8, 0.8],
+    }  # fmt: skip
+
+
+def test_a_thousand_rows_of_many_ranks(tmp_path):
     run = write(tmp_path / "run", [], DONE, RECIPE)
-    text = "".join(json.dumps(row(step)) + "\n" for step in range(10, 10_010, 10))
+    ranks = {f"{name}_s": [0.1] * 200 for name in ("compute", "wait", "wire")}
+    rows = [*map(row, range(10, 10_000, 10)), row(10_000, ranks=ranks)]
+    text = "".join(json.dumps(one) + "\n" for one in rows)
     (run / rundir.METRICS).write_text(text)
     assert plots.plots(record.read(run)).keys() == PLOTS
 
