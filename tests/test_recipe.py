@@ -32,6 +32,10 @@ REFUSED = {
     "device": (["run.device=tpu"], "[run] device: input should be"),
     "algorithm": (["wire.algorithm=rign"], "unknown algorithm 'rign'; did you mean 'ring'?"),
     "misplaced": (["engine.algorithm=ring"], "[engine] algorithm: belongs into [wire]"),
+    "shards": (
+        ["engine.shard_optimizer=true", "wire.algorithm=tree"],
+        "[engine] shard_optimizer: ranks exchange ranges along a ring; expected [wire] algorithm",
+    ),
     "no patience": (["early_stop.metric=test_loss"], "[early_stop] patience is missing"),
     "metric": (
         ["early_stop.patience=2", "early_stop.metric=loss"],

@@ -53,6 +53,8 @@ CHANGES = {
              "optimizer.clip_norm=1.0", "data.shift=1", "data.flip=true", "run.prefetch=3"],
     # Running statistics are part of the state.
     "resnet": ["model.kind=resnet20", "model.widths=", "model.blocks=1", "model.channels=[4, 6]"],
+    "shards": ["engine.shard_optimizer=true", "optimizer.kind=lamb", "optimizer.momentum=",
+               "optimizer.rate=0.01"],
 }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -19,7 +19,11 @@ def bounds(length: int, parts: int, align: int = 1) -> list[int]:
 
 def chunks(x: np.ndarray, parts: int) -> list[np.ndarray]:
     """Return `parts` views that cover flat `x`; their lengths differ by one element at most."""
-    offsets = bounds(x.size, parts)
+    return slices(x, bounds(x.size, parts))
+
+
+def slices(x: np.ndarray, offsets: Sequence[int]) -> list[np.ndarray]:
+    """Return the views of flat `x` between each two neighbours of `offsets`."""
     return [x[a:b] for a, b in pairwise(offsets)]
 
 

@@ -29,11 +29,12 @@ workstations", 2009.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from itertools import zip_longest
 
 import numpy as np
 
-from hpctrain.collectives.chunks import SEGMENT_BYTES, chunks, segments
+from hpctrain.collectives.chunks import SEGMENT_BYTES, bounds, segments, slices
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.operations import Operation
 from hpctrain.transport.link import Link, Request
@@ -54,26 +55,39 @@ def plain_ring(group: Group, x: np.ndarray, op: Operation) -> None:
 
 
 def reduce_scatter(
-    group: Group, x: np.ndarray, op: Operation, segment_bytes: int = SEGMENT_BYTES
+    group: Group,
+    x: np.ndarray,
+    op: Operation,
+    segment_bytes: int = SEGMENT_BYTES,
+    offsets: Sequence[int] | None = None,
 ) -> np.ndarray:
-    """Return the view of flat `x` that is this rank's chunk, reduced; the rest of `x` is spoilt."""
+    """Return the view of flat `x` that is this rank's chunk, reduced; the rest of `x` is spoilt.
+
+    Rank r's chunk is `offsets[r]:offsets[r + 1]`, which may be empty; without them all are even.
+    """
     rank, size = group.link.rank, group.link.size
-    chunk = chunks(x, size)
+    chunk = slices(x, offsets or bounds(x.size, size))
+    # By the longest of all, not by those at hand: an empty chunk that is cut into segments is no
+    # message at all, and so whoever receives it must do alike.
+    uncut = max(c.nbytes for c in chunk) <= segment_bytes
     for step in range(size - 1):
         mine, theirs = chunk[(rank - 1 - step) % size], chunk[(rank - 2 - step) % size]
-        if max(mine.nbytes, theirs.nbytes) <= segment_bytes:
+        if uncut:
             _exchange(group, mine, theirs, op)
         else:
             _exchange_in_segments(group, mine, theirs, op, segment_bytes)
     return chunk[rank]
 
 
-def all_gather(group: Group, x: np.ndarray) -> None:
-    """Fill flat `x` with every rank's chunk; before, this rank's own is in place."""
+def all_gather(group: Group, x: np.ndarray, offsets: Sequence[int] | None = None) -> None:
+    """Fill flat `x` with every rank's chunk; before, this rank's own is in place.
+
+    Chunks are those of `reduce_scatter`.
+    """
     link = group.link
     rank, size = link.rank, link.size
     left, right = _neighbours(link)
-    chunk = chunks(x, size)
+    chunk = slices(x, offsets or bounds(x.size, size))
     for step in range(size - 1):
         link.sendrecv(chunk[(rank - step) % size], right, chunk[(rank - 1 - step) % size], left)
 

@@ -3,7 +3,8 @@
     g_i = dL/dw on rank i's share      g = g_1 + ... + g_P  (all-reduce)      w <- w - update(g)
 
 Every rank makes the same update from the same bytes, so the replicas never part. Sent per rank
-and step: 2n(P-1)/P bytes with a ring, n being the bytes of the parameters. Source: Goyal et al.,
+and step: 2n(P-1)/P bytes with a ring, n being the bytes of the parameters. With `shard_optimizer`
+each rank makes 1/P of the update, for as many bytes; see `update.py`. Source: Goyal et al.,
 "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017.
 """
 
@@ -24,11 +25,10 @@ from hpctrain.engines.engine import (
     Times,
     Work,
     in_step,
-    load_into,
-    pieces_of,
-    whole,
 )
 from hpctrain.engines.single import Single, SingleOptions
+from hpctrain.engines.update import Replicated, Sharded
+from hpctrain.errors import UsageError
 from hpctrain.gradients import buckets
 from hpctrain.gradients.reducer import Reducer, WireOptions
 from hpctrain.gradients.replica import Replica
@@ -41,6 +41,16 @@ from hpctrain.world import World
 @config.options
 class AllReduceOptions(WireOptions):
     """How gradients are summed; a recipe gives the keys that are WireOptions' in `[wire]`."""
+
+    shard_optimizer: bool = False  #: each rank keeps 1/P of the optimizer's state
+
+    def __post_init__(self) -> None:
+        """Refuse an algorithm that is not the one of shards."""
+        if self.shard_optimizer and self.algorithm not in ("auto", "ring"):
+            raise UsageError(
+                "[engine] shard_optimizer: ranks exchange ranges along a ring; expected [wire] "
+                f"algorithm auto or ring, seen {self.algorithm}"
+            )
 
     def build(self, world: World, replica: Replica, optimizer: Optimizer) -> AllReduce | Single:
         """Return this rank's engine; collective. Alone there is nothing to sum."""
@@ -65,16 +75,18 @@ class AllReduce:
         world.must_agree(said, "model and options")
         self.replica, self.times, self.algorithm = replica, Times(), options.algorithm
         self.workers, self.worker = world.size, world.rank
-        self._optimizer, self._state = optimizer, optimizer.init(arena.param)
         self._trace = world.trace
         self._group = world.group()
         for plane in (arena.param, arena.buffer):
             broadcast(self._group, plane)  # a user's own model may start from random numbers
-        self._wire = Group(world.link_for("wire"))
-        function = allreduce_named(options.algorithm)
-        self._reducer = Reducer(
-            arena.grad, cut, self._wire, function, world.concurrent, world.trace
+        self.update = (
+            Sharded(self._group, arena, optimizer, self.times, world.trace)
+            if options.shard_optimizer
+            else Replicated(self._group, arena, optimizer, allreduce_named(options.algorithm))
         )
+        self._wire = Group(world.link_for("wire"))
+        reduce, concurrent = self.update.reduce, world.concurrent
+        self._reducer = Reducer(arena.grad, cut, self._wire, reduce, concurrent, world.trace)
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`."""
@@ -82,7 +94,7 @@ class AllReduce:
 
     def step(self, task: Task, flags: Flags) -> tuple[Sums, Flags]:
         """Sum the gradients of all shares while they are made, and take the sum."""
-        times, arena, add = self.times, self.replica.arena, self._trace.add
+        times, add = self.times, self._trace.add
         start, waited = perf_counter(), times.wait_s
         key = task.key._replace(sum_over_ranks=self._sum_and_wait)
         sums = self.replica.gradient(task.batch, task.scale, key, self._reducer.ready)
@@ -93,9 +105,11 @@ class AllReduce:
         gradient = self._reducer.wait()
         arrived = perf_counter()
         times.wait_s += add("wait for gradients", "wait", waits, arrived)
+        waited = times.wait_s
         if not flags.failed:
-            self._optimizer.update(gradient, self._state, arena.param, arena.slots, whole)
-        times.compute_s += add("update", "compute", arrived, perf_counter())
+            self.update(gradient)
+        updated = add("update", "compute", arrived, perf_counter())
+        times.compute_s += updated - (times.wait_s - waited)  # shards wait for each other
         times.wire_s = self._reducer.wire_s
         return sums, flags
 
@@ -122,13 +136,12 @@ class AllReduce:
         """Do nothing: after a step all ranks hold the same parameters."""
 
     def state(self) -> list[Piece]:
-        """Return this rank's 1/P of the state that all hold."""
-        link = self._group.link
-        return pieces_of(self.replica.arena, self._state, link.rank, link.size)
+        """Return this rank's part of the state."""
+        return self.update.pieces()
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Take the whole state."""
-        load_into(self.replica.arena, self._state, arrays)
+        self.update.load(arrays)
 
     def close(self) -> None:
         """End the communication thread and free its link; collective."""

@@ -141,13 +141,18 @@ def load_into(
     Raises UsageError if they are those of another model or optimizer.
     """
     for name, x in _flat(arena, optimizer_state).items():
-        seen = arrays[name].size if name in arrays else "none"
-        if seen != x.size:
-            raise UsageError(
-                f"the checkpoint does not fit the recipe: expected {x.size} numbers of '{name}', "
-                f"seen {seen}; resume with the model and the optimizer that it was made with"
-            )
-        x[...] = arrays[name]
+        x[...] = fitting(arrays, name, x.size)
+
+
+def fitting(arrays: Mapping[str, np.ndarray], name: str, size: int) -> np.ndarray:
+    """Return array `name` of a checkpoint; raise UsageError unless it has `size` elements."""
+    seen = arrays[name].size if name in arrays else "none"
+    if seen != size:
+        raise UsageError(
+            f"the checkpoint does not fit the recipe: expected {size} numbers of '{name}', "
+            f"seen {seen}; resume with the model and the optimizer that it was made with"
+        )
+    return arrays[name]
 
 
 def _flat(arena: Arena, optimizer_state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -35,6 +35,26 @@ def test_reduce_scatter_then_all_gather(ranks, word):
     ranks(body)
 
 
+@on_ranks(2, 3, 4, 5)
+@pytest.mark.parametrize("n", [100, 300_007])  # within a segment; several
+@pytest.mark.parametrize("cut", [(0,), (1,), (0.4, 0.4, 1), (0, 0.1, 0.9)])
+def test_chunks_of_any_length(ranks, n, cut):
+    """Empty ones too, beside those that travel in segments: the bounds are n times `cut`."""
+    size = ranks.size
+    told = expected(size, n, "float64", "sum")
+    inner = [int(n * cut[min(i, len(cut) - 1)]) for i in range(size - 1)]
+    offsets = [0, *inner, n]
+
+    def body(world):
+        group, x = Group(world.link), vector(world.rank, n, "float64").copy()
+        mine = reduce_scatter(group, x, np.add, offsets=offsets)
+        assert same(mine, told[offsets[world.rank] : offsets[world.rank + 1]])
+        all_gather(group, x, offsets)
+        assert same(x, told)
+
+    ranks(body)
+
+
 @on_ranks(*THREAD_RANKS)
 @pytest.mark.parametrize("word", LENGTHS)
 def test_reduce_to_every_root(ranks, word):

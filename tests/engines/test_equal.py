@@ -17,10 +17,12 @@ from ranks import on_ranks, run_on
 
 from hpctrain import collectives, data, engines, nn, optim
 from hpctrain.collectives.ring import ring
+from hpctrain.engines import update
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.trainer import Trainer
 
 ALGORITHMS = ("auto", *(name for name in collectives.ALLREDUCE if name != "null"))
+WAYS = (*ALGORITHMS, "shards")
 TOLERANCE = {"float64": 1e-10, "float32": 1e-3}
 MODELS = {
     "mlp": nn.MlpOptions(widths=[64, 24, 10]),
@@ -65,13 +67,19 @@ def planes(arena) -> np.ndarray:
     return np.concatenate([arena.param, arena.buffer])
 
 
+def engine(way: str):
+    """Return all-reduce by an algorithm, or with an optimizer in shards."""
+    if way == "shards":
+        return engines.AllReduce(shard_optimizer=True, bucket_bytes=1024)
+    return engines.AllReduce(algorithm=way, bucket_bytes=1024)
+
+
 def trained(
-    world, model: str, precision: str, algorithm: str, steps: int = STEPS, micro_batches: int = 1
+    world, model: str, precision: str, way: str, steps: int = STEPS, micro_batches: int = 1
 ):
     """Return the parameters after training, and the losses seen on the way."""
-    engine = engines.AllReduce(algorithm=algorithm, bucket_bytes=1024)
     optimizer = optim.sgd(rate=0.1, momentum=0.9)
-    trainer = Trainer(built(model), optimizer, engine, precision=precision, world=world)
+    trainer = Trainer(built(model), optimizer, engine(way), precision=precision, world=world)
     summary = trainer.fit(
         samples(model), steps=steps, batch=BATCH, interval_steps=steps, micro_batches=micro_batches
     )
@@ -93,10 +101,11 @@ def relative_distance(w, model: str, precision: str) -> float:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("precision", TOLERANCE)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2, 3, 4, 5)
-def test_p_ranks_equal_one_rank(ranks, algorithm, precision, model):
-    for w, _ in ranks(trained, model, precision, algorithm):
+def test_p_ranks_equal_one_rank(ranks, monkeypatch, way, precision, model):
+    monkeypatch.setattr(update, "BLOCK", 512)  # or these small models would be one shard
+    for w, _ in ranks(trained, model, precision, way):
         assert relative_distance(w, model, precision) <= TOLERANCE[precision]
 
 
@@ -181,9 +190,8 @@ def first_gradients(world, algorithm: str, method: str) -> list[np.ndarray]:
         seen.append(grad.copy())
         optimizer.update(grad, *rest)
 
-    engine = engines.AllReduce(algorithm=algorithm, bucket_bytes=1024)
     trainer = Trainer(
-        MODELS["mlp"].build((8, 8), 10), optimizer._replace(update=update), engine,
+        MODELS["mlp"].build((8, 8), 10), optimizer._replace(update=update), engine(algorithm),
         precision="float64", world=world,
     )  # fmt: skip
     trainer.fit(digits(), steps=3, batch=BATCH)

@@ -1,0 +1,112 @@
+"""Who updates which parameters: every rank all of them, or each rank a range of its own.
+
+The second is the first stage of ZeRO. With three ranks, `g` the gradient of one rank's share, `G`
+the sum of all shares, `w` old and `W` new parameters:
+
+    rank   gradients       reduce-scatter   update          all-gather
+     0     g g g  w w w    G . .  w w w     G . .  W w w    W W W
+     1     g g g  w w w    . G .  w w w     . G .  w W w    W W W
+     2     g g g  w w w    . . G  w w w     . . G  w w W    W W W
+
+Both send 2n(P-1)/P bytes per rank; with ranges a rank keeps 1/P of the optimizer's state. Ranges
+begin at blocks of the optimizer, and norms are added from the rows of all ranges in order: any
+number of ranks makes the same update of the same sum. Source: Rajbhandari, Rasley, Ruwase and He,
+"ZeRO: memory optimizations toward training trillion parameter models", 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from hpctrain.checkpoint import Piece
+from hpctrain.collectives import AllReduceFunction, Group, Operation, all_gather_bytes
+from hpctrain.collectives.chunks import bounds
+from hpctrain.collectives.ring import all_gather, reduce_scatter
+from hpctrain.engines.engine import BLOCK, Times, fitting, load_into, pieces_of, whole
+from hpctrain.gradients.arena import Arena
+from hpctrain.optim import Optimizer
+from hpctrain.trace import Trace
+
+
+class Replicated:
+    """Every rank makes the same update of all parameters."""
+
+    def __init__(self, group: Group, arena: Arena, optimizer: Optimizer, sums: AllReduceFunction):
+        """Keep the whole state; `sums` brings gradients to every rank."""
+        self.reduce, self.state = sums, optimizer.init(arena.param)
+        self._arena, self._optimizer, self._link = arena, optimizer, group.link
+
+    def __call__(self, gradient: np.ndarray) -> None:
+        """Take a summed gradient, of the length of the plane."""
+        arena = self._arena
+        self._optimizer.update(gradient, self.state, arena.param, arena.slots, whole)
+
+    def pieces(self) -> list[Piece]:
+        """Return this rank's 1/P of the state that all hold."""
+        return pieces_of(self._arena, self.state, self._link.rank, self._link.size)
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Take the whole state."""
+        load_into(self._arena, self.state, arrays)
+
+
+class Sharded:
+    """Each rank updates its own range of the parameters, and receives the others."""
+
+    def __init__(
+        self, group: Group, arena: Arena, optimizer: Optimizer, times: Times, trace: Trace
+    ):
+        """Keep the state of this rank's range, which may be empty; `times` learns of waits."""
+        self._group, self._arena, self._optimizer = group, arena, optimizer
+        self._times, self._trace = times, trace
+        rank, size = group.link.rank, group.link.size
+        self._offsets = bounds(arena.param.size, size, BLOCK)
+        self._own = slice(self._offsets[rank], self._offsets[rank + 1])
+        self._slots = [replace(s, offset=s.offset - self._own.start) for s in arena.slots]
+        self.state = optimizer.init(arena.param[self._own])
+
+    def reduce(self, group: Group, x: np.ndarray, op: Operation) -> None:
+        """Sum slice `x` of the gradient plane, each element on the rank that updates it."""
+        # A view knows where it lies in the plane by its address alone.
+        before = (_address(x) - _address(self._arena.grad)) // x.itemsize
+        offsets = [min(max(offset - before, 0), x.size) for offset in self._offsets]
+        reduce_scatter(group, x, op, offsets=offsets)
+
+    def __call__(self, gradient: np.ndarray) -> None:
+        """Take a gradient that is summed in this rank's range; fill in the other ranges."""
+        param = self._arena.param
+        self._optimizer.update(
+            gradient[self._own], self.state, param[self._own], self._slots, self._rows_of_all
+        )
+        with self._trace.span("gather parameters", "wait") as waiting:
+            all_gather(self._group, param, self._offsets)
+        self._times.wait_s += waiting.seconds
+
+    def pieces(self) -> list[Piece]:
+        """Return what this rank alone holds, and its 1/P of what all hold."""
+        link, size = self._group.link, self._arena.param.size
+        arrays = {name: x for name, x in self.state.items() if name != "step"}
+        step = {name: self.state[name] for name in self.state.keys() - arrays.keys()}
+        own = [Piece(f"optimizer.{name}", self._own.start, size, x) for name, x in arrays.items()]
+        return own + pieces_of(self._arena, step, link.rank, link.size)
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Take this rank's range out of the whole state."""
+        load_into(self._arena, {}, arrays)
+        for name, x in self.state.items():
+            size, at = (1, slice(1)) if name == "step" else (self._arena.param.size, self._own)
+            x[...] = fitting(arrays, f"optimizer.{name}", size)[at]
+
+    def _rows_of_all(self, rows: np.ndarray) -> np.ndarray:
+        """Return the rows of all ranges, in order; see `hpctrain.optim.optimizer.Optimizer`."""
+        with self._trace.span("gather norms", "wait") as waiting:
+            everyones = all_gather_bytes(self._group.link, rows.tobytes())
+        self._times.wait_s += waiting.seconds
+        return np.frombuffer(b"".join(everyones)).reshape(-1, rows.shape[1])
+
+
+def _address(x: np.ndarray) -> int:
+    return int(x.__array_interface__["data"][0])

@@ -1,0 +1,133 @@
+"""An optimizer in shards: the update of one, for the same bytes on the wire, in 1/P of the memory.
+
+The model has six blocks, which no number of ranks here divides but 2 and 3; with nine, some of the
+shards are empty. That P ranks equal one rank: test_equal.py.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from ranks import on_ranks, run_on
+
+from hpctrain import data, engines, nn, optim
+from hpctrain.collectives import all_gather_bytes
+from hpctrain.engines.engine import BLOCK
+from hpctrain.gradients.replica import ModelReplica
+from hpctrain.trainer import Trainer
+
+STEPS, BATCH = 3, 20
+MODEL = nn.MlpOptions(widths=[64, 1024, 256, 10])
+SHARDS = engines.AllReduce(shard_optimizer=True, bucket_bytes=100_000)
+METHODS = {
+    "clipping": optim.sgd(0.1, 0.9, clip_norm=0.1),
+    "adamw": optim.adamw(0.01),
+    "lars": optim.lars(1.0, weight_decay=0.1, clip_norm=0.1),
+    "lamb": optim.lamb(0.01, clip_norm=0.1),
+}
+
+
+@cache
+def digits() -> data.Dataset:
+    train = data.DigitsOptions().load(0).train
+    return data.Dataset(train.x[:50], train.y[:50])  # batches of 20, 20 and 10
+
+
+def trainer_of(world, optimizer, engine=SHARDS, precision="float32") -> Trainer:
+    return Trainer(MODEL.build((8, 8), 10), optimizer, engine, precision=precision, world=world)
+
+
+def sharded(world, method: str, precision: str):
+    """Return this rank's gradients, one after the other, its state and all parameters."""
+    seen, states = [], []
+    optimizer = METHODS[method]
+
+    def update(grad, state, *rest):
+        seen.append(grad.tobytes())
+        optimizer.update(grad, state, *rest)
+
+    def init(param):
+        states.append(optimizer.init(param))
+        return states[0]
+
+    spied = optimizer._replace(init=init, update=update)
+    trainer = trainer_of(world, spied, precision=precision)
+    trainer.fit(digits(), steps=STEPS, batch=BATCH)
+    trainer.close()
+    return seen, states[0], trainer.replica.arena.param
+
+
+def joined(link, parts: list[bytes], precision: str) -> list[np.ndarray]:
+    """Return flat arrays of which each rank has a part."""
+    return [np.frombuffer(b"".join(all_gather_bytes(link, part)), precision) for part in parts]
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+@pytest.mark.parametrize("method", METHODS)
+@on_ranks(2, 4, 9, mpi=(3,))
+def test_the_update_is_that_of_one_rank(ranks, method, precision):
+    """Of the same sum of gradients all shards make the same bytes: parameters and state."""
+
+    def body(world):
+        seen, state, param = sharded(world, method, precision)
+        names = [name for name in state if name != "step"]
+        arena = ModelReplica(MODEL.build((8, 8), 10), 0, np.dtype(precision)).arena
+        alone, start = METHODS[method].init(arena.param), arena.param.copy()
+        for grad in joined(world.link, seen, precision):
+            METHODS[method].update(grad, alone, arena.param, arena.slots, lambda rows: rows)
+        assert param.tobytes() == arena.param.tobytes() != start.tobytes()
+        pieces = joined(world.link, [state[name].tobytes() for name in names], precision)
+        for name, array in zip(names, pieces, strict=True):
+            assert array.tobytes() == alone[name].tobytes()
+
+    ranks(body)
+
+
+@on_ranks(2, 3, 4)
+def test_as_many_bytes_as_a_ring_and_a_part_of_the_memory(ranks):
+    def cost(world, engine):
+        states = []
+        optimizer = METHODS["adamw"]
+
+        def init(param):
+            states.append(optimizer.init(param))
+            return states[0]
+
+        trainer = trainer_of(world, optimizer._replace(init=init), engine)
+        before = trainer.engine.bytes_sent
+        trainer.fit(digits(), steps=STEPS, batch=BATCH)
+        sent = trainer.engine.sum(np.array([trainer.engine.bytes_sent - before]))
+        trainer.close()
+        return float(sent[0]), states[0]["mean"].size, trainer.replica.arena.param.size
+
+    def body(world):
+        sent, kept, size = cost(world, SHARDS)
+        ring, _, _ = cost(world, engines.AllReduce(algorithm="ring"))
+        n = size * 4
+        assert sent == ring >= STEPS * 2 * n * (world.size - 1)
+        assert kept <= size / world.size + BLOCK
+
+    ranks(body)
+
+
+ROWS = [("shards", 3, "whole", 2), ("whole", 2, "shards", 4), ("shards", 4, "shards", 2),
+        ("shards", 2, "whole", 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("first", "before", "then", "after"), ROWS)
+def test_a_checkpoint_fits_any_number_of_shards(tmp_path, first, before, then, after):
+    ways = {"shards": SHARDS, "whole": engines.AllReduce()}
+
+    def fit(world, way, steps, out=None, resume=False):
+        trainer = trainer_of(world, optim.sgd(0.1, 0.9), ways[way], "float64")
+        trainer.fit(digits(), steps=steps, batch=BATCH, out=out, resume=resume)
+        trainer.close()
+        return trainer.replica.arena.param
+
+    run_on("threads", before, lambda w: fit(w, first, 3, tmp_path / "run"))
+    resumed = run_on("threads", after, lambda w: fit(w, then, 6, tmp_path / "run", True))
+    (whole,) = run_on("threads", 1, lambda w: fit(w, "whole", 6))
+    for param in resumed:
+        assert abs(param - whole).max() < 1e-12
