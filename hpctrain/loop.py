@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpctrain import checkpoint, nn
+from hpctrain import checkpoint, nn, weights
 from hpctrain.callbacks import Callbacks, Row
 from hpctrain.data import Prefetch, Sampler, Samples, in_pieces, share
 from hpctrain.engines import Engine, Flags, Task
@@ -47,6 +47,7 @@ class Plan:
     prefetch: int
     timeout_s: float
     checkpoints: CheckpointOptions
+    about: dict[str, Any]  #: what checkpoints keep of the model
 
 
 def evaluate(engine: Engine, samples: Samples) -> nn.Sums:
@@ -248,7 +249,8 @@ class Loop:
     def _about(self) -> dict[str, Any]:
         """Return what the checkpoint of this step keeps beside the arrays."""
         judged = {"metrics": self._metrics(), "keep_best": self.plan.checkpoints.keep_best}
-        return {**self.journal.about_now(self.step), **judged}
+        tensors = {"weights": weights.layout(self.engine.replica.arena)}
+        return {**self.journal.about_now(self.step), **judged, **self.plan.about, **tensors}
 
     def _save(self, must: bool) -> None:
         """Write a checkpoint; a failure ends the run only if nothing comes after (`must`)."""

@@ -105,6 +105,7 @@ class Recipe:
     faults: FaultsOptions
     early_stop: EarlyStop | None
     trace: TraceOptions
+    init: Path | None
     tables: Table
 
     def toml(self) -> str:
@@ -157,6 +158,9 @@ def check(tables: Mapping[str, Any]) -> Recipe:
     at = {name: dict(tables.get(name, {})) for name in TABLES}
     keys = [option.name for option in fields(BatchOptions)]
     batch = {key: at["optimizer"].pop(key) for key in keys if key in at["optimizer"]}
+    init = _init(at["model"].pop("init", None))
+    if init is not None:  # the resolved recipe is to repeat the run wherever it is read
+        tables["model"] = {**tables["model"], "init": str(init)}
     return Recipe(
         run=_run(at["run"]),
         model=nn.read(at["model"]),
@@ -173,6 +177,7 @@ def check(tables: Mapping[str, Any]) -> Recipe:
             config.read(EarlyStop, at["early_stop"], "early_stop") if at["early_stop"] else None
         ),
         trace=config.read(TraceOptions, at["trace"], "trace"),
+        init=init,
         tables={"schema": 1, **tables},
     )
 
@@ -190,6 +195,15 @@ def _run(table: Table) -> RunOptions:
     if options.evaluate_epochs and options.evaluate_steps:
         raise UsageError("[run] takes evaluate_epochs or evaluate_steps, not both")
     return options
+
+
+def _init(path: Any) -> Path | None:
+    """Return the absolute path of the weights to begin with, None for none."""
+    if path is None:
+        return None
+    if not isinstance(path, str) or not path:
+        raise UsageError(f"[model] init: expected a path, seen {path!r}")
+    return Path(path).absolute()
 
 
 def _engine(table: Table, wire: Table) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain import checkpoint, recipe, rundir, usercode
+from hpctrain import checkpoint, nn, recipe, rundir, usercode, weights
 from hpctrain.data import Samples, Split
 from hpctrain.engines.engine import load_into
 from hpctrain.errors import UsageError
@@ -16,7 +16,6 @@ from hpctrain.gradients.replica import ModelReplica
 from hpctrain.loop import sums_over
 from hpctrain.recipe import Recipe
 from hpctrain.trainer import Trainer
-from hpctrain.transport.local import run_ranks
 from hpctrain.world import World
 
 
@@ -43,6 +42,7 @@ def train(spec: Recipe, world: World, out: Path | None, resume: bool) -> dict[st
         world,
         callbacks=world.together(lambda: _callbacks(spec)),
         faults=spec.faults,
+        init=None if resume and _has_begun(world, out) else spec.init,
     )
     summary = trainer.fit(
         split.train,
@@ -60,9 +60,18 @@ def train(spec: Recipe, world: World, out: Path | None, resume: bool) -> dict[st
         timeout_s=spec.run.timeout_s,
         recipe=spec,
         trace=spec.trace,
+        classes=split.classes,
     )
     trainer.close()  # not where a rank failed: closing is collective, and the others are elsewhere
     return summary
+
+
+def _has_begun(world: World, out: Path | None) -> bool:
+    """Return whether rank 0 sees checkpoints in `out`, good or bad: they go before `[model] init`.
+
+    Collective.
+    """
+    return bool(world.gather("yes" if out is not None and checkpoint.listing(out) else "")[0])
 
 
 def _callbacks(spec: Recipe) -> list[Any]:
@@ -82,28 +91,41 @@ def build_model(spec: Recipe, split: Split) -> Any:
     return spec.model.build(split.train.sample_shape, split.classes)
 
 
-def load(run: str | Path, best: bool = False) -> ModelReplica:
+def load(run: str | Path, best: bool = False, model: nn.Model | None = None) -> ModelReplica:
     """Return the model of the run in folder `run`, with the weights of its newest checkpoint.
 
-    With `best`, of the one that `keep_best` kept. No MPI is needed. Raises UsageError where there
-    is no recipe or no good checkpoint.
+    With `best`, of the one that `keep_best` kept. `model` is that of a run which a Trainer made
+    without a recipe. No MPI is needed. Raises UsageError where there is no recipe or no good
+    checkpoint, or if the model is another.
     """
     folder = Path(run)
+    if model is None and not (folder / rundir.RECIPE).is_file():
+        raise UsageError(
+            f"{folder} has no {rundir.RECIPE}; expected the folder of `hpctrain train`, or the "
+            "model of your own Trainer beside it: ht.load(DIR, model=...)"
+        )
+    if model is not None:
+        found = weights.checkpoint_of(folder, best)
+        return _holding(ModelReplica(model, 0, found.arrays["param"].dtype), found)
     spec = recipe.load(str(folder / rundir.RECIPE))
-    return with_weights(spec, spec.data.load(spec.run.seed), _checkpoint_of(folder, best))
+    return with_weights(spec, weights.checkpoint_of(folder, best))
 
 
-def _checkpoint_of(run: Path, best: bool) -> checkpoint.Loaded:
-    found = run_ranks(1, lambda link: checkpoint.load(run, link, best))[0]
-    if found is None:
-        raise UsageError(f"{run} holds no checkpoint")
-    return found
-
-
-def with_weights(spec: Recipe, split: Split, found: checkpoint.Loaded) -> ModelReplica:
+def with_weights(spec: Recipe, found: checkpoint.Loaded) -> ModelReplica:
     """Return the model of `spec` with the weights of the checkpoint `found`."""
-    replica = ModelReplica(build_model(spec, split), spec.run.seed, spec.run.precision)
-    load_into(replica.arena, {}, found.arrays)
+    told = found.about.get("model")
+    if told is None:  # an older checkpoint: the data tell what the model was built for
+        model = build_model(spec, spec.data.load(spec.run.seed))
+    else:
+        model = spec.model.build(tuple(told["input_shape"]), told["classes"])
+    return _holding(ModelReplica(model, spec.run.seed, spec.run.precision), found)
+
+
+def _holding(replica: ModelReplica, found: checkpoint.Loaded) -> ModelReplica:
+    if "weights" in found.about:
+        weights.take(replica.arena, weights.named(found), str(found.path))
+    else:
+        load_into(replica.arena, {}, found.arrays)
     return replica
 
 
@@ -117,8 +139,8 @@ def evaluate(run: str | Path, best: bool = False) -> dict[str, Any]:
     split = spec.data.load(spec.run.seed)
     if split.test is None:
         raise UsageError(f"{run}: the data of this run has no test set to evaluate on")
-    found = _checkpoint_of(folder, best)
-    sums = sums_over(with_weights(spec, split, found), split.test, np.arange(len(split.test)))
+    found = weights.checkpoint_of(folder, best)
+    sums = sums_over(with_weights(spec, found), split.test, np.arange(len(split.test)))
     return {
         "step": found.step,
         "test_loss": sums.loss / sums.count,

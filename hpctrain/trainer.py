@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain import engines, nn, rundir
+from hpctrain import engines, nn, rundir, weights
 from hpctrain import loop as loops
+from hpctrain import world as worlds
 from hpctrain.callbacks import Callbacks, EarlyStop
 from hpctrain.data import Sampler, Samples, worth_reading_ahead
 from hpctrain.engines import Engine
 from hpctrain.errors import UsageError
 from hpctrain.faults import FaultsOptions, Pace
+from hpctrain.gradients.arena import params_sha256
 from hpctrain.gradients.replica import ModelReplica, Replica
 from hpctrain.gradients.slowed import Slowed
 from hpctrain.journal import Journal
@@ -25,7 +27,7 @@ from hpctrain.optim import Optimizer
 from hpctrain.recipe import CheckpointOptions, Recipe
 from hpctrain.stop import StopRequest
 from hpctrain.trace import TraceOptions
-from hpctrain.world import World, init
+from hpctrain.world import World
 
 
 class Trainer:
@@ -41,17 +43,21 @@ class Trainer:
         world: World | None = None,
         callbacks: Sequence[Any] = (),
         faults: FaultsOptions = FaultsOptions(),  # noqa: B008  (frozen)
+        init: str | Path | None = None,
     ):
         """Lay the model out and build the engine; collective.
 
         `engine`: options such as `ht.engines.AllReduce(algorithm="ring")`. `precision`: float32 or
         float64. `callbacks` are told of each row of metrics; see `hpctrain.callbacks`. `faults`:
-        what is to slow ranks down; see `hpctrain.faults`. Raises UsageError on all ranks if the
-        engine or the faults do not fit the world, or if ranks have different models.
+        what is to slow ranks down; see `hpctrain.faults`. `init`: the folder of a run or a
+        checkpoint, or a .safetensors file, whose weights are taken to begin with. Raises UsageError
+        on all ranks if engine, faults or `init` do not fit, or if ranks have different models.
         """
-        self.world = world or init()
+        self.world = world or worlds.init()
         self.seed, self.rate, self.callbacks = seed, optimizer.rate, callbacks
         self.replica = ModelReplica(model, seed, np.dtype(precision))
+        if init is not None:
+            self._warm_start(Path(init))
         replica = self.world.together(lambda: self._slowed(faults))
         self.engine: Engine = self.world.together(
             lambda: engine.build(self.world, replica, optimizer)
@@ -76,6 +82,7 @@ class Trainer:
         timeout_s: float = 300.0,
         recipe: Recipe | None = None,
         trace: TraceOptions = TraceOptions(),  # noqa: B008  (frozen)
+        classes: int | None = None,
     ) -> dict[str, Any]:
         """Train for `epochs` or `steps` with `batch` samples per step over all ranks; collective.
 
@@ -85,8 +92,8 @@ class Trainer:
         metrics is made every `interval_steps` (an epoch). The `evaluate` set is looked at every
         `evaluate_epochs` (1) or `evaluate_steps`, and at the end. A thread reads `prefetch`
         batches ahead; if not given, 2, or none where the samples lie in memory. `recipe` is what
-        all this was made from, kept beside the results. With `trace` the run leaves a trace.json;
-        see hpctrain.timeline.
+        all this was made from, kept beside the results, and `classes` what its model was built for.
+        With `trace` the run leaves a trace.json; see hpctrain.timeline.
 
         Raises UsageError, TrainingError (loss not finite), Stopped (a signal asked to; there is a
         checkpoint) or SaveError, each on all ranks.
@@ -116,6 +123,9 @@ class Trainer:
                 prefetch=worth_reading_ahead(train) if prefetch is None else prefetch,
                 timeout_s=timeout_s,
                 checkpoints=checkpoints,
+                about={
+                    "model": {"input_shape": self.replica.model.input_shape, "classes": classes}
+                },
             )
             callbacks = Callbacks(self.callbacks, self.world.gather)
             loop = Loop(self.world, self.engine, plan, journal, callbacks)
@@ -146,6 +156,13 @@ class Trainer:
                 f"[faults] slow_rank: expected a rank that computes gradients, seen {slow_rank}, "
                 f"which is a server; the workers are {self.engine.workers} of the ranks"
             )
+
+    def _warm_start(self, path: Path) -> None:
+        """Take the weights at `path`; every rank reads them, as it does with a checkpoint."""
+        arena = self.replica.arena
+        self.world.together(lambda: weights.take(arena, weights.read(path), str(path)))
+        taken = params_sha256(arena)
+        self.world.must_agree(taken, f"the SHA-256 of the weights at {path}")
 
     def _sampler(self, train: Samples, batch: int) -> Sampler:
         size = self.engine.workers

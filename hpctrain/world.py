@@ -145,7 +145,7 @@ def init() -> World:
     if _world is None:
         _world = _over_mpi()
         atexit.register(finish)
-        sys.excepthook = lambda kind, error, trace: fail_alone(error)
+        sys.excepthook = _uncaught
     return _world
 
 
@@ -178,6 +178,13 @@ def fail_alone(error: BaseException) -> None:
     if _world is not None and _world.size > 1:
         time.sleep(SAME_FAULT_S)
         abort(error.exit_code if isinstance(error, HpctrainError) else 1)
+
+
+def _uncaught(kind: type[BaseException], error: BaseException, trace: object) -> None:
+    """Show an error that nobody caught; end with its exit code, also where one rank is all."""
+    fail_alone(error)
+    if isinstance(error, HpctrainError):
+        sys.exit(error.exit_code)
 
 
 def abort(code: int) -> None:

@@ -54,6 +54,7 @@ REFUSED = {
     "fault": (["faults.slow=1"], "unknown key in [faults]: 'slow'; did you mean 'slow_rank'?"),
     "fast": (["faults.slow_factor=0.5"], "[faults] slow_factor: input should be greater than or"),
     "jitter": (["faults.jitter=-1"], "[faults] jitter: input should be greater than or equal to 0"),
+    "init": (["model.init=3"], "[model] init: expected a path, seen 3"),
     "bucket": (["wire.bucket_bytes=0"], "[wire] bucket_bytes: input should be greater than"),
 }
 

@@ -82,3 +82,19 @@ def test_must_agree(ranks, said, told):
         assert refusal(act) == (UsageError, text)
 
     ranks(body)
+
+
+ENDS = """
+import hpctrain as ht
+from hpctrain.errors import {0}
+ht.init()
+raise {0}("as it was to be")
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("error, code", [("Stopped", 75), ("TrainingError", 3)])
+def test_an_error_nobody_catches_gives_a_script_its_exit_code(start, error, code):
+    ended = start("-c", ENDS.format(error)).finish()
+    assert ended.returncode == code, ended.stderr
+    assert ended.stderr.count(f"{error}: as it was to be") == 1

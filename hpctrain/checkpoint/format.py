@@ -199,6 +199,17 @@ def write(file: Path, data: bytes) -> None:
         raise OSError(error.errno, error.strerror, str(file)) from None
 
 
+def replace(file: Path, data: bytes) -> None:
+    """Write `file` through to the disk, whole or not at all, in place of one that may be there."""
+    aside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        write(aside, data)
+        os.replace(aside, file)
+    finally:
+        aside.unlink(missing_ok=True)
+    sync(file.parent)
+
+
 def sync(directory: Path) -> None:
     """Write the entries of `directory`, such as a rename in it, through to the disk."""
     handle = os.open(directory, os.O_RDONLY)

@@ -123,6 +123,19 @@ def load(run: Path, link: Link, best: bool = False) -> Loaded | None:
     return None
 
 
+def is_one(path: Path) -> bool:
+    """Return whether `path` is a checkpoint's own folder, rather than a run's."""
+    return (path / files.MANIFEST).is_file()
+
+
+def read(path: Path) -> Loaded:
+    """Return the checkpoint at `path`; raise UsageError if it is damaged, and leave it there."""
+    try:
+        return _loaded(path, [])
+    except (Damaged, OSError) as error:
+        raise UsageError(f"{path} cannot be used: {error}") from None
+
+
 def best_value(run: Path, metric: Metric, link: Link) -> float | None:
     """Return the value of the best whole checkpoint, None where there is none; all ranks call.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from hpctrain import checkpoint as checkpoints
+from hpctrain import weights
 from hpctrain.errors import UsageError
 
 RUN = click.argument("run", type=click.Path(path_type=Path, exists=True), metavar="DIR")
@@ -14,7 +15,7 @@ RUN = click.argument("run", type=click.Path(path_type=Path, exists=True), metava
 
 @click.group(epilog="\b\nExample:\n  hpctrain checkpoint verify runs/digits-20260101-120000")
 def checkpoint() -> None:
-    """List or verify the checkpoints of a run."""
+    """List, verify or export the checkpoints of a run."""
 
 
 @checkpoint.command("list")
@@ -46,3 +47,23 @@ def verify(run: Path) -> None:
         click.echo(f"{path}: {fault or 'good'}")
     if any(faults.values()):
         raise UsageError("at least one checkpoint is damaged; --resume takes the newest good one")
+
+
+@checkpoint.command()
+@RUN
+@click.option("--best", is_flag=True, help="Take the best checkpoint, not the newest.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Default: DIR/weights-step-NNNNNNNN.safetensors.",
+)
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+def export(run: Path, best: bool, output: Path | None, force: bool) -> None:
+    """Write the weights in DIR, a run or one checkpoint of it, to one safetensors file.
+
+    It holds a tensor per parameter and buffer by name, which other frameworks read, and which
+    [model] init takes.
+    """
+    file = weights.export(run, output, best, force)
+    click.echo(f"{file}  {file.stat().st_size} bytes")

@@ -1,0 +1,146 @@
+"""Weights by name: taken from a run to begin another, and written for other frameworks to read.
+
+A checkpoint holds whole planes of the arena; its manifest tells where in them each tensor lies:
+
+    about["weights"] = {"param": {"linear1.weight": {"shape": [64, 256], "offset": 0}, ...},
+                        "buffer": {"norm1.mean": {"shape": [16], "offset": 0}, ...}}
+
+So a checkpoint is understood without the recipe, the data and the code of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import metadata
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from hpctrain import checkpoint
+from hpctrain.checkpoint import Loaded
+from hpctrain.errors import UsageError
+from hpctrain.gradients.arena import Arena, Slot
+from hpctrain.transport.local import run_ranks
+
+Tensors = dict[str, np.ndarray]
+TOLD = 10  # differences that an error lists
+# What reading a file of another kind may raise, bfloat16 included, which NumPy does not have.
+_NONSENSE = (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError)
+
+
+def layout(arena: Arena) -> dict[str, Any]:
+    """Return where each tensor lies in the planes, as JSON data for a manifest."""
+    return {"param": _places(arena.slots), "buffer": _places(arena.buffer_slots)}
+
+
+def named(found: Loaded) -> Tensors:
+    """Return the tensors of a checkpoint by name, parameters first: views.
+
+    Raises UsageError if the checkpoint does not tell their names.
+    """
+    planes = found.about.get("weights")
+    if planes is None:
+        raise UsageError(
+            f"{found.path} does not tell the names of its tensors: an older hpctrain wrote it; "
+            "resume its run for a step with this one"
+        )
+    return {
+        name: _cut(found.arrays[plane], place["offset"], place["shape"])
+        for plane, places in planes.items()
+        for name, place in places.items()
+    }
+
+
+def checkpoint_of(run: Path, best: bool = False) -> Loaded:
+    """Return the newest good checkpoint of a run, or the best; a checkpoint's folder is itself.
+
+    No MPI is needed. Raises UsageError where there is none.
+    """
+    if checkpoint.is_one(run):
+        return checkpoint.read(run)
+    found = run_ranks(1, lambda link: checkpoint.load(run, link, best))[0]
+    if found is None:
+        raise UsageError(f"{run} holds no checkpoint")
+    return found
+
+
+def read(path: Path) -> Tensors:
+    """Return the tensors at `path`: a run's folder, a checkpoint's folder, a .safetensors file.
+
+    Raises UsageError if it is none of these, or damaged.
+    """
+    if path.is_dir():
+        return named(checkpoint_of(path))
+    try:
+        return safetensors.numpy.load_file(path)
+    except FileNotFoundError:
+        raise UsageError(
+            f"{path}: expected the folder of a run or of a checkpoint, or a .safetensors file, "
+            "seen nothing"
+        ) from None
+    except _NONSENSE as error:
+        raise UsageError(f"{path} cannot be read as a .safetensors file: {error}") from None
+
+
+def take(arena: Arena, tensors: Mapping[str, np.ndarray], source: str) -> None:
+    """Copy `tensors` into the slots of the same names; floating point of any precision will do.
+
+    Raises UsageError that lists the slots that are missing, of another shape or too many.
+    """
+    views = arena.views(arena.param) | arena.views(arena.buffer)
+    faults = [fault for name, x in views.items() if (fault := _fault(name, x, tensors.get(name)))]
+    faults += [f"'{name}': the model has none" for name in sorted(tensors) if name not in views]
+    if faults:
+        more = [f"and {len(faults) - TOLD} more"] if len(faults) > TOLD else []
+        listed = "".join(f"\n  {line}" for line in faults[:TOLD] + more)
+        raise UsageError(f"the weights of {source} do not fit the model:{listed}")
+    for name, view in views.items():
+        view[...] = tensors[name]
+
+
+def export(run: Path, output: Path | None = None, best: bool = False, force: bool = False) -> Path:
+    """Write the tensors of a run's newest or best checkpoint to one safetensors file; return it.
+
+    Without `output` it lies in the run's folder and is named by its step. Whole or not at all;
+    an existing file is replaced only with `force`. Raises UsageError.
+    """
+    found = checkpoint_of(run, best)
+    file = output or found.path.parent.parent / f"weights-{found.path.name}.safetensors"
+    if file.exists() and not force:
+        raise UsageError(f"{file} exists; name another --output, or replace it with --force")
+    tensors = {name: np.ascontiguousarray(x).reshape(x.shape) for name, x in named(found).items()}
+    try:
+        checkpoint.replace(file, safetensors.numpy.save(tensors, _metadata(found)))
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}") from error
+    return file
+
+
+def _metadata(found: Loaded) -> dict[str, str]:
+    about = {"format": "np", "hpctrain": metadata.version("hpctrain"), "step": found.step}
+    told = {key: found.about.get(key) for key in ("recipe", "recipe_sha256", "epoch", "seed")}
+    metrics = found.about.get("metrics") or {}
+    given = {key: value for key, value in {**about, **told, **metrics}.items() if value is not None}
+    return {key: str(value) for key, value in given.items()}
+
+
+def _places(slots: tuple[Slot, ...]) -> dict[str, Any]:
+    return {slot.name: {"shape": list(slot.shape), "offset": slot.offset} for slot in slots}
+
+
+def _cut(plane: np.ndarray, offset: int, shape: list[int]) -> np.ndarray:
+    return plane[offset : offset + prod(shape)].reshape(shape)
+
+
+def _fault(name: str, expected: np.ndarray, seen: np.ndarray | None) -> str:
+    if seen is None:
+        return f"'{name}': expected shape {expected.shape}, seen none"
+    if seen.shape != expected.shape:
+        return f"'{name}': expected shape {expected.shape}, seen {seen.shape}"
+    if not np.issubdtype(seen.dtype, np.floating):
+        return f"'{name}': expected floating point, seen {seen.dtype}"
+    return ""
