@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import platform
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from time import perf_counter
@@ -20,6 +21,8 @@ import threadpoolctl
 from hpctrain import progress, rundir
 from hpctrain.data import Sampler
 from hpctrain.engines import Engine
+from hpctrain.engines import staleness as stale
+from hpctrain.engines.staleness import Staleness
 from hpctrain.gradients.arena import params_sha256
 from hpctrain.nn import Sums, add
 from hpctrain.optim.optimizer import Schedule, rate_of
@@ -32,9 +35,6 @@ log = logging.getLogger(__name__)
 BAR_S = 0.1  # the bar is drawn this often at most: drawing takes time from training
 NOTHING = Sums(0.0, 0, 0)
 PACKAGES = ("hpctrain", "numpy", "mpi4py")
-#: Keys of summary.json that belong to regimes with servers or stale gradients.
-NOT_HERE = ("staleness_mean", "staleness_max", "staleness_histogram", "clock_gap_max",
-            "dropped_gradients", "idle_fraction")  # fmt: skip
 
 
 class Journal:
@@ -59,6 +59,7 @@ class Journal:
         self._last: dict[str, Any] = {}  # the latest row
         self._tested: dict[str, Any] = {"test_loss": None, "test_accuracy": None}
         self._sums, self._row_step, self._row_s = NOTHING, 0, 0.0
+        self._stale_before: Staleness | None = None  # in the parts before this one
         self._first_step, self._began, self._drawn = 0, perf_counter(), 0.0
 
     def resume(self, step: int, about: dict[str, Any]) -> list[dict[str, Any]]:
@@ -68,6 +69,8 @@ class Journal:
         """
         if about.get("batch") not in (None, self.sampler.batch):
             log.warning("batch was %s before, now %s", about["batch"], self.sampler.batch)
+        if about.get("staleness"):
+            self._stale_before = Staleness.from_json(about["staleness"])
         rows: list[dict[str, Any]] = []
         if self.run is not None and self.world.rank == 0:
             self.steps_redone = rundir.cut_rows(self.run, step)
@@ -89,6 +92,7 @@ class Journal:
         shown = self.world.rank == 0 and log.isEnabledFor(logging.INFO)
         self._timeline.begin()
         self._bar = progress.Bar(self.name, step, self.total_steps, shown)
+        self._times_before = dict(vars(self.engine.times))
         self._began = perf_counter()
 
     def step(self, step: int, sums: Sums) -> None:
@@ -111,7 +115,7 @@ class Journal:
         if step == self._row_step:
             return None
         sums, ranks = self._summed()
-        now = self._wall_s()
+        now = float(ranks["wall_s"][self.world.rank])
         done = self._samples_before(step) - self._samples_before(self._row_step)
         self._tested = _means("test", tested) if tested else dict.fromkeys(self._tested)
         self._last = {
@@ -125,8 +129,10 @@ class Journal:
             "rate": None if self.rate is None else rate_of(self.rate, step - 1),
             "samples_per_s": done / max(now - self._row_s, 1e-9),
             "wall_s": now,
-            **vars(self.engine.times),
-            "ranks": ranks,
+            **self._times(),
+            "ranks": {name: ranks[name].round(6).tolist() for name in self._times()},
+            **stale.metrics(self._staleness),
+            "idle_fraction": _idle(ranks),
         }
         if interrupted:
             self._last["interrupted"] = True
@@ -146,6 +152,7 @@ class Journal:
             "batch": self.sampler.batch,
             "seed": self.sampler.seed,
             "versions": versions(),
+            "staleness": self._staleness and self._staleness.to_json(),
             "recipe": self.name,
             "recipe_sha256": self.recipe and self.recipe.sha256,
         }
@@ -176,9 +183,8 @@ class Journal:
 
     def _summary(self, status: str, exit_code: int, reason: str | None) -> dict[str, Any]:
         world, engine, step = self.world, self.engine, self._row_step
-        mine = [*vars(engine.times).values(), engine.bytes_sent]
-        means = (engine.sum(np.array(mine, np.float64)) / world.size).tolist()
-        wall = self._wall_s()
+        _, ranks = self._summed()
+        wall = float(ranks["wall_s"][world.rank])
         return {
             "status": status,
             "exit_code": exit_code,
@@ -197,27 +203,41 @@ class Journal:
             "samples": self._samples_before(step),
             "samples_per_s": self._samples(step) / max(wall, 1e-9),
             "wall_s": wall,
-            **dict(zip(vars(engine.times), means)),  # noqa: B905  (the last is bytes_sent)
-            "bytes_sent_per_rank": int(means[-1]),
+            **{name: float(ranks[name].mean()) for name in self._times()},
+            "bytes_sent_per_rank": int(ranks["bytes_sent"].mean()),
             "train_loss": self._last.get("train_loss"),
             **self._tested,
-            **dict.fromkeys(NOT_HERE),
+            **stale.metrics(self._staleness),
+            "idle_fraction": _idle(ranks),
             "params_sha256": params_sha256(engine.replica.arena),
             "seed": self.sampler.seed,
             "threads": blas_threads(),
             "versions": versions(),
         }
 
-    def _summed(self) -> tuple[Sums, dict[str, list[float]]]:
-        """Return the sums of this interval, and the times of each rank: in one collective."""
-        times = vars(self.engine.times)
-        table = np.zeros((len(times), self.world.size))
-        table[:, self.world.rank] = list(times.values())
+    def _summed(self) -> tuple[Sums, dict[str, np.ndarray]]:
+        """Return the sums of this interval, and by name each rank's own numbers: float64 (ranks,).
+
+        In one collective; all ranks get the same.
+        """
+        mine = {**self._times(), "wall_s": self._wall_s(), "bytes_sent": self.engine.bytes_sent}
+        table = np.zeros((len(mine), self.world.size))
+        table[:, self.world.rank] = list(mine.values())
         with self.world.trace.span("sum for a row", "other"):
             total = self.engine.sum(np.array([*self._sums, *table.ravel()]))
         loss, correct, count = total[: len(NOTHING)].tolist()
-        seconds = total[len(NOTHING) :].reshape(table.shape).round(6).tolist()
-        return Sums(loss, correct, count), dict(zip(times, seconds, strict=True))
+        of_ranks = total[len(NOTHING) :].reshape(table.shape)
+        return Sums(loss, correct, count), dict(zip(mine, of_ranks, strict=True))
+
+    def _times(self) -> dict[str, float]:
+        """Return this rank's times since the clocks began: an engine may train more than once."""
+        return {name: s - self._times_before[name] for name, s in vars(self.engine.times).items()}
+
+    @property
+    def _staleness(self) -> Staleness | None:
+        """What was counted since the first step, also before a run was resumed."""
+        here, before = self.engine.staleness, self._stale_before
+        return here.merged(before) if here and before else here or before
 
     def _write_row(self) -> None:
         if self.run is not None:
@@ -253,6 +273,12 @@ def blas_threads() -> int:
     """Return how many threads BLAS uses in this rank."""
     pools = threadpoolctl.threadpool_info()  # OpenMP's too: scikit-learn brings its own
     return max((one["num_threads"] for one in pools if one["user_api"] == "blas"), default=1)
+
+
+def _idle(ranks: Mapping[str, np.ndarray]) -> list[float] | None:
+    """Return the fraction of each rank's time that its main thread waited; None for one alone."""
+    idle = ranks["wait_s"] / np.maximum(ranks["wall_s"], 1e-9)
+    return idle.round(4).tolist() if idle.size > 1 else None
 
 
 def _means(name: str, sums: Sums) -> dict[str, float]:

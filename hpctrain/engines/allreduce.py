@@ -65,6 +65,7 @@ class AllReduce:
     name = "allreduce"
     servers = 0
     asynchronous = False
+    staleness = None
 
     def __init__(
         self, world: World, replica: Replica, optimizer: Optimizer, options: AllReduceOptions

@@ -14,6 +14,7 @@ import numpy as np
 
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives.chunks import bounds
+from hpctrain.engines.staleness import Staleness
 from hpctrain.errors import UsageError
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.replica import Batch, Replica
@@ -76,6 +77,7 @@ class Engine(Protocol):
     replica: Replica
     times: Times
     bytes_sent: int
+    staleness: Staleness | None  #: known to all ranks after `train`; None where nothing is stale
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`, all ranks; return the step reached and the flags.

@@ -52,6 +52,7 @@ class Single:
     workers, servers, worker = 1, 0, 0
     asynchronous = False
     bytes_sent = 0
+    staleness = None
 
     def __init__(self, replica: Replica, optimizer: Optimizer, trace: Trace | None = None):
         self.replica, self.times, self._trace = replica, Times(), trace or Trace()

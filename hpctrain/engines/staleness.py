@@ -1,0 +1,78 @@
+"""How stale the gradients were: a measurement, taken where they are applied.
+
+The *staleness* of a gradient is the number of updates between the pull of the parameters that it
+was taken at and its push. The *clock gap* of a worker is by how many steps it is ahead of the
+slowest when it starts one. Source of both words: Ho et al. (2013).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Staleness:
+    """What an engine has counted since it was made."""
+
+    histogram: Counter[int] = field(default_factory=Counter)  #: staleness -> applied gradients
+    clock_gap_max: int | None = None  #: None where no worker can be ahead
+    dropped: int = 0  #: gradients that came too late to be applied
+
+    def seen(self, staleness: int) -> None:
+        """Count a gradient that is applied."""
+        self.histogram[staleness] += 1
+
+    def gap(self, steps: int) -> None:
+        """Take note of a worker that starts a step `steps` ahead of the slowest."""
+        self.clock_gap_max = max(self.clock_gap_max or 0, steps)
+
+    @property
+    def mean(self) -> float | None:
+        """The mean over gradients; None where none was applied one by one."""
+        count = self.histogram.total()
+        return sum(s * n for s, n in self.histogram.items()) / count if count else None
+
+    @property
+    def max(self) -> int | None:
+        """The largest; None where no gradient was applied one by one."""
+        return max(self.histogram, default=None)
+
+    def merged(self, other: Staleness) -> Staleness:
+        """Return what both counted: two parts of a run, or two servers."""
+        gaps = [one for one in (self.clock_gap_max, other.clock_gap_max) if one is not None]
+        return Staleness(
+            self.histogram + other.histogram,
+            max(gaps, default=None),
+            self.dropped + other.dropped,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `from_json` reads."""
+        histogram = {str(s): n for s, n in sorted(self.histogram.items())}
+        return {
+            "histogram": histogram,
+            "clock_gap_max": self.clock_gap_max,
+            "dropped": self.dropped,
+        }
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Staleness:
+        """Return what `to_json` told."""
+        histogram = Counter({int(s): n for s, n in told["histogram"].items()})
+        return cls(histogram, told["clock_gap_max"], told["dropped"])
+
+
+def metrics(staleness: Staleness | None) -> dict[str, Any]:
+    """Return the entries of rows and summaries; null is what a regime does not have."""
+    if staleness is None:
+        return dict.fromkeys(metrics(Staleness()))
+    return {
+        "staleness_mean": staleness.mean,
+        "staleness_max": staleness.max,
+        "staleness_histogram": staleness.to_json()["histogram"] or None,
+        "clock_gap_max": staleness.clock_gap_max,
+        "dropped_gradients": staleness.dropped,
+    }
