@@ -8,7 +8,6 @@ counts by itself: there it is 1 over the worker's own targets.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,19 +18,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpctrain import checkpoint, nn, weights
+from hpctrain import checkpoint, nn
 from hpctrain.callbacks import Callbacks, Row
 from hpctrain.data import Prefetch, Sampler, Samples, in_pieces, share
 from hpctrain.engines import Engine, Flags, Task
 from hpctrain.errors import HpctrainError, SaveError, Stopped, TrainingError, UsageError
 from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.journal import Journal
-from hpctrain.metrics import METRICS, better
+from hpctrain.keeper import Keeper
 from hpctrain.recipe import CheckpointOptions
 from hpctrain.stop import StopRequest
 from hpctrain.world import World
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -149,7 +146,7 @@ class Loop:
         self.callbacks = callbacks
         self.step, self.rows = 0, list[Row]()  # rows: those of the run before this part
         self.row: Row = {}  # of this step, where there is one
-        self.best: float | None = None  # of the metric by which the best checkpoint is kept
+        self.keeper = Keeper(world, engine, journal, plan.checkpoints, plan.about)
         self.ended = ""  # why to end before the last step
 
     def run(self, request: StopRequest) -> dict[str, Any]:
@@ -171,8 +168,8 @@ class Loop:
             stopped = bool(flags.stop) and self.step < total
             self._look(stopped)
             last = self.step == total or stopped or bool(self.ended)
-            if last or self._checkpoint_due():
-                self._save(must=last)
+            if last or self.keeper.due(self.step, self.row):
+                self.keeper.save(self.step, self.row, must=last)
             if stopped and not self.ended:
                 raise Stopped(f"stopped at step {self.step} of {total} as asked; resume me")
 
@@ -196,8 +193,7 @@ class Loop:
         self.world.together(lambda: self.engine.load(found.arrays))
         self.step = found.step
         self.rows = self.journal.resume(found.step, found.about)
-        if metric := self.plan.checkpoints.keep_best:
-            self.best = checkpoint.best_value(run, metric, self.world.link)
+        self.keeper.resume(run)
 
     def _not_finite(self, rank: int) -> str:
         where = f"rank {rank} ({self.world.hosts[rank]})"
@@ -210,19 +206,10 @@ class Loop:
     def _epoch(self) -> int:
         return self.plan.sampler.steps_per_epoch
 
-    @property
-    def _checkpoint_steps(self) -> tuple[int, int]:
-        """Every how many steps a checkpoint is due, by either rule; 0 for never."""
-        options = self.plan.checkpoints
-        return (options.every_epochs or 0) * self._epoch, options.every_steps or 0
-
-    def _checkpoint_due(self) -> bool:
-        return self._multiple_of(*self._checkpoint_steps) or self._new_best() is not None
-
     def _until(self) -> int:
         """Return the next step at which there is something to do but training."""
         plan = self.plan
-        periods = (plan.interval, plan.evaluate_every, self._epoch, *self._checkpoint_steps)
+        periods = (plan.interval, plan.evaluate_every, self._epoch, *self.keeper.periods)
         due = [(self.step // period + 1) * period for period in periods if period]
         return min(self.journal.total_steps, *due)
 
@@ -234,43 +221,6 @@ class Loop:
             return None
         with self.world.trace.span("evaluate", "other"):
             return evaluate(self.engine, self.plan.test)
-
-    def _new_best(self) -> float | None:
-        """Return the value of the metric that is kept, if it is better than all before."""
-        metric = self.plan.checkpoints.keep_best
-        value = self._metrics().get(metric) if metric else None
-        return value if metric and value is not None and better(metric, value, self.best) else None
-
-    def _metrics(self) -> dict[str, float | None]:
-        """Return the metrics of this step; of a row cut short by a stop there are none."""
-        row = {} if self.row.get("interrupted") else self.row
-        return {metric: row.get(metric) for metric in METRICS}
-
-    def _about(self) -> dict[str, Any]:
-        """Return what the checkpoint of this step keeps beside the arrays."""
-        judged = {"metrics": self._metrics(), "keep_best": self.plan.checkpoints.keep_best}
-        tensors = {"weights": weights.layout(self.engine.replica.arena)}
-        return {**self.journal.about_now(self.step), **judged, **self.plan.about, **tensors}
-
-    def _save(self, must: bool) -> None:
-        """Write a checkpoint; a failure ends the run only if nothing comes after (`must`)."""
-        run = self.journal.run
-        if run is None:
-            return
-        self.engine.settle()
-        state, options, link = self.engine.state(), self.plan.checkpoints, self.world.link
-        best = self._new_best()
-        try:
-            with self.world.trace.span("save a checkpoint", "other"):
-                checkpoint.save(
-                    run, self.step, state, self._about(), link, options.keep, options.keep_best
-                )
-            self.best = self.best if best is None else best
-        except SaveError as error:
-            if must:
-                raise
-            if self.world.rank == 0:
-                log.warning("%s; training goes on", error)
 
 
 @contextmanager

@@ -174,7 +174,9 @@ def check(tables: Mapping[str, Any]) -> Recipe:
         checkpoint=config.read(CheckpointOptions, at["checkpoint"], "checkpoint"),
         faults=config.read(FaultsOptions, at["faults"], "faults"),
         early_stop=(
-            config.read(EarlyStop, at["early_stop"], "early_stop") if at["early_stop"] else None
+            config.read(EarlyStop, at["early_stop"], "early_stop")
+            if "early_stop" in tables
+            else None
         ),
         trace=config.read(TraceOptions, at["trace"], "trace"),
         init=init,
@@ -256,6 +258,8 @@ def _apply(tables: Table, override: str) -> None:
         entries[key] = _value(text.strip())
     else:
         entries.pop(key, None)
+        if not entries:
+            del tables[table]
 
 
 def _value(text: str) -> Any:

@@ -9,7 +9,7 @@ import pydantic
 import pytest
 from ranks import on_ranks, run_on
 
-from hpctrain import data, nn, optim, rundir
+from hpctrain import data, nn, optim, recipe, rundir, runs
 from hpctrain.callbacks import EarlyStop
 from hpctrain.errors import HpctrainError, Stopped, UsageError
 from hpctrain.stop import StopRequest
@@ -222,6 +222,16 @@ def test_early_stop_on_the_training_loss_needs_no_test_set():
     stop = EarlyStop(metric="train_loss", patience=2, min_delta=100.0)
     summary = run_on("threads", 2, lambda w: fit(w, [stop], evaluate=None))[0]
     assert summary["steps"] == 3 * EPOCH
+
+
+def test_a_recipe_stops_early_and_is_evaluated_when_it_says(tmp_path):
+    spec = recipe.load("digits", [
+        "model.widths=[64,16,10]", "run.epochs=9", "run.evaluate_steps=5", "early_stop.patience=3",
+        "early_stop.metric=test_accuracy", "early_stop.min_delta=1.0"])  # fmt: skip
+    summary = run_on("threads", 2, lambda w: runs.train(spec, w, tmp_path / "run", False))[0]
+    assert (summary["steps"], summary["status"]) == (20, "done")
+    tested = [one["step"] for one in rundir.rows(tmp_path / "run") if one["test_loss"]]
+    assert tested == [5, 10, 15, 20]
 
 
 @pytest.mark.parametrize("keys", [{}, {"patience": 0}, {"patience": 1, "metric": "loss"},

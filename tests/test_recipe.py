@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import resources
+
 import pytest
 from ranks import run_on
 
@@ -67,11 +69,16 @@ def test_refused(wrong):
     assert told in str(error.value)
 
 
+def text_of(name):
+    return resources.files("hpctrain.recipes").joinpath(f"{name}.toml").read_text()
+
+
 # A file's text -> what is said
 FILES = {
     "not TOML": ("schema = ", "is not TOML"),
     "no schema": ("[run]\nname = 'a'\n", "a recipe begins with 'schema = 1'"),
     "newer schema": ("schema = 2\n", "a recipe begins with 'schema = 1'"),
+    "empty table": (f"{text_of('digits')}\n[early_stop]\n", "[early_stop] patience is missing"),
     "no table": ("schema = 1\nrun = 3\n", "'run' is a table: write [run], seen 3"),
     "not text": (b"\xff\xfe", "is not TOML"),
 }
@@ -111,6 +118,11 @@ SETS = [
 @pytest.mark.parametrize("given, table, key, value", SETS)
 def test_set(given, table, key, value):
     assert recipe.load("digits", [given]).tables[table].get(key) == value
+
+
+def test_a_table_without_its_last_key_is_gone():
+    taken = recipe.load("digits", ["early_stop.patience=3", "early_stop.patience="])
+    assert taken == recipe.load("digits")
 
 
 def test_the_last_set_counts():
