@@ -19,7 +19,7 @@ import numpy as np
 import threadpoolctl
 
 from hpctrain import progress, rundir
-from hpctrain.data import Sampler, TextOptions
+from hpctrain.data import Sampler
 from hpctrain.engines import Engine
 from hpctrain.engines import staleness as stale
 from hpctrain.engines.staleness import Staleness
@@ -126,7 +126,9 @@ class Journal:
             "samples": self._samples_before(step),
             **_means("train", sums),
             **self._tested,
-            "rate": None if self.rate is None else rate_of(self.rate, step - 1),
+            "rate": None
+            if self.rate is None
+            else rate_of(self.rate, int((step - 1) * self.engine.updates_per_step)),
             "samples_per_s": done / max(now - self._row_s, 1e-9),
             "wall_s": now,
             **self._times(),
@@ -167,8 +169,7 @@ class Journal:
                 rundir.write_summary(self.run, summary)
             if status == "done" and log.isEnabledFor(logging.INFO):
                 where = str(self.run or "(not kept: no folder was given)")
-                text = self.recipe is not None and isinstance(self.recipe.data, TextOptions)
-                progress.console().print(progress.closing_table(summary, where, text))
+                progress.console().print(progress.closing_table(summary, where))
         return summary
 
     def fail_alone(self, error: BaseException) -> None:

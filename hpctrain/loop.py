@@ -21,7 +21,7 @@ import numpy as np
 from hpctrain import checkpoint, nn
 from hpctrain.callbacks import Callbacks, Row
 from hpctrain.data import Prefetch, Sampler, Samples, in_pieces, share
-from hpctrain.engines import Engine, Flags, Task
+from hpctrain.engines import Engine, Flags, Task, replay
 from hpctrain.errors import HpctrainError, SaveError, Stopped, TrainingError, UsageError
 from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.journal import Journal
@@ -144,6 +144,7 @@ class Loop:
     ):
         self.world, self.engine, self.plan, self.journal = world, engine, plan, journal
         self.callbacks = callbacks
+        self.order = replay.Log(engine.recorder, journal.run, world.rank)
         self.step, self.rows = 0, list[Row]()  # rows: those of the run before this part
         self.row: Row = {}  # of this step, where there is one
         self.keeper = Keeper(world, engine, journal, plan.checkpoints, plan.about)
@@ -152,6 +153,7 @@ class Loop:
     def run(self, request: StopRequest) -> dict[str, Any]:
         """Train from `step` to the end, or to the step at which somebody asked to stop."""
         self.journal.begin(self.step)
+        self.order.begin(self.step)
         self.ended = self.callbacks.begin(self.rows)
         with _Work(self.world, self.engine, self.plan, self.journal, request) as work:
             self._train(work)
@@ -163,6 +165,7 @@ class Loop:
         while self.step < total and not self.ended:
             work.at(self.step)
             self.step, flags = self.engine.train(work, self.step, self._until())
+            self.order.keep()
             if flags.failed:
                 raise TrainingError(self._not_finite(flags.failed - 1))
             stopped = bool(flags.stop) and self.step < total

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain import checkpoint, nn, recipe, rundir, usercode, weights
+from hpctrain import checkpoint, engines, nn, recipe, rundir, usercode, weights
 from hpctrain.data import Samples, Split
 from hpctrain.engines.engine import load_into
 from hpctrain.errors import UsageError
@@ -19,7 +19,9 @@ from hpctrain.trainer import Trainer
 from hpctrain.world import World
 
 
-def train(spec: Recipe, world: World, out: Path | None, resume: bool) -> dict[str, Any]:
+def train(
+    spec: Recipe, world: World, out: Path | None, resume: bool, replay: Path | None = None
+) -> dict[str, Any]:
     """Train as `spec` says in folder `out` (rank 0 names one if None); return the summary.
 
     Collective; raises what Trainer.fit raises.
@@ -27,11 +29,13 @@ def train(spec: Recipe, world: World, out: Path | None, resume: bool) -> dict[st
     split = world.together(lambda: spec.data.load(spec.run.seed))
     world.must_agree(_fingerprint(split.train), "training data (by the hash of a few samples)")
     model = world.together(lambda: build_model(spec, split))
-    batch = spec.batch.size(world.size)
+    workers = world.together(lambda: engines.workers_of(spec.engine, world.size))
+    batch = spec.batch.size(workers)
     per_epoch = -(-len(split.train) // batch)
     total = spec.run.steps or (spec.run.epochs or 0) * per_epoch
-    rate = spec.optimizer.rate * spec.batch.rate_factor(world.size)
-    schedule = spec.schedule.build(rate, per_epoch, total)
+    rate = spec.optimizer.rate * spec.batch.rate_factor(workers)
+    updates = engines.updates_per_step(spec.engine, world.size)
+    schedule = spec.schedule.build(rate, round(per_epoch * updates), round(total * updates))
     optimizer = spec.optimizer.build(schedule)
     trainer = Trainer(
         model,
@@ -61,6 +65,7 @@ def train(spec: Recipe, world: World, out: Path | None, resume: bool) -> dict[st
         recipe=spec,
         trace=spec.trace,
         classes=split.classes,
+        replay=replay,
     )
     trainer.close()  # not where a rank failed: closing is collective, and the others are elsewhere
     return summary

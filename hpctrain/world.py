@@ -37,14 +37,14 @@ SPEAK_FIRST_S = 3.0  # whoever reports a hang first ends the job, and is given t
 class World:
     """All ranks, seen from one of them."""
 
-    link: Link  #: the main thread's; other threads take theirs with `link_for`
+    link: Link  #: the main thread's; others are made by `link_for`
     hosts: tuple[str, ...] = ()  #: of each rank
     local_rank: int = 0
     concurrent: bool = True  #: whether several threads may communicate at once
     transport: str = "local"
     record: Record | None = None  #: where links write what they wait for; None among threads
     trace: Trace = field(default_factory=Trace)  #: where threads note what they did
-    others: dict[str, Link] = field(default_factory=dict)  #: the links of other threads, by name
+    others: dict[str, Link] = field(default_factory=dict)  #: by what they are for
     groups: dict[str, Group] = field(default_factory=dict)
 
     @property
@@ -63,12 +63,27 @@ class World:
         """Return the group of all ranks for the main thread; its scratch is kept."""
         return self.groups.setdefault("main", Group(self.link))
 
-    def link_for(self, thread: str) -> Link:
-        """Return a link to all ranks for another thread of this rank; all ranks must call."""
-        self.others[thread] = self.link.split(0, self.rank)
+    def link_for(self, purpose: str, color: int = 0) -> Link:
+        """Return another link, to all ranks that give the same `color`; all ranks must call."""
+        return self._noted(purpose, self.link.split(color, self.rank))
+
+    def view_for(self, purpose: str, link: Link) -> Link:
+        """Return `link` for a second thread: of the two, one only sends, one only receives."""
+        return self._noted(purpose, link.view())
+
+    def fail(self, error: BaseException) -> None:
+        """End the job, for a thread beside the main one in which something went wrong."""
+        if self.transport == "local":
+            self.link.hub.fail()  # type: ignore[attr-defined]
+        else:
+            fail_alone(error)
+
+    def _noted(self, purpose: str, link: Link) -> Link:
+        """Return `link`, which notes in the record from now on what it waits for."""
+        self.others[purpose] = link
         if self.record is not None:
             self._write_into(self.record)
-        return self.others[thread]
+        return link
 
     def gather(self, text: str) -> list[str]:
         """Return every rank's `text`."""

@@ -34,6 +34,12 @@ A recipe is the name of a built-in one or a TOML file. Exit codes: 0 done; 1 a l
 )
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --out.")
 @click.option("--trace", is_flag=True, help="Record what each thread does: DIR/trace.json.")
+@click.option(
+    "--replay",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Repeat the asynchronous run in DIR, bit for bit.",
+)
 def train(
     name: str,
     engine: str | None,
@@ -43,6 +49,7 @@ def train(
     out: Path | None,
     resume: bool,
     trace: bool,
+    replay: Path | None,
 ) -> None:
     """Train the model that RECIPE describes; results go to the folder --out."""
     if resume and out is None:
@@ -53,4 +60,4 @@ def train(
     if epochs is not None:
         given.insert(0, "run.steps=")
     spec = recipe.load(name, [*given, *sets])
-    runs.train(spec, world.init(), out, resume)
+    runs.train(spec, world.init(), out, resume, replay)

@@ -1,10 +1,41 @@
 """Training regimes, one file each; the words are those of `engine.py`."""
 
+from typing import Any
+
 from hpctrain.engines.allreduce import AllReduceOptions as AllReduce
 from hpctrain.engines.engine import Engine, Flags, Task, Times, Work
+from hpctrain.engines.ps_async import PsAsyncOptions as PsAsync
+from hpctrain.engines.ps_sync import PsSyncOptions as PsSync
+from hpctrain.engines.roles import ServerOptions
 from hpctrain.engines.single import SingleOptions as Single
 
 #: The options of each regime by the name that people type; `build` makes the engine.
-ENGINES = {"single": Single, "allreduce": AllReduce}
+ENGINES = {"single": Single, "allreduce": AllReduce, "ps-sync": PsSync, "ps-async": PsAsync}
 
-__all__ = ["ENGINES", "AllReduce", "Engine", "Flags", "Single", "Task", "Times", "Work"]
+
+def workers_of(options: Any, ranks: int) -> int:
+    """Return how many of `ranks` compute gradients; raise UsageError if the regime does not fit."""
+    return len(options.roles(ranks).workers) if isinstance(options, ServerOptions) else ranks
+
+
+def updates_per_step(options: Any, ranks: int) -> float:
+    """Return how often the optimizer is called per step, which its schedule counts by."""
+    if isinstance(options, PsAsync):
+        return options.updates_per_step(workers_of(options, ranks))
+    return 1.0
+
+
+__all__ = [
+    "ENGINES",
+    "AllReduce",
+    "Engine",
+    "Flags",
+    "PsAsync",
+    "PsSync",
+    "Single",
+    "Task",
+    "Times",
+    "Work",
+    "updates_per_step",
+    "workers_of",
+]

@@ -65,6 +65,8 @@ class AllReduce:
     name = "allreduce"
     servers = 0
     asynchronous = False
+    updates_per_step = 1.0
+    recorder = None
     staleness = None
 
     def __init__(

@@ -14,6 +14,7 @@ import numpy as np
 
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives.chunks import bounds
+from hpctrain.engines.replay import Recorder
 from hpctrain.engines.staleness import Staleness
 from hpctrain.errors import UsageError
 from hpctrain.gradients.arena import Arena
@@ -33,6 +34,10 @@ class Flags(NamedTuple):
     def seen_by(self, rank: int, sums: Sums) -> Flags:
         """Return the flags after a look at the loss of this rank's share."""
         return self if isfinite(sums.loss) else self._replace(failed=rank + 1)
+
+    def joined(self, other: Flags) -> Flags:
+        """Return what both say."""
+        return Flags(*map(max, self, other))
 
 
 @dataclass
@@ -74,6 +79,8 @@ class Engine(Protocol):
     servers: int  #: ranks, or threads in them, that keep parameters for workers
     worker: int | None  #: which worker this rank is; None where it only serves
     asynchronous: bool  #: a step of one worker counts by itself; else all workers share each step
+    updates_per_step: float  #: how often the optimizer is called while all workers do a step
+    recorder: Recorder | None  #: of what happened, where the order of events matters
     replica: Replica
     times: Times
     bytes_sent: int

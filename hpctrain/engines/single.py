@@ -51,6 +51,8 @@ class Single:
     algorithm = None
     workers, servers, worker = 1, 0, 0
     asynchronous = False
+    updates_per_step = 1.0
+    recorder = None
     bytes_sent = 0
     staleness = None
 

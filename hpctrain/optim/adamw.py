@@ -63,7 +63,12 @@ def adamw(
     """
     check("adamw", beta1, beta2, epsilon, weight_decay, clip_norm)
     numbers = _Numbers(rate, beta1, beta2, epsilon, weight_decay, exempt_vectors, clip_norm)
-    return Optimizer(partial(start, names=["mean", "square"]), partial(_update, numbers), rate)
+    return Optimizer(
+        partial(start, names=["mean", "square"]),
+        partial(_update, numbers),
+        rate,
+        clip_norm is not None,
+    )
 
 
 def check(

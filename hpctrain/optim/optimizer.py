@@ -58,12 +58,14 @@ class Optimizer(NamedTuple):
     sums, float64 (rows, columns), a row for each part of a block, and returns the rows of all
     shards in order: alone, its argument. Methods that need norms call it, all equally often.
 
-    `rate` is what the metrics tell of: a number, or a function of the 0-based step.
+    `rate` is what the metrics tell of: a number, or a function of the 0-based step. `needs_norms`
+    says that `total` is called; where it is not, any part of the arrays can be updated alone.
     """
 
     init: Init
     update: Update
     rate: float | Schedule | None = None
+    needs_norms: bool = True
 
 
 def start(param: Array, names: Sequence[str] = ()) -> State:

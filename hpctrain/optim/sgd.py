@@ -67,7 +67,9 @@ def sgd(
         raise UsageError("sgd: nesterov needs a momentum above 0, seen 0")
     numbers = _Numbers(rate, momentum, nesterov, weight_decay, exempt_vectors, clip_norm)
     names = ["momentum"] if momentum else []
-    return Optimizer(partial(start, names=names), partial(_update, numbers), rate)
+    return Optimizer(
+        partial(start, names=names), partial(_update, numbers), rate, clip_norm is not None
+    )
 
 
 def _update(

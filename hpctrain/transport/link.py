@@ -43,6 +43,9 @@ class Link(Protocol):
     def split(self, color: int, key: int) -> Link:
         """Return the link of those that gave the same `color`, ordered by `key`; all must call."""
 
+    def view(self) -> Link:
+        """Return this link for a second thread: of the two, one may only send, one only receive."""
+
     def barrier(self) -> None:
         """Return once every rank has called."""
 

@@ -108,6 +108,10 @@ class LocalLink:
         hub = self.hub.child((self._splits, color), len(members))
         return LocalLink(hub, members.index((key, self.rank)))
 
+    def view(self) -> LocalLink:
+        """Return this link for a second thread: of the two, one may only send, one only receive."""
+        return LocalLink(self.hub, self.rank)
+
     def barrier(self) -> None:
         """Return once every rank has called."""
         try:

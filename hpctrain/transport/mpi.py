@@ -83,6 +83,10 @@ class MpiLink:
         self.entry.leave()
         return link
 
+    def view(self) -> MpiLink:
+        """Return this link for a second thread: of the two, one may only send, one only receive."""
+        return MpiLink(self._comm, self.entry, self.cut_bytes)
+
     def barrier(self) -> None:
         """Return once every rank has called."""
         self.entry.enter(b"barrier", ALL, 0)
@@ -100,7 +104,8 @@ class MpiLink:
 
     def free(self) -> None:
         """Give the communicator back to MPI; all its ranks must call, and none may use it after."""
-        self._comm.Free()
+        if self._comm != MPI.COMM_NULL:  # freed by way of a view
+            self._comm.Free()
 
     def _count(self, x: np.ndarray) -> None:
         self.bytes_sent += x.nbytes

@@ -1,0 +1,262 @@
+"""The engine of all regimes with parameter servers: one side works, one side serves.
+
+    worker     compute g     report, push slices ...     answer, pull slices ...     compute g
+    server 0                 decide: an event            tell
+    servers                  obey: take slices, update,        send slices
+
+Which gradients make an update, and who may go on, is the *method*: ps_sync.py and ps_async.py.
+The two sides are working.py and serving.py; what a server does with a slice is shard.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import partial
+from time import perf_counter
+from typing import Protocol
+
+import numpy as np
+
+from hpctrain.checkpoint import Piece
+from hpctrain.collectives import Group, all_gather_bytes, broadcast
+from hpctrain.collectives.recursive_doubling import recursive_doubling
+from hpctrain.engines.desk import Desk, Event
+from hpctrain.engines.engine import Flags, Times, Work, load_into
+from hpctrain.engines.replay import Recorder
+from hpctrain.engines.roles import Roles
+from hpctrain.engines.serving import Events, Server, Serving, total_over
+from hpctrain.engines.shard import Shard, ranges, slices
+from hpctrain.engines.staleness import Staleness
+from hpctrain.engines.working import Worker
+from hpctrain.errors import TransportError, UsageError
+from hpctrain.gradients.replica import Replica
+from hpctrain.optim import Optimizer
+from hpctrain.optim.optimizer import rate_of
+from hpctrain.transport.link import Link
+from hpctrain.world import World
+
+
+class Method(Protocol):
+    """Which gradients make an update, and which workers may go on."""
+
+    asynchronous: bool
+    in_step: bool  #: every worker takes part in every step
+    push_every: int
+    pull_every: int
+    updates_per_step: float
+    delay_compensation: float
+    adds: bool  #: an update may be made of several orders to ADD
+    staleness: Staleness
+
+    @property
+    def clocks(self) -> np.ndarray | None:
+        """The steps that each worker has done, where that differs."""
+
+    def events(self, desk: Desk, start: int, until: int) -> Iterator[Event]:
+        """Yield what happens from step `start` to `until`; the last event is `over`."""
+
+
+class ParameterServer:
+    """See `hpctrain.engines.engine.Engine`."""
+
+    algorithm = None
+
+    def __init__(
+        self,
+        name: str,
+        world: World,
+        replica: Replica,
+        optimizer: Optimizer,
+        roles: Roles,
+        method: Method,
+    ):
+        """Take this rank's part in `roles`; collective."""
+        arena, self.name = replica.arena, name
+        said = f"{name}, {roles}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
+        world.must_agree(said, "model and options")
+        self.replica, self.times, self._method, self._world = replica, Times(), method, world
+        self.workers, self.servers = len(roles.workers), len(roles.servers)
+        self.worker, server = roles.worker(world.rank), roles.server(world.rank)
+        self.asynchronous = method.asynchronous
+        self.staleness: Staleness | None = None
+        self.recorder = None if method.in_step else Recorder()
+        self._group = world.group()
+        for plane in (arena.param, arena.buffer):
+            broadcast(self._group, plane)  # a user's own model may start from random numbers
+        self._links = [world.link_for("push"), world.link_for("pull")]
+        self._workers = Group(world.link_for("workers", int(self.worker is None)))
+        servers = world.link_for("servers", int(server is None))
+        self._working = None if self.worker is None else self._worker(roles, optimizer)
+        self._server = None if server is None else self._make_server(roles, optimizer, servers)
+
+    def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
+        """Train from step `start` to `until`, as workers, servers or both."""
+        source = self._repeated if self.recorder and self.recorder.repeats else self._method.events
+        events = partial(source, start=start, until=until)
+        happened: list[Event] = []
+        if self._working is None:
+            happened = self._serve(events)
+        elif self._server is None:
+            self._working.work(work, start)
+        else:
+            serving = Serving(self._server, events, self._world.fail)
+            try:
+                self._working.work(work, start)
+            except TransportError:
+                serving.join()  # raises what went wrong there, if that was the cause
+                raise
+            happened = serving.join()
+        if happened:
+            self._note(start, until, happened)
+        return self._met(happened)
+
+    @property
+    def updates_per_step(self) -> float:
+        """How often the optimizer is called while all workers together do one step."""
+        return self._method.updates_per_step
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent since the start."""
+        return sum(link.bytes_sent for link in (self._group.link, *self._links))
+
+    def sum(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the sums of a few float64 over all ranks, the same on each."""
+        total = np.array(numbers, np.float64)
+        recursive_doubling(self._group, total, np.add)
+        return total
+
+    def settle(self) -> None:
+        """Do nothing: when `train` returns, all workers hold the servers' parameters."""
+
+    def state(self) -> list[Piece]:
+        """Return this rank's pieces: servers have the shards, worker 0 what only workers have."""
+        pieces = self._server.shard.pieces() if self._server else []
+        buffer, clocks = self.replica.arena.buffer, self._method.clocks
+        if self.worker == 0 and buffer.size:
+            pieces.append(Piece("buffer", 0, buffer.size, buffer))
+        if self._server and self._server.first and clocks is not None:
+            pieces.append(Piece("clocks", 0, clocks.size, clocks))
+        return pieces
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Take the whole state; the clocks of another number of workers mean nothing."""
+        load_into(self.replica.arena, {}, arrays)
+        if self._server:
+            self._server.shard.load(arrays)
+        clocks = self._method.clocks
+        if clocks is not None and "clocks" in arrays and arrays["clocks"].size == clocks.size:
+            clocks[...] = arrays["clocks"]
+
+    def close(self) -> None:
+        """Free the links; collective."""
+        for link in self._links:
+            link.free()
+
+    def _worker(self, roles: Roles, optimizer: Optimizer) -> Worker:
+        arena, method = self.replica.arena, self._method
+        own = ranges(arena.param.size, self.servers)
+        cut = [
+            (i, rank, s)
+            for rank, one in zip(roles.servers, own, strict=True)
+            for i, s in enumerate(slices(one, arena.param.itemsize))
+        ]
+        in_turn = [(rank, s) for _, rank, s in sorted(cut, key=lambda one: one[:2])]
+        rate, per_step = optimizer.rate, method.updates_per_step
+        return Worker(
+            self._world.rank,
+            self.replica,
+            self.times,
+            self._links[0],
+            self._links[1],
+            roles.servers[0],
+            in_turn,
+            (method.push_every, method.pull_every),
+            None if rate is None else lambda step: rate_of(rate, int(step * per_step)),
+            self._sum_and_wait if method.in_step else None,
+        )
+
+    def _make_server(self, roles: Roles, optimizer: Optimizer, servers: Link) -> Server:
+        push, pull = self._links
+        if self.worker is not None:
+            if not self._world.concurrent:
+                raise UsageError(
+                    'engine.placement = "colocated" needs an MPI with THREAD_MULTIPLE, and this '
+                    'one grants less; set engine.placement = "dedicated"'
+                )
+            push = self._world.view_for("server push", push)
+            pull = self._world.view_for("server pull", pull)
+        arena, method = self.replica.arena, self._method
+        shard = Shard(
+            arena,
+            ranges(arena.param.size, self.servers)[servers.rank],
+            optimizer,
+            partial(total_over, servers),
+            push,
+            pull,
+            roles.workers,
+            method.delay_compensation,
+            method.adds,
+        )
+        self._links += [link for link in (servers, push, pull) if link not in self._links]
+        return Server(shard, Desk(push, pull, roles.workers), servers, self.workers)
+
+    def _serve(self, events: Events) -> list[Event]:
+        """Serve in the main thread, whose time is spent obeying or waiting."""
+        assert self._server is not None
+        start, busy = perf_counter(), self._server.busy_s
+        happened = self._server.serve(events)
+        busy = self._server.busy_s - busy
+        self.times.compute_s += busy
+        self.times.wait_s += perf_counter() - start - busy
+        return happened
+
+    def _repeated(self, desk: Desk, start: int, until: int) -> Iterator[Event]:
+        """Yield the events of the log, each when the workers it is of have reported."""
+        assert self.recorder is not None
+        told, method = self.recorder.interval(start, until), self._method
+        for event in map(Event.from_json, told["events"]):
+            for worker in event.heard:
+                desk.hear_from(worker)
+            yield event
+        method.staleness = Staleness.from_json(told["staleness"])
+        if method.clocks is not None:
+            method.clocks[:] = told["clocks"]
+
+    def _note(self, start: int, until: int, happened: list[Event]) -> None:
+        """Keep what happened, on the first server."""
+        if self.recorder is not None:
+            clocks, staleness = self._method.clocks, self._method.staleness.to_json()
+            told = [] if clocks is None else clocks.tolist()
+            self.recorder.note(start, until, events=happened, clocks=told, staleness=staleness)
+
+    def _met(self, happened: list[Event]) -> tuple[int, Flags]:
+        """Return the step reached and the flags, which the first server knows."""
+        known = np.zeros(1 + len(Flags._fields), np.int64)
+        if self._server and self._server.first:
+            known[:] = happened[-1].answers[0].done, *self._server.desk.flags
+        recursive_doubling(self._group, known, np.maximum)
+        if not self._method.in_step:
+            self._share_what_differs()
+        step, *flags = known.tolist()
+        return step, Flags(*flags)
+
+    def _share_what_differs(self) -> None:
+        """Let all know the staleness; average the running statistics of the workers."""
+        first = self._server is not None and self._server.first
+        said = json.dumps(self._method.staleness.to_json()).encode() if first else b""
+        told = b"".join(all_gather_bytes(self._group.link, said))
+        self.staleness = Staleness.from_json(json.loads(told))
+        buffer = self.replica.arena.buffer
+        if self.worker is not None and buffer.size:
+            recursive_doubling(self._workers, buffer, np.add)
+            buffer /= self.workers
+
+    def _sum_and_wait(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the sums over workers that a layer asks for on its way."""
+        start = perf_counter()
+        total = np.array(numbers, np.float64)
+        recursive_doubling(self._workers, total, np.add)
+        self.times.wait_s += perf_counter() - start
+        return total

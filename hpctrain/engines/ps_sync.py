@@ -1,0 +1,120 @@
+"""Synchronous SGD with parameter servers: they keep the parameters, workers send them gradients.
+
+    worker i         g_i = dL/dw on its share        push g_i                 pull w
+    server j         for its range of w:   g = g_1 + ... + g_N     w <- w - update(g)
+
+The servers make the same update that all-reduce makes, once instead of P times. Sent per step:
+n bytes by each worker, n N / k by each of k servers, whose wires are the bottleneck; n being the
+bytes of the parameters. Source: Li et al., "Scaling distributed machine learning with the
+parameter server", 2014.
+
+With b *backup workers* the servers step on the first N - b gradients of this version of w and drop
+what comes late, so that b slow workers hold up nobody. The sum is scaled up to the whole batch.
+Source: Chen et al., "Revisiting distributed synchronous SGD", 2016.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from hpctrain import config
+from hpctrain.engines.desk import Answer, Desk, Event, Report, over
+from hpctrain.engines.parameter_server import ParameterServer
+from hpctrain.engines.roles import ServerOptions
+from hpctrain.engines.shard import Order, Use
+from hpctrain.engines.staleness import Staleness
+from hpctrain.errors import UsageError
+from hpctrain.gradients.replica import Replica
+from hpctrain.optim import Optimizer
+from hpctrain.world import World
+
+
+@config.options
+class PsSyncOptions(ServerOptions):
+    """`[engine] kind = "ps-sync"`."""
+
+    backup_workers: Annotated[int, Field(ge=0)] = 0
+
+    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> ParameterServer:
+        """Return this rank's engine; collective."""
+        roles = self.roles(world.size)
+        workers = len(roles.workers)
+        if self.backup_workers >= workers:
+            raise UsageError(
+                f"[engine] backup_workers is {self.backup_workers} of {workers} workers; at least "
+                "one must be needed: take fewer backup workers or start more ranks"
+            )
+        method = FirstGradients(workers, workers - self.backup_workers)
+        return ParameterServer("ps-sync", world, replica, optimizer, roles, method)
+
+
+class FirstGradients:
+    """Steps on the first `needed` of all workers' gradients of one version of the parameters."""
+
+    push_every = pull_every = 1
+    asynchronous = adds = False
+    delay_compensation = 0.0
+    clocks: np.ndarray | None = None
+    updates_per_step = 1.0
+
+    def __init__(self, workers: int, needed: int):
+        self.workers, self.needed = workers, needed
+        #: whether every worker takes part in every step: then layers may sum over them
+        self.in_step = needed == workers
+        self.staleness = Staleness()
+
+    def events(self, desk: Desk, start: int, until: int) -> Iterator[Event]:
+        """Yield what happens from step `start` on, as workers report."""
+        step, out = start, set(range(self.workers))
+        while step < until and not any(desk.flags):
+            pushed: dict[int, Report] = {}
+            while len(pushed) < self.needed:
+                worker, report = desk.hear()
+                if report.gradient and report.step == step:
+                    pushed[worker] = report
+                else:
+                    yield self._not_of_this_step(worker, report, step)
+            fine = not desk.flags.failed
+            step += fine
+            if step < until and not any(desk.flags):
+                yield _step(pushed, fine, step, pull=True)
+            else:
+                yield _step(pushed, fine, step, pull=False)
+                out -= set(pushed)
+        while out:
+            worker, report = desk.hear()
+            out.remove(worker)
+            yield self._not_of_this_step(worker, report, None)
+        yield over(self.workers, step)
+
+    def _not_of_this_step(self, worker: int, report: Report, step: int | None) -> Event:
+        """Return what becomes of a worker that comes to begin, or too late; it joins `step`."""
+        self.staleness.dropped += report.gradient
+        joins = step is not None
+        order = Order(
+            (worker,) if report.gradient else (),
+            Use.DROP if report.gradient else Use.NONE,
+            1.0,
+            (worker,) if joins and report.wants else (),
+            False,
+        )
+        answers = (Answer(worker, 1, step, step),) if step is not None else ()
+        return Event((worker,), order, answers)
+
+
+def _step(pushed: Mapping[int, Report], fine: bool, step: int, pull: bool) -> Event:
+    """Return the event that takes the gradients `pushed`, if they are `fine`, and comes to `step`.
+
+    What is missing of the batch, because it came late, the others stand for.
+    """
+    workers = tuple(sorted(pushed))
+    here = sum(report.targets for report in pushed.values())
+    of_targets = next(iter(pushed.values())).of_targets
+    factor = of_targets / here if 0 < here < of_targets else 1.0
+    answers = tuple(Answer(w, 1, step, step) for w in workers) if pull else ()
+    use = Use.UPDATE if fine else Use.DROP
+    return Event(workers, Order(workers, use, factor, workers if pull else (), False), answers)

@@ -1,0 +1,130 @@
+"""The side that serves: the first server decides, and all servers obey.
+
+    server 0       report heard -> event -> tell the others -> answer -> obey
+    server 1 ...                            order comes     ->           obey
+
+So all servers do the same things in the same order, whoever's slices came first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from time import perf_counter
+
+import numpy as np
+
+from hpctrain.collectives import all_gather_bytes
+from hpctrain.engines.desk import Desk, Event
+from hpctrain.engines.shard import Order, Shard, Use
+from hpctrain.errors import HpctrainError
+from hpctrain.transport.link import Link, Request
+
+JOIN_LIMIT_S = 10.0
+Events = Callable[[Desk], Iterator[Event]]
+
+
+class Server:
+    """One server: its shard, the link to the other servers and, on the first, the desk."""
+
+    def __init__(self, shard: Shard, desk: Desk, servers: Link, workers: int):
+        self.shard, self.desk = shard, desk
+        self.busy_s = 0.0  #: time spent obeying
+        self._servers, self._workers = servers, workers
+        self._sent: list[tuple[Request, np.ndarray]] = []
+
+    @property
+    def first(self) -> bool:
+        return self._servers.rank == 0
+
+    def serve(self, events: Events) -> list[Event]:
+        """Serve until the interval is over; return what happened, on the first server alone."""
+        if self.first:
+            return list(self._lead(events))
+        order = self._next_order()
+        while not order.over:
+            self._obey(order)
+            order = self._next_order()
+        self._obey(order)
+        self.shard.rest()
+        return []
+
+    def _lead(self, events: Events) -> Iterator[Event]:
+        """Yield the events of an interval, each once it is done."""
+        self.desk.open()
+        for event in events(self.desk):
+            self._pass_on(event.order)
+            self.desk.tell(event.answers)
+            self._obey(event.order)
+            self.desk.listen_again(event.answers)
+            yield event
+        self.shard.rest()
+
+    def _obey(self, order: Order) -> None:
+        start = perf_counter()
+        self.shard.obey(order)
+        self.busy_s += perf_counter() - start
+
+    def _pass_on(self, order: Order) -> None:
+        """Tell the other servers."""
+        for request, _ in self._sent:  # of the order before: nobody falls behind by more than one
+            request.wait()
+        x = _encoded(order, self._workers)
+        others = range(1, self._servers.size)
+        self._sent = [(self._servers.isend(x, other), x) for other in others]
+        if order.over:
+            for request, _ in self._sent:
+                request.wait()
+            self._sent = []
+
+    def _next_order(self) -> Order:
+        x = _encoded(Order((), Use.NONE, 1.0, (), False), self._workers)
+        self._servers.irecv(x, 0).wait()
+        return _decoded(x)
+
+
+class Serving:
+    """A server in a thread of its own, beside a worker, for one interval."""
+
+    def __init__(self, server: Server, events: Events, failed: Callable[[BaseException], None]):
+        """Begin; `failed` is called in the thread, with what went wrong there."""
+        self._events: list[Event] = []
+        self._error: BaseException | None = None
+
+        def serve() -> None:
+            try:
+                self._events = server.serve(events)
+            except BaseException as error:
+                self._error = error
+                failed(error)
+
+        self._thread = threading.Thread(target=serve, name="server", daemon=True)
+        self._thread.start()
+
+    def join(self) -> list[Event]:
+        """Return what happened; raise what went wrong."""
+        self._thread.join(JOIN_LIMIT_S)
+        if self._error is not None:
+            raise self._error
+        if self._thread.is_alive():
+            raise HpctrainError("the server thread does not end though all workers are told to")
+        return self._events
+
+
+def total_over(servers: Link, rows: np.ndarray) -> np.ndarray:
+    """Return the rows of partial sums of all shards, in order; see `hpctrain.optim.Optimizer`."""
+    if servers.size == 1:
+        return rows
+    parts = all_gather_bytes(servers, rows.tobytes())
+    return np.concatenate([np.frombuffer(part).reshape(-1, rows.shape[1]) for part in parts])
+
+
+def _encoded(order: Order, workers: int) -> np.ndarray:
+    """Return `order` as float64 (3 + 2 workers): use, factor, over, who pushed, who pulls."""
+    masks = [[float(w in some) for w in range(workers)] for some in (order.pushed, order.pull)]
+    return np.array([float(order.use), order.factor, float(order.over), *masks[0], *masks[1]])
+
+
+def _decoded(x: np.ndarray) -> Order:
+    pushed, pull = (tuple(np.flatnonzero(mask).tolist()) for mask in x[3:].reshape(2, -1))
+    return Order(pushed, Use(int(x[0])), float(x[1]), pull, bool(x[2]))

@@ -1,0 +1,215 @@
+"""A server's shard: one byte range of the parameters, with the optimizer's state for it.
+
+Gradients come in slices and parameters go in slices, so that while one slice is updated the next
+is on its way in and the one before on its way out:
+
+    in       [ slice 0 ][ slice 1 ][ slice 2 ]
+    update              [ slice 0 ][ slice 1 ][ slice 2 ]
+    out                            [ slice 0 ][ slice 1 ][ slice 2 ]
+
+Optimizers that need norms of whole tensors wait for all of the gradient first. The sum over
+workers is made in their order and shards begin at blocks of the optimizers, so that the bytes
+depend neither on who came first nor on the number of servers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from enum import IntEnum
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from hpctrain.checkpoint import Piece
+from hpctrain.collectives.chunks import SEGMENT_BYTES, bounds
+from hpctrain.engines.engine import BLOCK
+from hpctrain.gradients.arena import Arena, Slot
+from hpctrain.optim import Optimizer
+from hpctrain.optim.optimizer import State, Total
+from hpctrain.transport.link import Link, Request
+
+AHEAD = 2  #: slices whose receives are posted before they are needed
+
+
+class Use(IntEnum):
+    """What becomes of gradients that come in."""
+
+    NONE = 0  #: none come
+    DROP = 1  #: they are taken off the wire and forgotten
+    ADD = 2  #: they are added up
+    UPDATE = 3  #: they are added up, and the optimizer takes the sum
+
+
+class Order(NamedTuple):
+    """What a server does next: take gradients of some workers, send the parameters to some."""
+
+    pushed: tuple[int, ...]  #: the workers whose gradients come now; empty with Use.NONE
+    use: Use
+    factor: float  #: multiplies each of these gradients
+    pull: tuple[int, ...]  #: the workers that are sent the parameters after that
+    over: bool  #: nothing more comes until the next meeting
+
+
+def ranges(length: int, servers: int) -> list[slice]:
+    """Return each server's range of a plane of `length` elements, even but for one block."""
+    return [slice(a, b) for a, b in pairwise(bounds(length, servers, BLOCK))]
+
+
+def slices(own: slice, itemsize: int) -> list[slice]:
+    """Return the slices that a range travels in."""
+    step = SEGMENT_BYTES // itemsize
+    return [slice(a, min(a + step, own.stop)) for a in range(own.start, own.stop, step)]
+
+
+class Shard:
+    """One server's range, its links to the workers and how it takes their gradients."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        own: slice,
+        optimizer: Optimizer,
+        total: Total,
+        push: Link,
+        pull: Link,
+        workers: Sequence[int],
+        delay_compensation: float = 0.0,
+        adds: bool = False,
+    ):
+        """Keep `own` of the arena's parameters; gradients come by `push`, answers go by `pull`.
+
+        `workers` are their ranks. `delay_compensation` is the lambda of Zheng et al. (2017);
+        `adds` says that orders to ADD may come, which need memory for a whole gradient.
+        """
+        self.param = arena.param[own].copy()
+        self._own, self._length, self._total = own, arena.param.size, total
+        self._optimizer, self._push, self._pull, self._workers = optimizer, push, pull, workers
+        self._wire = [slice(s.start - own.start, s.stop - own.start)
+                      for s in slices(own, self.param.itemsize)]  # fmt: skip
+        self._whole = optimizer.needs_norms or adds
+        self._sum = np.zeros(self.param.size if self._whole else 0, self.param.dtype)
+        self._parts = [slice(0, self.param.size)] if self._whole else self._wire
+        self._slots = [_seen_from(own.start + part.start, arena.slots) for part in self._parts]
+        self._states: list[State] = [optimizer.init(self.param[part]) for part in self._parts]
+        longest = max((s.stop - s.start for s in self._wire), default=0)
+        self._inbox = np.empty((AHEAD, len(workers), longest), self.param.dtype)
+        self._outgoing: list[list[Request]] = [[] for _ in self._wire]
+        self._lambda = delay_compensation
+        self._before = [self.param.copy() for _ in workers] if delay_compensation else []
+
+    def obey(self, order: Order) -> None:
+        """Take the gradients that come, and send the parameters to those who wait for them."""
+        takes = order.use in (Use.ADD, Use.UPDATE)
+        for i, gradients in enumerate(self._gradients(order.pushed)):
+            if takes:
+                self._take(i, self._summed(i, gradients, order), order)
+            if not self._whole:
+                self._send(i, order.pull)
+        if self._whole and order.use == Use.UPDATE:
+            for requests in self._outgoing:
+                _finish(requests)
+            self._update(0, self._sum)
+            self._sum[...] = 0
+        if self._whole or not order.pushed:
+            for i in range(len(self._wire)):
+                self._send(i, order.pull)
+
+    def rest(self) -> None:
+        """Return once all that was sent has left."""
+        for requests in self._outgoing:
+            _finish(requests)
+
+    def pieces(self) -> list[Piece]:
+        """Return this shard's part of parameters and optimizer state, to be saved."""
+        found = [Piece("param", self._own.start, self._length, self.param)]
+        for part, state in zip(self._parts, self._states, strict=True):
+            found += [
+                Piece(f"optimizer.{name}", self._own.start + part.start, self._length, x)
+                for name, x in state.items()
+                if name != "step"
+            ]
+        if self._own.start == 0 and self.param.size:
+            found.append(Piece("optimizer.step", 0, 1, self._states[0]["step"]))
+        return found
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Take this shard's part of full `arrays`, which were seen to fit."""
+        self.param[...] = arrays["param"][self._own]
+        for part, state in zip(self._parts, self._states, strict=True):
+            at = slice(self._own.start + part.start, self._own.start + part.stop)
+            for name, x in state.items():
+                full = arrays[f"optimizer.{name}"]
+                x[...] = full if name == "step" else full[at]
+        for before in self._before:
+            before[...] = self.param
+
+    def _gradients(self, pushed: Sequence[int]) -> Iterator[list[np.ndarray]]:
+        """Yield, slice by slice, the gradients of the workers `pushed`, in this order."""
+        coming: deque[list[tuple[Request, np.ndarray]]] = deque()
+        for i in range(len(self._wire) if pushed else 0):
+            while len(coming) < AHEAD and i + len(coming) < len(self._wire):
+                coming.append(self._receives(i + len(coming), pushed))
+            here = coming.popleft()
+            for request, _ in here:
+                request.wait()
+            yield [x for _, x in here]
+
+    def _receives(self, i: int, pushed: Sequence[int]) -> list[tuple[Request, np.ndarray]]:
+        length = self._wire[i].stop - self._wire[i].start
+        boxes = [self._inbox[i % AHEAD, w, :length] for w in pushed]
+        pairs = zip(pushed, boxes, strict=True)
+        return [(self._push.irecv(x, self._workers[w]), x) for w, x in pairs]
+
+    def _summed(self, i: int, gradients: list[np.ndarray], order: Order) -> np.ndarray:
+        """Return the sum of slice `i` over workers, in the first of them."""
+        if self._lambda:
+            for w, g in zip(order.pushed, gradients, strict=True):
+                self._compensate(w, i, g)
+        first, *others = gradients
+        for g in others:
+            first += g
+        if order.factor != 1:
+            first *= order.factor
+        return first
+
+    def _compensate(self, w: int, i: int, g: np.ndarray) -> None:
+        """Move gradient `g` to where it was not taken: g + lambda g g (w_now - w_then)."""
+        s = self._wire[i]
+        shift = self.param[s] - self._before[w][s]
+        shift *= g
+        shift *= g
+        shift *= self._lambda
+        g += shift
+
+    def _take(self, i: int, gradient: np.ndarray, order: Order) -> None:
+        if self._whole:
+            self._sum[self._wire[i]] += gradient
+        else:
+            _finish(self._outgoing[i])  # it may still be read by the wire
+            self._update(i, gradient)
+
+    def _update(self, part: int, gradient: np.ndarray) -> None:
+        param, state = self.param[self._parts[part]], self._states[part]
+        self._optimizer.update(gradient, state, param, self._slots[part], self._total)
+
+    def _send(self, i: int, pull: Sequence[int]) -> None:
+        """Send slice `i` of the parameters to the workers `pull`."""
+        s = self._wire[i]
+        for w in pull:
+            self._outgoing[i].append(self._pull.isend(self.param[s], self._workers[w]))
+            if self._before:
+                self._before[w][s] = self.param[s]
+
+
+def _finish(requests: list[Request]) -> None:
+    for request in requests:
+        request.wait()
+    requests.clear()
+
+
+def _seen_from(start: int, slots: Sequence[Slot]) -> list[Slot]:
+    """Return the slots with offsets that count from `start`."""
+    return [replace(slot, offset=slot.offset - start) for slot in slots]

@@ -1,0 +1,123 @@
+"""The side that works: compute a gradient, report, push it in slices, pull the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+import numpy as np
+
+from hpctrain.engines.desk import Answer, Report
+from hpctrain.engines.engine import Task, Times, Work, whole
+from hpctrain.gradients.replica import Replica
+from hpctrain.nn import Sums, add
+from hpctrain.optim import Optimizer, sgd
+from hpctrain.transport.link import Link
+
+SumOverWorkers = Callable[[np.ndarray], np.ndarray]
+
+
+class Worker:
+    """One worker: its replica, and its links to the servers."""
+
+    def __init__(
+        self,
+        rank: int,
+        replica: Replica,
+        times: Times,
+        push: Link,
+        pull: Link,
+        desk: int,
+        cut: Sequence[tuple[int, slice]],
+        rhythm: tuple[int, int] = (1, 1),
+        local_rate: Callable[[int], float] | None = None,
+        sum_over_workers: SumOverWorkers | None = None,
+    ):
+        """Report to rank `desk`; `cut` tells which rank serves which slice, as they shall travel.
+
+        `rhythm`: steps between pushes and between pulls. Where steps lie between pulls, this
+        worker's parameters follow its own gradients with `local_rate`. `sum_over_workers` is for
+        layers, where all workers take each step together.
+        """
+        self.replica, self.times = replica, times
+        self._rank, self._desk, self._push, self._pull, self._cut = rank, desk, push, pull, cut
+        self._push_every, self._pull_every = rhythm
+        self._since_pull = 0
+        self._sum = sum_over_workers
+        arena = replica.arena
+        self._outbox = np.zeros_like(arena.grad) if self._push_every > 1 else arena.grad
+        self._local: Optimizer | None = None
+        if self._pull_every > 1 and local_rate is not None:
+            self._local = sgd(local_rate)
+
+    def work(self, work: Work, start: int) -> None:
+        """Work from step `start` on, as long as the servers let us."""
+        self._since_pull = 0
+        answer = self._exchange(Report(0, 0, start, 0, 0, 0, work.flags()))
+        while answer.go:
+            sums, report = self._round(work, answer.step)
+            answer = self._exchange(report)
+            work.done(answer.done, sums)
+
+    def _round(self, work: Work, first: int) -> tuple[Sums, Report]:
+        """Compute the gradients of one push, from step `first` on."""
+        sums, flags, of_targets = Sums(0.0, 0, 0), work.flags(), 0
+        for step in range(first, first + self._push_every):
+            task = work.task(step)
+            one = self._gradient(task, step)
+            sums, flags = add(sums, one), flags.seen_by(self._rank, one)
+            of_targets += round(1 / task.scale)
+        self._since_pull += self._push_every
+        wants = int(self._since_pull >= self._pull_every)
+        report = Report(1, wants, first, self._push_every, sums.count, of_targets, flags)
+        return sums, report
+
+    def _gradient(self, task: Task, step: int) -> Sums:
+        start, waited = perf_counter(), self.times.wait_s
+        key = task.key
+        if self._sum is not None:
+            key = key._replace(sum_over_ranks=self._sum)
+        arena = self.replica.arena
+        sums = self.replica.gradient(task.batch, task.scale, key, _nobody_waits)
+        if self._outbox is not arena.grad:
+            self._outbox += arena.grad
+        if self._local is not None:
+            state = {"step": np.array([step])}
+            self._local.update(arena.grad, state, arena.param, arena.slots, whole)
+        self.times.compute_s += perf_counter() - start - (self.times.wait_s - waited)
+        return sums
+
+    def _exchange(self, report: Report) -> Answer:
+        """Report, push what there is, and return the answer, with the parameters if due."""
+        start, said = perf_counter(), report.encoded()
+        sends = [self._push.isend(said, self._desk)]
+        if report.gradient:
+            sends += [self._push.isend(self._outbox[s], rank) for rank, s in self._cut]
+        answer = self._answer()
+        if report.wants or not answer.go:
+            self._receive()
+        for send in sends:
+            send.wait()
+        if report.gradient and self._outbox is not self.replica.arena.grad:
+            self._outbox[...] = 0
+        spent = perf_counter() - start
+        self.times.wait_s += spent
+        self.times.wire_s += spent
+        return answer
+
+    def _answer(self) -> Answer:
+        x = np.zeros(len(Answer._fields), np.int64)
+        self._pull.irecv(x, self._desk).wait()
+        return Answer(*x.tolist())
+
+    def _receive(self) -> None:
+        """Take all parameters from the servers."""
+        self._since_pull = 0
+        param = self.replica.arena.param
+        receives = [self._pull.irecv(param[s], rank) for rank, s in self._cut]
+        for receive in receives:
+            receive.wait()
+
+
+def _nobody_waits(name: str) -> None:
+    """Take note of a gradient that travels once all are there."""
