@@ -16,6 +16,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from threading import get_ident
@@ -107,7 +108,9 @@ class Timeline:
             "dropped_spans": world.trace.dropped,
         }  # fmt: skip
         clock = Clock(self._origin_s, self._readings)
-        events = map(json.dumps, world.trace.events(world.rank, world.host, clock))
+        # What an engine says of a span may be anything: no run is to end for it.
+        encode = partial(json.dumps, default=str)
+        events = map(encode, world.trace.events(world.rank, world.host, clock))
         (run / FOLDER).mkdir(exist_ok=True)
         _write(path_of(run, world.rank), about, events)
 

@@ -212,6 +212,19 @@ def test_a_trace_that_cannot_be_written_is_one_warning(tmp_path, caplog, blocked
     assert blocked in caplog.text
 
 
+def test_a_span_may_tell_anything(tmp_path):
+    def body(world):
+        traced = timeline.Timeline(world, tmp_path, TraceOptions(enabled=True))
+        traced.begin()
+        with world.trace.span("push", "wire", nbytes=np.int64(8), to=tmp_path):
+            pass
+        traced.end()
+
+    run_on("threads", 1, body)
+    ((span,),) = Traced(tmp_path / timeline.MERGED).threads.values()
+    assert span["args"] == {"step": 0, "nbytes": "8", "to": str(tmp_path)}
+
+
 SKEW_S = (0.0, 1000.0, -5.0, 0.25)
 
 
