@@ -14,6 +14,7 @@ from hpctrain import rundir, watch
 
 MARK = "HPCTRAIN_TEST_JOB"
 EVERY = -1  # for `trap`: every rank
+NEVER = -2  # for `trap`: no step; -1 is when the model is built
 
 
 def sets(**keys: object) -> list[str]:

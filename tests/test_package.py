@@ -12,10 +12,11 @@ import hpctrain as ht
 from hpctrain import cli
 
 
-@pytest.mark.parametrize("module", ["mpi4py.MPI", "cupy", "sklearn", "matplotlib", "jinja2"])
-def test_import_leaves_alone(module):
-    code = f"import sys, hpctrain; sys.exit({module!r} in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+def test_import_leaves_alone():
+    late = {"mpi4py.MPI", "cupy", "sklearn", "matplotlib", "jinja2"}
+    code = f"import sys, hpctrain; print({late} & set(sys.modules))"
+    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert seen == "set()\n"
 
 
 def test_version_is_that_of_the_metadata():

@@ -30,6 +30,8 @@ REFUSED = {
         ["optimizer.batch=", "optimizer.batch_per_rank=10", "optimizer.micro_batches=4"],
         "a divisor of the batch of 10, seen 4",
     ),
+    "unknown engine": (["engine.kind=allredce"], "unknown [engine] kind 'allredce'; did you mean"),
+    "no batch": (["optimizer.batch=0"], "[optimizer] batch: input should be greater than or equal"),
     "no epochs": (["run.epochs=0"], "[run] epochs: input should be greater than or equal to 1"),
     "device": (["run.device=tpu"], "[run] device: input should be"),
     "algorithm": (["wire.algorithm=rign"], "unknown algorithm 'rign'; did you mean 'ring'?"),

@@ -58,8 +58,10 @@ CHANGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("change", "size"),
+    [("sgd", 1), ("sgd", 2), ("sgd", 3), ("adamw", 2), ("lamb", 1), ("lamb", 3), ("resnet", 2)],
+)
 def test_resumed_runs_end_with_the_same_bytes(tmp_path, stops, monkeypatch, size, change):
     change = CHANGES[change]
     whole = run_on("threads", size, lambda w: train(w, tmp_path / "whole", False, *change))[0]
@@ -111,7 +113,7 @@ def test_another_number_of_ranks_sees_the_same_batches(tmp_path, sizes, monkeypa
     assert abs(models[0] - models[1]).max() < 1e-10
 
 
-@on_ranks(1, 2, 3, 5, mpi=(4,))
+@on_ranks(1, 3, mpi=(4,))
 def test_digits_reaches_its_accuracy(ranks, tmp_path, monkeypatch):
     """The mean of 5 seeds is at least 0.97, whatever the number of ranks."""
     monkeypatch.chdir(tmp_path)

@@ -8,12 +8,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty, Queue
+from tempfile import mkdtemp
 
 import pytest
+from conftest import Job
 
 from hpctrain import watch
 from hpctrain.watch import Call, Record, Snapshot, Watch, read, record_path, report, where
@@ -44,19 +47,22 @@ COMPUTE_LINE = 1 + CHILD.splitlines().index("    time.sleep(60)")
 
 @pytest.fixture
 def child(start: Callable, tmp_path: Path) -> Callable:
-    """Return what starts rank 1 and waits until its record tells that it is in `compute`."""
+    """Return what starts rank 1, whose record lies in a folder of its own."""
 
-    def child(does: str) -> object:
-        script = tmp_path / "child.py"
+    def child(does: str) -> tuple[Job, Path]:
+        script, folder = tmp_path / "child.py", Path(mkdtemp(dir=tmp_path))
         script.write_text(CHILD)
-        job = start(script, tmp_path, does)
-        job.until("ready")
-        limit = time.monotonic() + 10
-        while "compute" not in read(record_path(tmp_path, 1)).line and time.monotonic() < limit:
-            time.sleep(0.05)
-        return job.process
+        return start(script, folder, does), folder
 
     return child
+
+
+def settle(job: Job, folder: Path) -> None:
+    """Wait until the record of rank 1 tells that it is in `compute`."""
+    job.until("ready")
+    limit = time.monotonic() + 10
+    while "compute" not in read(record_path(folder, 1)).line and time.monotonic() < limit:
+        time.sleep(0.05)
 
 
 @contextmanager
@@ -82,30 +88,36 @@ def hangs(reports: Queue[str], within_s: float) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    ("does", "sent", "judgement", "call"),
-    [
-        ("compute", signal.SIGSTOP, "stopped or dead", "last operation"),
-        ("compute", signal.SIGKILL, "stopped or dead", "last operation"),
-        ("wait", signal.SIGSTOP, "stopped or dead", "in"),
-        ("compute", None, "alive, computing", "last operation"),
-        ("wait", None, "waiting", "in"),
-    ],
-)
-def test_the_rank_that_does_not_answer_is_named(
-    tmp_path: Path, child: Callable, does: str, sent: signal.Signals, judgement: str, call: str
-) -> None:
-    process = child(does)
+# What rank 1 does, what is sent to it -> what is said of it, and of its last call
+SILENT = [
+    ("compute", signal.SIGSTOP, "stopped or dead", "last operation"),
+    ("compute", signal.SIGKILL, "stopped or dead", "last operation"),
+    ("wait", signal.SIGSTOP, "stopped or dead", "in"),
+    ("compute", None, "alive, computing", "last operation"),
+    ("wait", None, "waiting", "in"),
+]
+
+
+def test_the_rank_that_does_not_answer_is_named(child: Callable) -> None:
+    """All five side by side: most of it is waiting."""
+    jobs = [child(row[0]) for row in SILENT]
+    with ThreadPoolExecutor(len(SILENT)) as pool:
+        list(pool.map(is_named, jobs, SILENT))
+
+
+def is_named(started: tuple[Job, Path], row: tuple) -> None:
+    (job, folder), (_, sent, judgement, call) = started, row
+    settle(job, folder)
     if sent is not None:
-        process.send_signal(sent)
-    with watched(tmp_path, 0.8) as (record, reports):
+        job.process.send_signal(sent)
+    with watched(folder, 0.8) as (record, reports):
         record.step = 6
         record.step = 7
         record.entry("main").enter(b"recv", 1, 512)
         text = reports.get(timeout=20)
         assert not hangs(reports, 1.0)  # once
     theirs = next(line for line in text.splitlines() if line.startswith("  rank 1 on "))
-    assert f"(pid {process.pid}), step 7, at child.py:{COMPUTE_LINE} compute: " in theirs
+    assert f"(pid {job.process.pid}), step 7, at child.py:{COMPUTE_LINE} compute: " in theirs
     assert f"{judgement}; {call} sendrecv with rank 0, 4096 bytes, begun " in theirs
     assert "waiting; in recv with rank 1, 512 bytes, begun " in text
     headings = text.splitlines()[1::2]
@@ -115,36 +127,42 @@ def test_the_rank_that_does_not_answer_is_named(
     assert judgement == "waiting" or text.splitlines()[2] == theirs
 
 
-@pytest.mark.parametrize("does", ["compute", "wait"])
-def test_a_record_survives_kill_9(tmp_path: Path, child: Callable, does: str) -> None:
-    process = child(does)
-    process.kill()
-    process.wait(10)
-    seen = read(record_path(tmp_path, 1))
-    (call,) = seen.calls
-    assert (seen.rank, seen.size, seen.pid, seen.step) == (1, 2, process.pid, 7)
-    assert call == Call("main", "sendrecv", 7, 0, 4096, call.since, does == "wait")
-    assert 0 <= time.time() - call.since < 60 and 0 <= time.time() - seen.heartbeat < 60
+def test_a_record_survives_kill_9(child: Callable) -> None:
+    jobs = {does: child(does) for does in ("compute", "wait")}
+    for does, (job, folder) in jobs.items():
+        settle(job, folder)
+        job.process.kill()
+        job.process.wait(10)
+        seen = read(record_path(folder, 1))
+        (call,) = seen.calls
+        assert (seen.rank, seen.size, seen.pid, seen.step) == (1, 2, job.process.pid, 7)
+        assert call == Call("main", "sendrecv", 7, 0, 4096, call.since, does == "wait")
+        assert 0 <= time.time() - call.since < 60 and 0 <= time.time() - seen.heartbeat < 60
 
 
-@pytest.mark.parametrize(
-    ("steps", "timeout_s", "factor", "expected"),
-    [
-        ([], 0.2, 100, False),
-        ([0], 0.2, 100, False),
-        ([0, 1], 0.2, 100, True),
-        ([1200], 0.2, 100, False),  # resumed: that first step compiles as well
-        ([1200, 1201], 0.2, 100, True),
-        ([0], 0.2, 2, True),
-        ([0, 1], 60, 1, False),
-    ],
-)
-def test_limit(steps: list[int], timeout_s: float, factor: float, expected: bool) -> None:
-    with watched(None, timeout_s, factor) as (record, reports):
-        for record.step in steps:
-            pass
-        record.entry("main").enter(b"recv", 1, 512)
-        assert hangs(reports, 10 if expected else 1.0) == expected
+# Steps begun, the limit, its factor in the first step -> whether a call then counts as hung
+LIMITS = [
+    ([], 0.2, 100, False),
+    ([0], 0.2, 100, False),
+    ([0, 1], 0.2, 100, True),
+    ([1200], 0.2, 100, False),  # resumed: that first step compiles as well
+    ([1200, 1201], 0.2, 100, True),
+    ([0], 0.2, 2, True),
+    ([0, 1], 60, 1, False),
+]
+
+
+def test_limit() -> None:
+    def told(row: tuple) -> bool:
+        steps, timeout_s, factor, expected = row
+        with watched(None, timeout_s, factor) as (record, reports):
+            for record.step in steps:
+                pass
+            record.entry("main").enter(b"recv", 1, 512)
+            return hangs(reports, 10 if expected else 1.0)
+
+    with ThreadPoolExecutor(len(LIMITS)) as pool:
+        assert list(pool.map(told, LIMITS)) == [expected for *_, expected in LIMITS]
 
 
 def test_a_new_call_starts_a_new_wait() -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import Job
-from jobs import MARK, SMALL, Training, carriers
+from jobs import MARK, NEVER, SMALL, Training, carriers, sets, trap
+from ranks import run_on
+
+from hpctrain import data, recipe, runs
 
 HERE = Path(__file__).parent
 
@@ -44,7 +49,32 @@ def begin(start: Callable[..., Job], tmp_path: Path, mark: str) -> Callable[...,
     return begin
 
 
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Arguments for a small model on the digits, from a file: scikit-learn takes a second."""
+    train, test, _ = data.DigitsOptions().load(seed=0)
+    file = tmp_path_factory.mktemp("digits") / "digits.npz"
+    np.savez(file, x=train.x, y=train.y, x_test=test.x, y_test=test.y)
+    return [*SMALL, *sets(data_kind="npz", data_path=file)]
+
+
 @pytest.fixture
-def digits(begin: Callable[..., Training]) -> Callable[..., Training]:
+def digits(begin: Callable[..., Training], small: list[str]) -> Callable[..., Training]:
     """Start to train a small model on the digits; `begin` with a recipe."""
-    return lambda *args, **options: begin("digits", *SMALL, *args, **options)
+    return lambda *args, **options: begin("digits", *small, *args, **options)
+
+
+@pytest.fixture
+def undisturbed(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict]:
+    """Train the same with the trap at no step, on ranks that are threads; return the summary."""
+    monkeypatch.syspath_prepend(HERE)
+
+    def undisturbed(*args: str, ranks: int = 2) -> dict:
+        never = trap("none", 0, NEVER)
+        spec = recipe.load("digits", [*small, *args, *never][1::2])
+        body = partial(runs.train, spec, out=tmp_path / "whole", resume=False)
+        return run_on("threads", ranks, body)[0]
+
+    return undisturbed

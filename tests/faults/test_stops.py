@@ -9,13 +9,12 @@ from jobs import sets, trap
 
 pytestmark = pytest.mark.processes
 
-# Who gets the signal: a rank from its own model at step 7, mpiexec, or `hpctrain launch`
+# Who gets the signal: a rank from its own model at step 7, mpiexec, or `hpctrain launch`, which
+# hands on SIGTERM, SIGUSR1 and SIGHUP in the same way: tests/cluster/test_launch.py.
 ASKED = {
     "SIGUSR1 to a rank": "usr1",
     "SIGTERM to a rank": "term",
     "SIGUSR1 to mpiexec": (signal.SIGUSR1, False),
-    "SIGUSR1 to launch": (signal.SIGUSR1, True),
-    "SIGTERM to launch": (signal.SIGTERM, True),
     "Ctrl-C to launch": (signal.SIGINT, True),
 }
 LONG = sets(run_epochs=5000, checkpoint_every_epochs="")
@@ -41,7 +40,7 @@ def test_a_stop(digits, asked):
     assert summary["reason"] == said
 
 
-def test_a_stopped_run_goes_on_to_the_same_end(digits):
+def test_a_stopped_run_goes_on_to_the_same_end(digits, undisturbed):
     keys = sets(run_epochs=3)
     job = digits(*keys, *trap("term", 1))
     assert job.finish().returncode == 75
@@ -50,7 +49,5 @@ def test_a_stopped_run_goes_on_to_the_same_end(digits):
     ended = resumed.finish()
     assert ended.returncode == 0, ended.stderr
     assert f"resumed at step {stopped} of 36" in ended.stderr
-    whole = digits(*keys, *trap("none", 1), out="whole")
-    assert whole.finish().returncode == 0
-    assert resumed.summary["params_sha256"] == whole.summary["params_sha256"]
+    assert resumed.summary["params_sha256"] == undisturbed(*keys)["params_sha256"]
     assert resumed.summary["status"] == "done"
