@@ -62,4 +62,6 @@ def _fault(error: Any, known: Iterable[str], name: str) -> str:
         return unknown(f"key in [{name}]:", key, known)
     if error["type"] in ("missing", "missing_argument"):
         return f"[{name}] {key} is missing"
+    if not key and "error" in error.get("ctx", {}):
+        return str(error["ctx"]["error"])  # what the options say of each other
     return f"[{name}] {key}: {error['msg'].lower()}, seen {error['input']!r}"

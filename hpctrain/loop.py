@@ -171,6 +171,8 @@ class Loop:
             stopped = bool(flags.stop) and self.step < total
             self._look(stopped)
             last = self.step == total or stopped or bool(self.ended)
+            if last:
+                self.engine.settle()  # what is left in the arena is what was trained
             if last or self.keeper.due(self.step, self.row):
                 self.keeper.save(self.step, self.row, must=last)
             if stopped and not self.ended:
@@ -201,8 +203,8 @@ class Loop:
     def _not_finite(self, rank: int) -> str:
         where = f"rank {rank} ({self.world.hosts[rank]})"
         return (
-            f"the loss is not finite at step {self.step} on {where}; "
-            "the parameters are those of the step before. Lower the rate or lengthen the warm-up"
+            f"the loss is not finite at step {self.step} on {where}; no rank has taken its "
+            "gradient. Lower the rate or lengthen the warm-up"
         )
 
     @property

@@ -4,13 +4,20 @@ from typing import Any
 
 from hpctrain.engines.allreduce import AllReduceOptions as AllReduce
 from hpctrain.engines.engine import Engine, Flags, Task, Times, Work
+from hpctrain.engines.local_sgd import LocalSgdOptions as LocalSgd
 from hpctrain.engines.ps_async import PsAsyncOptions as PsAsync
 from hpctrain.engines.ps_sync import PsSyncOptions as PsSync
 from hpctrain.engines.roles import ServerOptions
 from hpctrain.engines.single import SingleOptions as Single
 
 #: The options of each regime by the name that people type; `build` makes the engine.
-ENGINES = {"single": Single, "allreduce": AllReduce, "ps-sync": PsSync, "ps-async": PsAsync}
+ENGINES = {
+    "single": Single,
+    "allreduce": AllReduce,
+    "ps-sync": PsSync,
+    "ps-async": PsAsync,
+    "local-sgd": LocalSgd,
+}
 
 
 def workers_of(options: Any, ranks: int) -> int:
@@ -30,6 +37,7 @@ __all__ = [
     "AllReduce",
     "Engine",
     "Flags",
+    "LocalSgd",
     "PsAsync",
     "PsSync",
     "Single",

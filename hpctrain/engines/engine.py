@@ -139,7 +139,7 @@ def pieces_of(
     arena: Arena, optimizer_state: Mapping[str, np.ndarray], rank: int, size: int
 ) -> list[Piece]:
     """Return rank's 1/P of a state that every rank holds in full, so that all ranks write."""
-    return [_piece(name, x, rank, size) for name, x in _flat(arena, optimizer_state).items()]
+    return [piece_of(name, x, rank, size) for name, x in _flat(arena, optimizer_state).items()]
 
 
 def load_into(
@@ -173,7 +173,8 @@ def _flat(arena: Arena, optimizer_state: Mapping[str, np.ndarray]) -> dict[str, 
     }
 
 
-def _piece(name: str, x: np.ndarray, rank: int, size: int) -> Piece:
+def piece_of(name: str, x: np.ndarray, rank: int, size: int) -> Piece:
+    """Return rank's 1/P of flat array `x`, which every rank holds in full."""
     offsets: Sequence[int] = bounds(x.size, size, BLOCK)
     start, stop = offsets[rank], offsets[rank + 1]
     return Piece(name, start, x.size, x[start:stop])
