@@ -93,12 +93,14 @@ class LocalLink:
 
     def wait_any(self, requests: Sequence[_Send | _Receive]) -> int:
         """Return the index of one finished request, which needs no further `wait`."""
+        finished: list[int] = []
 
-        def finished() -> list[int]:
-            return [i for i, request in enumerate(requests) if request.finished()]
+        def look() -> bool:
+            finished[:] = [i for i, request in enumerate(requests) if request.finished()]
+            return bool(finished)
 
-        self.wait_until(lambda: bool(finished()), f"wait_any of {len(requests)} requests")
-        return finished()[0]
+        self.wait_until(look, f"wait_any of {len(requests)} requests")  # looks under the lock
+        return finished[0]
 
     def split(self, color: int, key: int) -> LocalLink:
         """Return the link of those that gave the same `color`, ordered by `key`; all must call."""

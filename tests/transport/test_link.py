@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 import numpy as np
@@ -119,3 +120,29 @@ def test_a_thread_rank_that_fails_ends_the_waits_of_the_others():
 
     with pytest.raises(ZeroDivisionError, match="planted"):
         run_on("threads", 3, body)
+
+
+def test_wait_any_while_others_send():
+    """Many senders and one who takes what comes first, with threads that change at any time."""
+    before, many = sys.getswitchinterval(), 300
+    sys.setswitchinterval(1e-6)
+
+    def body(world):
+        link = world.link
+        if link.rank:
+            for n in range(many):
+                link.isend(numbers(n), 0).wait()
+            return
+        boxes = {source: numbers(0) for source in range(1, link.size)}
+        waiting = {source: (link.irecv(box, source), 0) for source, box in boxes.items()}
+        while waiting:
+            source = list(waiting)[link.wait_any([request for request, _ in waiting.values()])]
+            _, n = waiting.pop(source)
+            assert boxes[source][0] == n
+            if n + 1 < many:
+                waiting[source] = link.irecv(boxes[source], source), n + 1
+
+    try:
+        run_on("threads", 6, body)
+    finally:
+        sys.setswitchinterval(before)
