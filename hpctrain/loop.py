@@ -8,6 +8,7 @@ counts by itself: there it is 1 over the worker's own targets.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from hpctrain.keeper import Keeper
 from hpctrain.recipe import CheckpointOptions
 from hpctrain.stop import StopRequest
 from hpctrain.world import World
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ class Loop:
     ):
         self.world, self.engine, self.plan, self.journal = world, engine, plan, journal
         self.callbacks = callbacks
-        self.order = replay.Log(engine.recorder, journal.run, world.rank)
+        self.order = replay.Log(engine.recorder, journal.run, world.rank, self._depends_on())
         self.step, self.rows = 0, list[Row]()  # rows: those of the run before this part
         self.row: Row = {}  # of this step, where there is one
         self.keeper = Keeper(world, engine, journal, plan.checkpoints, plan.about)
@@ -189,6 +192,32 @@ class Loop:
             tested = self._evaluated() if evaluated else None
             self.row = self.journal.row(self.step, tested, interrupted=not regular) or {}
             self.ended = self.callbacks.tell(self.row) if self.row else ""
+
+    def repeat(self, run: Path) -> None:
+        """Let the engine repeat the order of events in `run`; raise UsageError if it cannot."""
+        rank, recorder = self.world.rank, self.engine.recorder
+        if recorder is None:
+            raise UsageError(
+                f"--replay: the engine '{self.engine.name}' always does the same, in the same "
+                "order; train again without --replay"
+            )
+        told, intervals = self.world.together(lambda: replay.read(run, rank, self._depends_on()))
+        recorder.repeat(intervals)
+        said = filter(None, self.world.gather(replay.differences(told, replay.about())))
+        if rank == 0 and (text := " | ".join(said)):
+            log.warning("the last bits may differ from those of %s: %s", run, text)
+
+    def _depends_on(self) -> dict[str, Any]:
+        """Return what must be alike in a run and in its replay."""
+        return {
+            "engine": self.engine.name,
+            "workers": self.engine.workers,
+            "servers": self.engine.servers,
+            "training samples": len(self.plan.train),
+            "batch": self.plan.sampler.batch,
+            "seed": self.plan.sampler.seed,
+            "interval_steps": self.plan.interval,
+        }
 
     def resume(self, run: Path) -> None:
         """Go to the newest good checkpoint, if any was ever written."""

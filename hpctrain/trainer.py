@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +15,6 @@ from hpctrain import world as worlds
 from hpctrain.callbacks import Callbacks, EarlyStop
 from hpctrain.data import Sampler, Samples, worth_reading_ahead
 from hpctrain.engines import Engine
-from hpctrain.engines import replay as logs
 from hpctrain.errors import UsageError
 from hpctrain.faults import FaultsOptions, Pace
 from hpctrain.gradients.arena import params_sha256
@@ -30,8 +28,6 @@ from hpctrain.recipe import CheckpointOptions, Recipe
 from hpctrain.stop import StopRequest
 from hpctrain.trace import TraceOptions
 from hpctrain.world import World
-
-log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -138,7 +134,7 @@ class Trainer:
             if resume and run is not None:
                 loop.resume(run)
             if replay is not None:
-                self._repeat(Path(replay))
+                loop.repeat(Path(replay))
             stack.enter_context(told(journal))
             request = stack.enter_context(StopRequest())
             with np.errstate(over="ignore", invalid="ignore"):  # the loss is looked at, each step
@@ -171,23 +167,6 @@ class Trainer:
         self.world.together(lambda: weights.take(arena, weights.read(path), str(path)))
         taken = params_sha256(arena)
         self.world.must_agree(taken, f"the SHA-256 of the weights at {path}")
-
-    def _repeat(self, run: Path) -> None:
-        """Let the engine repeat the order of events in `run`."""
-        recorder = self.engine.recorder
-        if recorder is None:
-            raise UsageError(
-                f"--replay: the engine '{self.engine.name}' always does the same, in the same "
-                "order; train again without --replay"
-            )
-        before, intervals = self.world.together(lambda: logs.read(run, self.world.rank))
-        recorder.repeat(intervals)
-        here = logs.about()
-        differs = [f"{key}: {before[key]}, now {here[key]}" for key in before.keys() & here.keys()
-                   if before[key] != here[key]]  # fmt: skip
-        said = self.world.gather("; ".join(differs))
-        if self.world.rank == 0 and any(said):
-            log.warning("the last bits may differ from %s: %s", run, " | ".join(filter(None, said)))
 
     def _sampler(self, train: Samples, batch: int) -> Sampler:
         size = self.engine.workers

@@ -5,7 +5,7 @@ order in which ranks met. So a run is repeated, bit for bit, by waiting for the 
 in the log, instead of for any; on MPI or with ranks as threads. Each rank that decides on an order
 keeps a file, of which the first line tells of the machine:
 
-    DIR/replay/rank-00003.jsonl    {"about": {...}}
+    DIR/replay/rank-00003.jsonl    {"run": {...}, "about": {...}}
                                    {"start": 0, "until": 12, ...}      an interval of training
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import threadpoolctl
 
-from hpctrain.errors import UsageError
+from hpctrain.errors import HpctrainError, UsageError
 
 log = logging.getLogger(__name__)
 FOLDER = "replay"
@@ -53,13 +53,13 @@ class Recorder:
         self._log = {(one["start"], one["until"]): one for one in log}
 
     def interval(self, start: int, until: int) -> Interval:
-        """Return what the log has of the steps from `start`; raise UsageError if it has none."""
+        """Return what the log has of the steps from `start`; raise HpctrainError if it has none."""
         assert self._log is not None
         if (start, until) not in self._log:
             known = ", ".join(f"{a} to {b}" for a, b in list(self._log)[:4]) or "none"
-            raise UsageError(
-                f"the log to be replayed has no steps {start} to {until} but {known}, ...; replay "
-                "with the recipe of that run, on as many ranks"
+            raise HpctrainError(
+                f"the log to be replayed has no steps {start} to {until} but {known}, ...; was the "
+                "run killed before it came so far?"
             )
         return self._log[start, until]
 
@@ -67,8 +67,10 @@ class Recorder:
 class Log:
     """The file in which one rank's recorder is kept; nothing without a run's folder."""
 
-    def __init__(self, recorder: Recorder | None, run: Path | None, rank: int):
-        self._recorder = recorder
+    def __init__(
+        self, recorder: Recorder | None, run: Path | None, rank: int, depends_on: Mapping[str, Any]
+    ):
+        self._recorder, self._depends_on = recorder, depends_on
         self._path = None if recorder is None or run is None else path_of(run, rank)
 
     def begin(self, step: int) -> None:
@@ -85,7 +87,7 @@ class Log:
         try:
             if not self._path.exists():
                 self._path.parent.mkdir(exist_ok=True)
-                self._path.write_text(_line({"about": about()}))
+                self._path.write_text(_line({"run": self._depends_on, "about": about()}))
             with open(self._path, "a") as file:
                 file.writelines(map(_line, noted))
         except OSError as error:
@@ -97,10 +99,13 @@ def path_of(run: Path, rank: int) -> Path:
     return Path(run) / FOLDER / f"rank-{rank:05d}.jsonl"
 
 
-def read(run: Path, rank: int) -> tuple[dict[str, Any], list[Interval]]:
+def read(
+    run: Path, rank: int, depends_on: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[Interval]]:
     """Return (about, intervals) of the log of `rank`, which may be empty.
 
-    Raises UsageError where the run has no log at all, or a damaged one.
+    Raises UsageError where the run has no log at all, a damaged one, or one of another run than
+    `depends_on` tells of.
     """
     folder = Path(run) / FOLDER
     if not folder.is_dir():
@@ -109,11 +114,20 @@ def read(run: Path, rank: int) -> tuple[dict[str, Any], list[Interval]]:
             "events matters keep one"
         )
     try:
-        lines = _lines(path_of(run, rank))
-        about = lines[0]["about"] if lines else {}
-        return about, [one for one in lines[1:] if one["start"] < one["until"]]
+        head, *intervals = _lines(path_of(run, rank)) or [{"run": depends_on, "about": {}}]
+        told, before = dict(head["run"]), dict(head["about"])
+        [(one["start"], one["until"]) for one in intervals]
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"--replay {run}: the log of rank {rank} is damaged: {error}") from None
+    if said := differences(told, depends_on):
+        raise UsageError(f"--replay {run}: that run had other settings: {said}; take its recipe")
+    return before, intervals
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return what differs, in words."""
+    keys = [key for key in before if before[key] != now.get(key)]
+    return ", ".join(f"{key} was {before[key]}, now {now.get(key)}" for key in keys)
 
 
 def about() -> dict[str, str]:
