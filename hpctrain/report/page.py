@@ -75,6 +75,8 @@ def shown(value: Any) -> str:
         return "–"
     if isinstance(value, float):
         return f"{value:,.6g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {shown(one)}" for key, one in value.items())
     if isinstance(value, list):
         return ", ".join(map(shown, value))
     return str(value)

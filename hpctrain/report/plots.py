@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, which would look for a screen
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
 from hpctrain.report.record import Record
 
@@ -24,13 +24,15 @@ LINES: dict[str, dict[str, Any]] = {
 }
 FEW = 40  #: up to so many points each gets a mark; more would hide the line
 DECADES = 30.0  #: a loss that falls by more than this factor is shown on a logarithmic axis
+LABELS = 16  #: more would run into each other
+BINS = 60  #: a histogram has no more bars than this
 UNITS = {"h": 3600.0, "min": 60.0, "s": 1.0}
 
 
 def plots(record: Record) -> dict[str, bytes]:
     """Return {file name: PNG} of the plots for which `record` has rows."""
     figures = {"loss.png": _losses, "rate.png": _rate, "time.png": _times,
-               "ranks.png": _ranks}  # fmt: skip
+               "ranks.png": _ranks, "staleness.png": _staleness}  # fmt: skip
     made = {name: draw(record) for name, draw in figures.items() if record.rows}
     return {name: _png(figure) for name, figure in made.items() if figure is not None}
 
@@ -117,11 +119,54 @@ def _ranks(record: Record) -> Figure | None:
     ranks = np.arange(len(wall))
     _stacked(axes, ranks - 0.4, np.full(len(wall), 0.6), wall, compute, wait)
     axes.bar(ranks + 0.2, wire, 0.2, align="edge", color=BLACK, label="wire (overlaps compute)")
+    if 1 < len(wall) <= LABELS:
+        for rank, height, idle in zip(ranks, wall, wait / wall, strict=True):
+            axes.annotate(f"idle {idle:.0%}", (rank - 0.1, height), (0, 2), ha="center",
+                          textcoords="offset points", fontsize=8)  # fmt: skip
     axes.set_xlabel("rank")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlim(-0.6, len(wall) - 0.4)
     _time_axis(figure, axes, "time")
     return figure
+
+
+def _staleness(record: Record) -> Figure | None:
+    """How stale gradients were, in all and in each interval; None where none could be."""
+    table = record.staleness()
+    if not table.size:
+        return None
+    figure = Figure((10, 4), layout="constrained")
+    in_all, by_step = figure.subplots(1, 2)
+    values = np.arange(table.shape[1])
+    _histogram(in_all, table[-1])
+    here = np.diff(table, axis=0, prepend=0)
+    counts = here.sum(axis=1)
+    means = np.divide(here @ values, counts, np.full(len(here), np.nan), where=counts > 0)
+    mark = "o" if len(means) <= FEW else ""
+    by_step.plot(record.column("step"), means, color=BLUE, marker=mark, markersize=4)
+    by_step.set_ylabel("staleness, mean of an interval")
+    by_step.set_ylim(0, 1.1 * max(np.nanmax(means), 1))
+    by_step.grid(alpha=0.3)
+    _step_axis(by_step, record)
+    figure.suptitle(_title(record, "staleness: updates between pull and push of a gradient"))
+    return figure
+
+
+def _histogram(axes: Axes, counts: Array) -> None:
+    width = -(-len(counts) // BINS)
+    share = np.add.reduceat(counts, np.arange(0, len(counts), width)) / counts.sum()
+    mean = counts @ np.arange(len(counts)) / counts.sum()
+    axes.bar(np.arange(0, len(counts), width) - 0.5, share, width, align="edge", color=BLUE,
+             edgecolor="white", linewidth=0.5)  # fmt: skip
+    axes.axvline(mean, color=VERMILION, linestyle="--",
+                 label=f"mean {mean:.3g}, max {len(counts) - 1}")  # fmt: skip
+    axes.legend()
+    axes.set_xlabel("staleness" + f", {width} values a bar" * (width > 1))
+    axes.set_ylabel("share of gradients")
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
 
 
 def _stacked(

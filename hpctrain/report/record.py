@@ -61,6 +61,18 @@ class Record:
         found = {name: np.array(seconds, np.float64) for name, seconds in row["ranks"].items()}
         return {**found, "wall_s": np.full_like(found["compute_s"], row["wall_s"])}
 
+    def staleness(self) -> np.ndarray:
+        """Return how many gradients had which staleness, int64 (rows, largest + 1), by each row.
+
+        Counted from the first step. No columns where no gradient was stale, or could be.
+        """
+        told = [row.get("staleness_histogram") or {} for row in self.rows]
+        largest = max((int(s) for one in told for s in one), default=-1)
+        table = np.zeros((len(told), largest + 1), np.int64)
+        for line, one in zip(table, told, strict=True):
+            line[[int(s) for s in one]] = list(one.values())
+        return table
+
     def resumed(self) -> list[float]:
         """Return the steps at which the run was resumed."""
         return sorted({step for step in self.column("since_step").tolist() if step > 0})

@@ -44,6 +44,7 @@ DONE = {"status": "done", "exit_code": 0, "recipe": NAME, "reason": None, "test_
         "hosts": ["a", "b"], "staleness_mean": None, "versions": {"numpy": "9.8.7"}}  # fmt: skip
 FAILED = {"status": "failed", "exit_code": 1, "reason": "rank 1: <b>lost</b>", "recipe": NAME}
 RECIPE = f'[run]\nname = "{NAME}"\n'
+STALE = {"staleness_histogram": {"0": 1, "3": 4, "200": 1}}
 #: rows, summary, recipe, last line of metrics.jsonl, plots, words on the page
 RUNS = {
     "done": (ROWS, DONE, RECIPE, "", PLOTS, ["done", "0.9000", "9.8.7", "a, b", "–", NAME]),
@@ -57,6 +58,9 @@ RUNS = {
     "from Python": (ROWS, DONE, None, "", PLOTS, ["started from Python"]),
     "rate unknown": ([row(10, rate=None)], DONE, RECIPE, "", PLOTS - {"rate.png"}, ["done"]),
     "ranks unknown": ([row(10, ranks=None)], DONE, RECIPE, "", PLOTS - {"ranks.png"}, ["done"]),
+    "stale": ([row(10, **STALE), row(20, **STALE)], {**DONE, **STALE}, RECIPE, "",
+              PLOTS | {"staleness.png"}, ["0: 1, 3: 4, 200: 1"]),
+    "never stale": ([row(10, staleness_histogram=None)], DONE, RECIPE, "", PLOTS, ["done"]),
     "nothing but a recipe": ([], None, RECIPE, "", set(), ["no summary", "no row of metrics"]),
 }  # fmt: skip
 
@@ -119,6 +123,21 @@ def test_report(kind, tmp_path):
 def painted(picture: np.ndarray, color: str) -> int:
     """Return how many pixels of `picture`, float (height, width, 3 or 4) in 0 .. 1, are `color`."""
     return int((np.abs(picture[..., :3] - colors.to_rgb(color)).max(axis=-1) < 0.02).sum())
+
+
+#: histograms as written in rows -> gradients by staleness
+HISTOGRAMS = [
+    ([None, {"0": 2}, {"0": 3, "2": 1}], [[0, 0, 0], [2, 0, 0], [3, 0, 1]]),
+    ([{"10": 1, "9": 2}], [[0] * 9 + [2, 1]]),
+    ([None, None], [[], []]),
+    ([], np.zeros((0, 0))),
+]
+
+
+@pytest.mark.parametrize(("written", "expected"), HISTOGRAMS)
+def test_staleness_by_row(written, expected):
+    found = record.Record("a", [{"staleness_histogram": one} for one in written]).staleness()
+    np.testing.assert_array_equal(found, expected)
 
 
 #: rows as written; then steps kept, seconds of each interval on the wall, steps of a resumption
