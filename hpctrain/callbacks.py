@@ -55,9 +55,8 @@ class _Patience:
     def __call__(self, row: Row) -> str | None:
         """Look at a row; return the reason to stop, if there is one."""
         options, value = self._options, row.get(self._options.metric)
-        if value is None or row.get(
-            "interrupted"
-        ):  # the run that was never stopped has no such row
+        # The run that was never stopped has no row that was cut short.
+        if value is None or row.get("interrupted"):
             return None
         if better(options.metric, value, self._best, options.min_delta):
             self._best, self._best_step, self._waited = value, row["step"], 0
