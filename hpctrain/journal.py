@@ -19,7 +19,7 @@ import numpy as np
 import threadpoolctl
 
 from hpctrain import progress, rundir
-from hpctrain.data import Sampler
+from hpctrain.data import Sampler, TextOptions
 from hpctrain.engines import Engine
 from hpctrain.engines import staleness as stale
 from hpctrain.engines.staleness import Staleness
@@ -169,7 +169,8 @@ class Journal:
                 rundir.write_summary(self.run, summary)
             if status == "done" and log.isEnabledFor(logging.INFO):
                 where = str(self.run or "(not kept: no folder was given)")
-                progress.console().print(progress.closing_table(summary, where))
+                text = self.recipe is not None and isinstance(self.recipe.data, TextOptions)
+                progress.console().print(progress.closing_table(summary, where, text))
         return summary
 
     def fail_alone(self, error: BaseException) -> None:

@@ -8,6 +8,7 @@ HPCTRAIN_TERMINAL, as the width in columns.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -76,14 +77,15 @@ def line(row: Mapping[str, Any], total_steps: int) -> str:
     return "  ".join(words)
 
 
-def closing_table(summary: Mapping[str, Any], run: str) -> Table:
-    """Return the table that ends a run."""
+def closing_table(summary: Mapping[str, Any], run: str, text: bool = False) -> Table:
+    """Return the table that ends a run; of a `text` it tells bits per byte, as texts are judged."""
     table = Table(title=f"{summary['recipe']}: {summary['status']}", show_header=False)
     wall = summary["wall_s"] or 1.0
     rows = {
         "engine": f"{summary['engine']} on {summary['world_size']} ranks, "
         f"all-reduce: {summary['algorithm'] or '-'}",
         "test accuracy": _number(summary["test_accuracy"], ".4f"),
+        **({"test bits per byte": _bits(summary["test_loss"])} if text else {}),
         "train loss": _number(summary["train_loss"], ".4f"),
         "samples/s": f"{summary['samples_per_s']:,.0f}",
         "wall": f"{summary['wall_s']:.2f} s for {summary['steps']} steps",
@@ -101,6 +103,10 @@ def closing_table(summary: Mapping[str, Any], run: str) -> Table:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def _bits(nats: float | None) -> str:
+    return _number(None if nats is None else nats / math.log(2), ".3f")
 
 
 def _part(seconds: float, wall: float) -> str:

