@@ -28,6 +28,7 @@ from hpctrain import config
 
 Category = Literal["compute", "wire", "wait", "other"]
 Args = Mapping[str, Any]
+THREADS = 1000  #: more than any rank has
 
 
 def _from_to(steps: list[int]) -> list[int]:
@@ -116,23 +117,25 @@ class Trace:
 
         A process is a rank; complete events ("X") are spans, instants ("i") begin a step.
         """
-        numbers = {thread: number for number, thread in enumerate(self._threads)}
-        yield _about("process_name", rank, 0, name=f"rank {rank} ({host})")
-        yield _about("process_sort_index", rank, 0, sort_index=rank)
+        # Perfetto takes threads of one number for one thread, also where they are in two processes.
+        numbers = {t: rank * THREADS + i for i, t in enumerate(self._threads, start=1)}
+        main = rank * THREADS + 1
+        yield _about("process_name", rank, main, name=f"rank {rank} ({host})")
+        yield _about("process_sort_index", rank, main, sort_index=rank)
         for thread, number in numbers.items():
             yield _about("thread_name", rank, number, name=self._threads[thread])
-        spans = sorted(self.spans(), key=lambda span: (numbers[span.thread], span.start))
-        starts, stops = (clock.microseconds([getattr(s, x) for s in spans])
-                         for x in ("start", "stop"))  # fmt: skip
+        spans = sorted(self.spans(), key=lambda s: (numbers[s.thread], s.start, -s.stop))
+        starts = clock.nanoseconds([span.start for span in spans])
+        stops = clock.nanoseconds([span.stop for span in spans])
         step = None
         for span, start, stop in zip(spans, starts.tolist(), stops.tolist(), strict=True):
-            where = {"pid": rank, "tid": numbers[span.thread], "ts": round(start, 3)}
-            if span.step != step and where["tid"] == 0:
+            where = {"pid": rank, "tid": numbers[span.thread], "ts": start / 1000}
+            if span.step != step and where["tid"] == main:
                 step = span.step
                 yield {"name": f"step {step}", "ph": "i", "s": "t", **where}
             args = {"step": span.step, **(span.args or {})}
             yield {"name": span.name, "cat": span.category, "ph": "X", **where,
-                   "dur": round(stop - start, 3), "args": args}  # fmt: skip
+                   "dur": (stop - start) / 1000, "args": args}  # fmt: skip
 
 
 class Running:
@@ -173,12 +176,16 @@ class Clock(NamedTuple):
     origin_s: float  #: the common start, on rank 0's clock
     readings: tuple[Reading, ...]  #: in the order of time; between them clocks drift steadily
 
-    def microseconds(self, seconds: list[float]) -> np.ndarray:
-        """Return `seconds` of this rank's clock as microseconds since the common start."""
+    def nanoseconds(self, seconds: list[float]) -> np.ndarray:
+        """Return `seconds` of this rank's clock as nanoseconds since the common start, int64.
+
+        They are whole, so that spans that touch still do so in the file: viewers drop a span that
+        reaches into the next one by as little as rounding does.
+        """
         t = np.array(seconds, np.float64)
         at, offsets, _ = zip(*self.readings, strict=True)
-        since: np.ndarray = (t + np.interp(t, at, offsets) - self.origin_s) * 1e6
-        return since
+        since: np.ndarray = (t + np.interp(t, at, offsets) - self.origin_s) * 1e9
+        return np.rint(since).astype(np.int64)
 
 
 def _about(what: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from hpctrain.trace import TraceOptions
 from hpctrain.trainer import Trainer
 from hpctrain.tuning.select import NAMES
 
-ROUNDING_US = 0.002  # times are written to the nanosecond
+ROUNDING_US = 1e-5  # times are written in whole nanoseconds
 SMALL = ["model.widths=[64,32,10]", "run.epochs=2", "trace.enabled=true", "wire.bucket_bytes=2048"]
 BATCH_NORM = ["model.kind=resnet20", "model.widths=", "model.blocks=1", "model.channels=[4]"]
 
@@ -41,6 +41,8 @@ class Traced:
         self.threads = defaultdict(list)
         for e in sorted((e for e in events if e["ph"] == "X"), key=lambda e: (e["ts"], -e["dur"])):
             self.threads[e["pid"], self.names[e["pid"], e["tid"]]].append(e)
+        of_thread = {(e["tid"], e["pid"]) for e in events}
+        assert len(of_thread) == len({tid for tid, _ in of_thread})  # Perfetto mixes them otherwise
         self.ranks = sorted({rank for rank, _ in self.threads})
 
     def seconds(self, rank, category):
