@@ -107,6 +107,12 @@ class Delayed:
         self._wire_s = self._reducer.wire_s
         return self._wire_s - before
 
+    def forget(self) -> None:
+        """Let a sum that is on its way arrive, and mix it into nothing."""
+        if self._left:
+            self._wait()
+        self._left = False
+
     def pieces(self, rank: int, size: int) -> list[Piece]:
         """Return rank's 1/P of the sum that is on its way; waits for it."""
         if not self._left:

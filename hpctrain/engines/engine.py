@@ -91,7 +91,7 @@ class Engine(Protocol):
 
         A step is a batch of samples, whoever computed them. The flags are joined over all ranks
         and the same on each. With `stop` set the step may lie before `until`. With `failed` set
-        the parameters are as they were before the gradient that was not finite, on every rank.
+        the gradient that was not finite has reached no parameters, and all ranks hold the same.
         """
 
     def sum(self, numbers: np.ndarray) -> np.ndarray:

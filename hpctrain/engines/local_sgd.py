@@ -107,6 +107,7 @@ class LocalSgd:
         self._allreduce = allreduce_named(options.algorithm)
         arena = replica.arena
         self._planes = [x for x in (arena.param, arena.buffer) if x.size]
+        self._moments = [x for name, x in self._update.state.items() if name != "step"]
         self._own: list[np.ndarray] = []  # the planes of this worker, where the arena has the mean
         self._apart = False  # whether workers may have different parameters
         self._parted = False  # whether their optimizers may have different states
@@ -121,6 +122,7 @@ class LocalSgd:
         step, flags, first = start, Flags(), self._options.start_after
         self._take_up()
         if step < first:
+            self._join()
             step, flags = in_step(self._together, work, step, min(until, first))
             if self._outer is not None:
                 self._outer.begin()
@@ -146,6 +148,14 @@ class LocalSgd:
             self._average()
         return step, flags
 
+    def _join(self) -> None:
+        """Let workers that trained apart go on as one: another training begins with them."""
+        if self._parted:
+            self._mean([*self._planes, *self._moments])
+            self._apart = self._parted = False
+        if self._delayed is not None:
+            self._delayed.forget()
+
     def _step(self, task: Task) -> Sums:
         """Take the gradient of the own share, unless the loss is not finite."""
         start, add, times = perf_counter(), self._trace.add, self.times
@@ -165,8 +175,7 @@ class LocalSgd:
             self._delayed.leave()
             return
         averaged = self._options.momentum == "averaged"
-        state = [x for name, x in self._update.state.items() if name != "step"]
-        self._mean([*self._planes, *(state if averaged else [])])
+        self._mean([*self._planes, *(self._moments if averaged else [])])
         self._apart, self._parted = False, not averaged
         if self._outer is not None:
             self._outer.step()

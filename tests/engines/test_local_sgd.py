@@ -130,6 +130,52 @@ def test_the_equations_differ():
     assert min(abs(a - b).max() for i, a in enumerate(ends) for b in ends[:i]) > 1e-6
 
 
+@on_ranks(3, mpi=(2,))
+def test_where_only_one_thread_may_communicate(ranks):
+    """A delayed average then travels at once, and is mixed in as late as ever."""
+
+    def body(world):
+        world.concurrent = False
+        assert abs(trained(world, WAYS["DASO"], optim.sgd(RATE, MOMENTUM)) - expected).max() < 1e-12
+
+    expected = told(ranks.size, "DASO")
+    ranks(body)
+
+
+@pytest.mark.parametrize(
+    "way", [engines.LocalSgd(period=4, delay=2, start_after=2), WAYS["post-local"]]
+)
+@on_ranks(3, mpi=())
+def test_a_second_training_begins_with_the_same_parameters_everywhere(ranks, monkeypatch, way):
+    """The first ended within a round; the second begins with steps of averaged gradients."""
+    gradient = ModelReplica.gradient
+
+    def body(world):
+        trainer = Trainer(
+            MODEL.build((8, 8), 10),
+            optim.sgd(RATE, MOMENTUM),
+            way,
+            precision="float64",
+            world=world,
+        )
+        trainer.replica.seen = seen = []
+        for _ in range(2):
+            trainer.fit(digits(), steps=12, batch=BATCH)
+            seen.append(trainer.replica.arena.param.copy())
+        # 12 gradients, the mean in the end, and the first two gradients of the second training.
+        assert np.array_equal(seen[12], seen[13])
+        spread = trainer.engine.sum(seen[14]) / world.size - seen[14]
+        trainer.close()
+        assert abs(spread).max() < 1e-15
+
+    def noting(self, *args):
+        self.seen.append(self.arena.param.copy())
+        return gradient(self, *args)
+
+    monkeypatch.setattr(ModelReplica, "gradient", noting)
+    ranks(body)
+
+
 def test_the_numbers_of_diloco_are_those_of_its_paper():
     given = engines.LocalSgd(period=5, outer="nesterov", outer_rate=0.7, outer_momentum=0.9)
     ends = [
