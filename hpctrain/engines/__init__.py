@@ -3,6 +3,7 @@
 from typing import Any
 
 from hpctrain.engines.allreduce import AllReduceOptions as AllReduce
+from hpctrain.engines.easgd import EasgdOptions as Easgd
 from hpctrain.engines.engine import Engine, Flags, Task, Times, Work
 from hpctrain.engines.local_sgd import LocalSgdOptions as LocalSgd
 from hpctrain.engines.ps_async import PsAsyncOptions as PsAsync
@@ -17,6 +18,7 @@ ENGINES = {
     "ps-sync": PsSync,
     "ps-async": PsAsync,
     "local-sgd": LocalSgd,
+    "easgd": Easgd,
 }
 
 
@@ -35,6 +37,7 @@ def updates_per_step(options: Any, ranks: int) -> float:
 __all__ = [
     "ENGINES",
     "AllReduce",
+    "Easgd",
     "Engine",
     "Flags",
     "LocalSgd",

@@ -21,7 +21,7 @@ from hpctrain.transport.link import Link, Request
 class Report(NamedTuple):
     """What a worker says; `gradient` and `wants` are 0 or 1."""
 
-    gradient: int  #: the slices of a gradient follow
+    gradient: int  #: the slices of a gradient, or of parameters, follow
     wants: int  #: the parameters shall come with leave to go on
     step: int  #: that the gradient is of
     steps: int  #: how many the worker has done since its last report
@@ -44,7 +44,7 @@ class Answer(NamedTuple):
     """What a worker is told: `step` to go on with if `go`; the run has come to step `done`."""
 
     worker: int
-    go: int
+    go: int  #: 0: no further; where a worker may take several steps, how many
     step: int
     done: int
 

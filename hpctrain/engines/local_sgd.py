@@ -37,6 +37,7 @@ from hpctrain import config
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.engines.allreduce import AllReduce, AllReduceOptions
+from hpctrain.engines.apart import mean_states, workers_in
 from hpctrain.engines.averages import Delayed, Outer
 from hpctrain.engines.engine import Flags, Task, Work, in_step, load_into, pieces_of
 from hpctrain.errors import UsageError
@@ -251,12 +252,12 @@ class LocalSgd:
 
         Others start from the mean, of parameters and of the states of optimizers.
         """
-        before = sum(_is_worker_of(name) for name in arrays)
+        before = workers_in(arrays)
         if before == self.workers:
             mine = f"worker.{self._group.link.rank}."
             own = {n.removeprefix(mine): x for n, x in arrays.items() if n.startswith(mine)}
         else:
-            own = _mean_states(arrays, self._update.state, before)
+            own = mean_states(arrays, self._update.state, before)
         load_into(self.replica.arena, self._update.state, {**arrays, **own})
         self._own, self._apart, self._parted = [], "param" in own, before == self.workers
         for more in (self._outer, self._delayed):
@@ -268,23 +269,6 @@ class LocalSgd:
         self._together.close()
         if self._delayed is not None:
             self._delayed.close()
-
-
-def _is_worker_of(name: str) -> bool:
-    """Return whether an array is the step count of a worker's own optimizer: one for each."""
-    return name.startswith("worker.") and name.endswith(".optimizer.step")
-
-
-def _mean_states(
-    arrays: Mapping[str, np.ndarray], state: Mapping[str, np.ndarray], workers: int
-) -> dict[str, np.ndarray]:
-    """Return the means of the optimizers' states of `workers`; none where none were saved."""
-    means = {}
-    for name in state if workers else ():
-        own = [f"worker.{i}.optimizer.{name}" for i in range(workers)]
-        if arrays.keys() >= set(own):
-            means[f"optimizer.{name}"] = np.mean([arrays[one] for one in own], axis=0)
-    return means
 
 
 def _nobody_waits(name: str) -> None:

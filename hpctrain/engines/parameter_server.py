@@ -155,14 +155,7 @@ class ParameterServer:
             link.free()
 
     def _worker(self, roles: Roles, optimizer: Optimizer) -> Worker:
-        arena, method = self.replica.arena, self._method
-        own = ranges(arena.param.size, self.servers)
-        cut = [
-            (i, rank, s)
-            for rank, one in zip(roles.servers, own, strict=True)
-            for i, s in enumerate(slices(one, arena.param.itemsize))
-        ]
-        in_turn = [(rank, s) for _, rank, s in sorted(cut, key=lambda one: one[:2])]
+        method = self._method
         rate, per_step = optimizer.rate, method.updates_per_step
         return Worker(
             self._world.rank,
@@ -171,11 +164,21 @@ class ParameterServer:
             self._links[0],
             self._links[1],
             roles.servers[0],
-            in_turn,
+            self._cut(roles),
             (method.push_every, method.pull_every),
             None if rate is None else lambda step: rate_of(rate, int(step * per_step)),
             self._sum_and_wait if method.in_step else None,
         )
+
+    def _cut(self, roles: Roles) -> list[tuple[int, slice]]:
+        """Return which rank serves which slice of the parameters, the servers in turn."""
+        param = self.replica.arena.param
+        cut = [
+            (i, rank, s)
+            for rank, own in zip(roles.servers, ranges(param.size, self.servers), strict=True)
+            for i, s in enumerate(slices(own, param.itemsize))
+        ]
+        return [(rank, s) for _, rank, s in sorted(cut, key=lambda one: one[:2])]
 
     def _make_server(self, roles: Roles, optimizer: Optimizer, servers: Link) -> Server:
         push, pull = self._links
@@ -187,8 +190,15 @@ class ParameterServer:
                 )
             push = self._world.view_for("server push", push)
             pull = self._world.view_for("server pull", pull)
+        shard = self._shard(roles, optimizer, servers, push, pull)
+        self._links += [link for link in (servers, push, pull) if link not in self._links]
+        return Server(shard, Desk(push, pull, roles.workers), servers, self.workers)
+
+    def _shard(
+        self, roles: Roles, optimizer: Optimizer, servers: Link, push: Link, pull: Link
+    ) -> Shard:
         arena, method = self.replica.arena, self._method
-        shard = Shard(
+        return Shard(
             arena,
             ranges(arena.param.size, self.servers)[servers.rank],
             optimizer,
@@ -199,8 +209,6 @@ class ParameterServer:
             method.delay_compensation,
             method.adds,
         )
-        self._links += [link for link in (servers, push, pull) if link not in self._links]
-        return Server(shard, Desk(push, pull, roles.workers), servers, self.workers)
 
     def _serve(self, events: Events) -> list[Event]:
         """Serve in the main thread, whose time is spent obeying or waiting."""
@@ -233,14 +241,15 @@ class ParameterServer:
 
     def _met(self, happened: list[Event]) -> tuple[int, Flags]:
         """Return the step reached and the flags, which the first server knows."""
-        known = np.zeros(1 + len(Flags._fields), np.int64)
+        done, flags = 0, self._working.flags if self._working else Flags()
         if self._server and self._server.first:
-            known[:] = happened[-1].answers[0].done, *self._server.desk.flags
+            done, flags = happened[-1].answers[0].done, flags.joined(self._server.desk.flags)
+        known = np.array([done, *flags], np.int64)
         recursive_doubling(self._group, known, np.maximum)
         if not self._method.in_step:
             self._share_what_differs()
-        step, *flags = known.tolist()
-        return step, Flags(*flags)
+        step, *joined = known.tolist()
+        return step, Flags(*joined)
 
     def _share_what_differs(self) -> None:
         """Let all know the staleness; average the running statistics of the workers."""

@@ -41,6 +41,7 @@ class Use(IntEnum):
     DROP = 1  #: they are taken off the wire and forgotten
     ADD = 2  #: they are added up
     UPDATE = 3  #: they are added up, and the optimizer takes the sum
+    ELASTIC = 4  #: what comes are parameters; see easgd.py
 
 
 class Order(NamedTuple):
@@ -110,7 +111,7 @@ class Shard:
                 self._send(i, order.pull)
         if self._whole and order.use == Use.UPDATE:
             for requests in self._outgoing:
-                _finish(requests)
+                finish(requests)
             self._update(0, self._sum)
             self._sum[...] = 0
         if self._whole or not order.pushed:
@@ -120,7 +121,7 @@ class Shard:
     def rest(self) -> None:
         """Return once all that was sent has left."""
         for requests in self._outgoing:
-            _finish(requests)
+            finish(requests)
 
     def pieces(self) -> list[Piece]:
         """Return this shard's part of parameters and optimizer state, to be saved."""
@@ -188,7 +189,7 @@ class Shard:
         if self._whole:
             self._sum[self._wire[i]] += gradient
         else:
-            _finish(self._outgoing[i])  # it may still be read by the wire
+            finish(self._outgoing[i])  # it may still be read by the wire
             self._update(i, gradient)
 
     def _update(self, part: int, gradient: np.ndarray) -> None:
@@ -204,7 +205,8 @@ class Shard:
                 self._before[w][s] = self.param[s]
 
 
-def _finish(requests: list[Request]) -> None:
+def finish(requests: list[Request]) -> None:
+    """Wait for all of `requests`, and forget them."""
     for request in requests:
         request.wait()
     requests.clear()

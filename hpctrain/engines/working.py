@@ -8,7 +8,7 @@ from time import perf_counter
 import numpy as np
 
 from hpctrain.engines.desk import Answer, Report
-from hpctrain.engines.engine import Task, Times, Work, whole
+from hpctrain.engines.engine import Flags, Task, Times, Work, whole
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums, add
 from hpctrain.optim import Optimizer, sgd
@@ -40,6 +40,7 @@ class Worker:
         layers, where all workers take each step together.
         """
         self.replica, self.times = replica, times
+        self.flags = Flags()  #: what is to be known when all meet, and was in no report
         self._rank, self._desk, self._push, self._pull, self._cut = rank, desk, push, pull, cut
         self._push_every, self._pull_every = rhythm
         self._since_pull = 0
@@ -78,7 +79,7 @@ class Worker:
         if self._sum is not None:
             key = key._replace(sum_over_ranks=self._sum)
         arena = self.replica.arena
-        sums = self.replica.gradient(task.batch, task.scale, key, _nobody_waits)
+        sums = self.replica.gradient(task.batch, task.scale, key, nobody_waits)
         if self._outbox is not arena.grad:
             self._outbox += arena.grad
         if self._local is not None:
@@ -95,7 +96,7 @@ class Worker:
             sends += [self._push.isend(self._outbox[s], rank) for rank, s in self._cut]
         answer = self._answer()
         if report.wants or not answer.go:
-            self._receive()
+            self._receive(self.replica.arena.param)
         for send in sends:
             send.wait()
         if report.gradient and self._outbox is not self.replica.arena.grad:
@@ -110,14 +111,13 @@ class Worker:
         self._pull.irecv(x, self._desk).wait()
         return Answer(*x.tolist())
 
-    def _receive(self) -> None:
-        """Take all parameters from the servers."""
+    def _receive(self, into: np.ndarray) -> None:
+        """Take all that the servers send."""
         self._since_pull = 0
-        param = self.replica.arena.param
-        receives = [self._pull.irecv(param[s], rank) for rank, s in self._cut]
+        receives = [self._pull.irecv(into[s], rank) for rank, s in self._cut]
         for receive in receives:
             receive.wait()
 
 
-def _nobody_waits(name: str) -> None:
+def nobody_waits(name: str) -> None:
     """Take note of a gradient that travels once all are there."""

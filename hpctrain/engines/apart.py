@@ -1,0 +1,88 @@
+"""What a worker has to itself where workers train apart: parameters and the optimizer's state.
+
+Between trainings the arena holds what is evaluated and saved, such as a mean over workers, and the
+worker's own planes are kept aside. A checkpoint has both: "param" is the former, "worker.3.param"
+what is worker 3's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from hpctrain.checkpoint import Piece
+from hpctrain.engines.engine import fitting, load_into, whole
+from hpctrain.gradients.arena import Arena
+from hpctrain.optim import Optimizer
+
+
+class Apart:
+    """One worker's own planes and optimizer."""
+
+    def __init__(self, arena: Arena, optimizer: Optimizer, worker: int, workers: int):
+        self.state = optimizer.init(arena.param)
+        self._arena, self._optimizer, self._workers = arena, optimizer, workers
+        self._mine = f"worker.{worker}."
+        planes = {"param": arena.param, "buffer": arena.buffer}
+        self._planes = {name: x for name, x in planes.items() if x.size}
+        self._aside: dict[str, np.ndarray] = {}
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether the arena may hold something else than what is this worker's."""
+        return bool(self._aside)
+
+    def put_aside(self) -> None:
+        """Keep a copy of the planes."""
+        self._aside = {name: x.copy() for name, x in self._planes.items()}
+
+    def take_up(self) -> None:
+        """Bring the planes that were put aside, if any were, back into the arena."""
+        for name, x in self._aside.items():
+            self._planes[name][...] = x
+        self._aside = {}
+
+    def update(self, param: np.ndarray) -> None:
+        """Take the gradient that is in the arena into `param`, by the own optimizer."""
+        arena = self._arena
+        self._optimizer.update(arena.grad, self.state, param, arena.slots, whole)
+
+    def pieces(self) -> list[Piece]:
+        """Return what is to be saved of this worker; its planes have been put aside."""
+        named = {**self._aside, **{f"optimizer.{name}": x for name, x in self.state.items()}}
+        return [Piece(self._mine + name, 0, x.size, x) for name, x in named.items()]
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Take what all hold into the arena and, where as many workers saved it, what is own.
+
+        Others begin with what all hold, and with the mean of the states of optimizers.
+        """
+        before, mine = workers_in(arrays), self._mine
+        own = {n.removeprefix(mine): x for n, x in arrays.items() if n.startswith(mine)}
+        if before != self._workers:
+            own = mean_states(arrays, self.state, before)
+        moments = {name: x for name, x in own.items() if name not in self._planes}
+        load_into(self._arena, self.state, {**arrays, **moments})
+        self._aside = {
+            name: fitting(own, name, x.size).copy()
+            for name, x in self._planes.items()
+            if name in own
+        }
+
+
+def workers_in(arrays: Mapping[str, np.ndarray]) -> int:
+    """Return how many workers saved optimizers of their own: the step count of each is one."""
+    return sum(name.startswith("worker.") and name.endswith(".optimizer.step") for name in arrays)
+
+
+def mean_states(
+    arrays: Mapping[str, np.ndarray], state: Mapping[str, np.ndarray], workers: int
+) -> dict[str, np.ndarray]:
+    """Return the means of the optimizers' states of `workers`; none where none were saved."""
+    means = {}
+    for name in state if workers else ():
+        own = [f"worker.{i}.optimizer.{name}" for i in range(workers)]
+        if arrays.keys() >= set(own):
+            means[f"optimizer.{name}"] = np.mean([arrays[one] for one in own], axis=0)
+    return means

@@ -1,0 +1,279 @@
+"""Elastic averaging: workers train apart, each on a spring to a centre that servers keep.
+
+Every `period` steps of its own, worker i and the centre c move towards each other by the same d:
+
+    worker i    x_i -> server    a step of its own      <- d    x_i <- x_i - d
+    server                       d = a (x_i - c),  c <- c + d
+
+The difference travels while the worker takes a step, so that the wire hides behind compute; the
+servers make it from the x_i that was sent, so that it is the same on both sides. Nobody waits for
+anybody: workers go at their own pace until all together have done their steps. What is evaluated
+and saved is the centre. A plain SGD step in between makes it EASGD, one with Nesterov's momentum
+EAMSGD: both are the recipe's optimizer, of which each worker keeps the state.
+
+Sent per exchange: n bytes by the worker, n by all servers together; n being the bytes of the
+parameters. Source: Zhang, Choromanska and LeCun, "Deep learning with elastic averaging SGD", 2015,
+algorithms 1 and 2, where a, the *moving rate*, is 0.9 / P for P workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from functools import partial
+from time import perf_counter
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from hpctrain import config
+from hpctrain.checkpoint import Piece
+from hpctrain.engines.apart import Apart
+from hpctrain.engines.aside import aside
+from hpctrain.engines.desk import Answer, Desk, Event, Report, over
+from hpctrain.engines.engine import Flags, Times, Work
+from hpctrain.engines.parameter_server import ParameterServer
+from hpctrain.engines.roles import Roles, ServerOptions
+from hpctrain.engines.serving import total_over
+from hpctrain.engines.shard import Order, Shard, Use, finish, ranges
+from hpctrain.engines.staleness import Staleness
+from hpctrain.engines.working import Worker, nobody_waits
+from hpctrain.gradients.arena import Arena
+from hpctrain.gradients.replica import Replica
+from hpctrain.nn import Sums, add
+from hpctrain.optim import Optimizer, sgd
+from hpctrain.optim.optimizer import Total
+from hpctrain.transport.link import Link
+from hpctrain.world import World
+
+
+@config.options
+class EasgdOptions(ServerOptions):
+    """`[engine] kind = "easgd"`."""
+
+    period: Annotated[int, Field(ge=1)] = 10  #: steps of a worker from one exchange to the next
+    moving_rate: Annotated[float, Field(gt=0, lt=1)] | None = None  #: None: 0.9 / P
+
+    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> Easgd:
+        """Return this rank's engine; collective."""
+        roles = self.roles(world.size)
+        rate = self.moving_rate or 0.9 / len(roles.workers)
+        return Easgd(world, replica, optimizer, roles, Exchanges(roles, self.period, rate))
+
+
+class Exchanges:
+    """Lets each worker go on at once, until all together have done their steps."""
+
+    asynchronous = True
+    in_step = adds = False
+    push_every = pull_every = 1
+    updates_per_step = 1.0
+    delay_compensation = 0.0
+
+    def __init__(self, roles: Roles, period: int, moving_rate: float):
+        self.workers, self.period, self.moving_rate = len(roles.workers), period, moving_rate
+        self.clocks = np.zeros(self.workers, np.int64)  #: steps that each worker has done
+        self.staleness = Staleness()
+
+    def events(self, desk: Desk, start: int, until: int) -> Iterator[Event]:
+        """Yield what happens until all workers together have done their part of `until` steps."""
+        if int(self.clocks.sum()) // self.workers != start:
+            self.clocks[:] = start  # of another run, or of other workers
+        left, out = until * self.workers - int(self.clocks.sum()), 0
+        while out < self.workers:
+            worker, report = desk.hear()
+            steps = self._let_go(worker, report, left, desk)
+            left, out = left - steps, out + (steps == 0)
+            moves = (worker,) if report.gradient else ()
+            use = Use.ELASTIC if moves else Use.NONE
+            answer = Answer(worker, steps, int(self.clocks[worker]), self._done())
+            yield Event((worker,), Order(moves, use, self.moving_rate, (), False), (answer,))
+        yield over(self.workers, self._done())
+
+    def _let_go(self, worker: int, report: Report, left: int, desk: Desk) -> int:
+        """Return how many steps `worker` may take, so that it ends where an exchange is due."""
+        self.clocks[worker] += report.steps
+        clock = int(self.clocks[worker])
+        if any(desk.flags):
+            return 0
+        steps = min(self.period - clock % self.period, left)
+        if steps:
+            self.staleness.gap(clock - int(self.clocks.min()))
+        return steps
+
+    def _done(self) -> int:
+        return int(self.clocks.sum()) // self.workers
+
+
+class Easgd(ParameterServer):
+    """See `hpctrain.engines.engine.Engine`; between trainings the arena holds the centre."""
+
+    _working: Elastic | None
+
+    def __init__(
+        self,
+        world: World,
+        replica: Replica,
+        optimizer: Optimizer,
+        roles: Roles,
+        method: Exchanges,
+    ):
+        self._period, self._aside = method.period, aside(world.concurrent, "exchange")
+        super().__init__("easgd", world, replica, optimizer, roles, method)
+
+    def state(self) -> list[Piece]:
+        """Return this rank's pieces: servers have the centre, each worker what is its own."""
+        return super().state() + (self._working.apart.pieces() if self._working else [])
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Take the whole state; other workers than those that saved it begin at the centre."""
+        super().load(arrays)
+        if self._working:
+            self._working.apart.load(arrays)
+
+    def close(self) -> None:
+        """End the thread and free the links; collective."""
+        self._aside.shutdown()
+        super().close()
+
+    def _worker(self, roles: Roles, optimizer: Optimizer) -> Elastic:
+        assert self.worker is not None
+        apart = Apart(self.replica.arena, optimizer, self.worker, self.workers)
+        push, pull = self._links
+        return Elastic(self._world, self.replica, self.times, push, pull, roles.servers[0],
+                       self._cut(roles), apart, self._period, self._aside)  # fmt: skip
+
+    def _shard(
+        self, roles: Roles, optimizer: Optimizer, servers: Link, push: Link, pull: Link
+    ) -> Centre:
+        arena = self.replica.arena
+        own = ranges(arena.param.size, self.servers)[servers.rank]
+        return Centre(arena, own, partial(total_over, servers), push, pull, roles.workers)
+
+
+class Elastic(Worker):
+    """The side that works: takes steps of its own, and exchanges differences meanwhile."""
+
+    def __init__(
+        self,
+        world: World,
+        replica: Replica,
+        times: Times,
+        push: Link,
+        pull: Link,
+        desk: int,
+        cut: Sequence[tuple[int, slice]],
+        apart: Apart,
+        period: int,
+        aside: Executor,
+    ):
+        """Talk to the servers in `aside`, which alone uses the links; see Worker for the others."""
+        super().__init__(world.rank, replica, times, push, pull, desk, cut)
+        self.apart = apart
+        self._period, self._aside, self._trace = period, aside, world.trace
+        self._sent, self._difference = (np.zeros_like(replica.arena.param) for _ in range(2))
+
+    def work(self, work: Work, start: int) -> None:
+        """Work from step `start` on, as long as the servers let us; end with the centre."""
+        self.flags = Flags()
+        self.apart.take_up()
+        report = Report(0, 0, start, 0, 0, 0, work.flags())
+        leave = self._wait(self._aside.submit(self._meet, report))
+        while leave.go:
+            sums, leave = self._turn(work, leave)
+            work.done(leave.done, sums)
+        self.apart.put_aside()
+        self._wait(self._aside.submit(self._end))
+
+    def _turn(self, work: Work, leave: Answer) -> tuple[Sums, Answer]:
+        """Take the steps that we have leave for, the last of them while the difference travels."""
+        param, last = self.replica.arena.param, leave.step + leave.go - 1
+        sums = self._steps(work, range(leave.step, last))
+        due = not self.flags.failed and (last + 1) % self._period == 0
+        if due:
+            self._sent[...] = param
+        said = self.flags.joined(work.flags())
+        report = Report(int(due), 0, leave.step, leave.go, 0, 0, said)
+        under_way = self._aside.submit(self._meet, report)
+        sums = add(sums, self._steps(work, range(last, last + 1)))
+        leave = self._wait(under_way)
+        if due:
+            param -= self._difference
+        return sums, leave
+
+    def _steps(self, work: Work, steps: range) -> Sums:
+        """Take steps of our own, up to the first at which the loss is not finite."""
+        sums, record = Sums(0.0, 0, 0), self._trace.add
+        for step in steps:
+            task = work.task(step)
+            start = perf_counter()
+            one = self.replica.gradient(task.batch, task.scale, task.key, nobody_waits)
+            computed = perf_counter()
+            self.times.compute_s += record("forward, backward", "compute", start, computed)
+            self.flags = self.flags.seen_by(self._rank, one)
+            if self.flags.failed:
+                break
+            sums = add(sums, one)
+            self.apart.update(self.replica.arena.param)
+            self.times.compute_s += record("update", "compute", computed, perf_counter())
+        return sums
+
+    def _meet(self, report: Report) -> Answer:
+        """Report, with our parameters where an exchange is due; return the leave to go on."""
+        with self._trace.span("exchange", "wire") as wire:
+            said = report.encoded()
+            sends = [self._push.isend(said, self._desk)]
+            if report.gradient:
+                sends += [self._push.isend(self._sent[s], rank) for rank, s in self._cut]
+            answer = self._answer()
+            if report.gradient:
+                self._receive(self._difference)
+            for send in sends:
+                send.wait()
+        self.times.wire_s += wire.seconds
+        return answer
+
+    def _end(self) -> Answer:
+        """Take the centre, once all have come to the end."""
+        answer = self._answer()
+        self._receive(self.replica.arena.param)
+        return answer
+
+    def _wait(self, under_way: Future[Answer]) -> Answer:
+        with self._trace.span("wait for servers", "wait") as waiting:
+            answer = under_way.result()
+        self.times.wait_s += waiting.seconds
+        return answer
+
+
+class Centre(Shard):
+    """A server's range of the centre."""
+
+    def __init__(
+        self, arena: Arena, own: slice, total: Total, push: Link, pull: Link, workers: Sequence[int]
+    ):
+        # Only workers take gradients: the servers' optimizer is never called.
+        super().__init__(arena, own, sgd(0.0), total, push, pull, workers)
+        self._difference = np.empty_like(self.param)
+
+    def obey(self, order: Order) -> None:
+        """Move towards the worker that comes, and tell it by how much."""
+        if order.use != Use.ELASTIC:
+            return super().obey(order)
+        (worker,) = order.pushed
+        for i, (x,) in enumerate(self._gradients(order.pushed)):
+            s = self._wire[i]
+            finish(self._outgoing[i])  # the wire may still read what we are about to change
+            d = np.subtract(x, self.param[s], out=self._difference[s])
+            d *= order.factor
+            self.param[s] += d
+            self._outgoing[i].append(self._pull.isend(d, self._workers[worker]))
+
+    def pieces(self) -> list[Piece]:
+        """Return this server's part of the centre."""
+        return [Piece("param", self._own.start, self._length, self.param)]
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Take this server's part of the centre."""
+        self.param[...] = arrays["param"][self._own]

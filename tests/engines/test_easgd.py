@@ -1,0 +1,300 @@
+"""Elastic averaging against the equations of its paper, in NumPy, in the order that the log has."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import numpy as np
+import pytest
+from quadratic import Quadratic, Targets, target
+from ranks import on_ranks, run_on
+
+from hpctrain import data, nn, optim, recipe, runs
+from hpctrain.engines import Easgd, Flags, shard
+from hpctrain.engines.desk import Event
+from hpctrain.engines.shard import Use
+from hpctrain.errors import TrainingError, UsageError
+from hpctrain.faults import FaultsOptions
+from hpctrain.gradients.replica import ModelReplica
+from hpctrain.recipe import CheckpointOptions
+from hpctrain.trainer import Trainer
+
+RATE, MOMENTUM = 0.1, 0.9
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Cut finely, or these small models would be one shard and one slice."""
+    monkeypatch.setattr(shard, "BLOCK", 512)
+    monkeypatch.setattr(shard, "SEGMENT_BYTES", 4096)
+
+
+#: On P ranks; the last two are EAMSGD.
+WAYS = {
+    "in each step": lambda p: Easgd(period=1),
+    "seldom": lambda p: Easgd(period=4, moving_rate=0.3),
+    "2 servers": lambda p: Easgd(period=3, servers=2),
+    "colocated": lambda p: Easgd(period=3, servers=p, placement="colocated"),
+}
+METHODS = {"EASGD": optim.sgd(RATE), "EAMSGD": optim.sgd(RATE, MOMENTUM, nesterov=True)}
+
+
+def trained(world, way, method, until=(5, 12)):
+    """Return this worker's own parameters and the arena's, and what happened."""
+    replica = Quadratic()
+    engine = WAYS[way](world.size).build(world, replica, METHODS[method])
+    work, start = Targets(engine.worker), 0
+    for stop in until:
+        assert engine.train(work, start, stop) == (stop, Flags())
+        start = stop
+    told = world.gather(json.dumps(engine.recorder.take()))
+    happened = next(one for one in map(json.loads, told) if one)
+    own = engine._working.apart.pieces()[0].array if engine.worker is not None else None
+    engine.close()
+    return engine, own, replica.arena.param, happened
+
+
+def simulated(size: int, happened, moving_rate: float, period: int, nesterov: bool):
+    """Return what the workers and the centre end with, and the steps that each has done."""
+    centre = np.arange(3000.0)
+    x, v, clock = [centre.copy() for _ in range(size)], [0.0] * size, [0] * size
+    leave = [(0, 0)] * size
+
+    def step(i):
+        g = x[i] - target(i, clock[i])
+        v[i] = MOMENTUM * v[i] + g
+        x[i] = x[i] - RATE * (g + MOMENTUM * v[i] if nesterov else g)
+        clock[i] += 1
+
+    for interval in happened:
+        for event in map(Event.from_json, interval["events"]):
+            for i in event.heard:
+                assert clock[i] == leave[i][0] or not leave[i][1]
+                for _ in range(leave[i][1] - 1):
+                    step(i)
+                d = 0.0
+                if event.order.use == Use.ELASTIC:
+                    assert (clock[i] + 1) % period == 0
+                    d = moving_rate * (x[i] - centre)
+                    centre = centre + d
+                if leave[i][1]:
+                    step(i)
+                x[i] = x[i] - d
+                leave[i] = (0, 0)
+            for worker, go, at, _ in event.answers:
+                leave[worker] = (at, go)
+    return x, centre, clock
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(3, 5, mpi=(3, 4))
+def test_the_equations_of_the_paper(ranks, way, method):
+    """The difference is taken from what was sent, and lands after the step taken meanwhile."""
+    for engine, own, arena, happened in ranks(trained, way, method):
+        options = WAYS[way](ranks.size)
+        rate = options.moving_rate or 0.9 / engine.workers
+        x, centre, clock = simulated(
+            engine.workers, happened, rate, options.period, method == "EAMSGD"
+        )
+        assert sum(clock) == 12 * engine.workers  # no step too many, whoever took it
+        if own is not None:
+            np.testing.assert_allclose(own, x[engine.worker], rtol=1e-12)
+            np.testing.assert_allclose(arena, centre, rtol=1e-12)
+            assert abs(own - arena).max() > 1e-3
+
+
+@pytest.mark.parametrize("period", [1, 3])
+def test_one_worker_and_its_centre(period):
+    """There is but one order: the recurrence can be written down without a log."""
+
+    def body(world):
+        replica = Quadratic()
+        engine = Easgd(period=period, moving_rate=0.5, placement="colocated").build(
+            world, replica, METHODS["EASGD"]
+        )
+        engine.train(Targets(0), 0, 10)
+        engine.close()
+        return replica.arena.param
+
+    x = centre = np.arange(3000.0)
+    for t in range(10):
+        g, d = x - target(0, t), 0.5 * (x - centre) * ((t + 1) % period == 0)
+        x, centre = x - RATE * g - d, centre + d
+    (found,) = run_on("threads", 1, body)
+    np.testing.assert_allclose(found, centre, rtol=1e-12)
+
+
+def test_one_exchange_sends_the_parameters_up_and_the_difference_down():
+    def body(world):
+        replica = Quadratic()
+        engine = Easgd(period=4).build(world, replica, METHODS["EASGD"])
+        sent = []
+        for until in (40, 40, 80):  # the second ends at once: there is nothing left to do
+            before = engine.bytes_sent
+            engine.train(Targets(engine.worker), len(sent) and 40, until)
+            sent.append(engine.bytes_sent - before)
+        engine.close()
+        return engine.worker is not None, sent, replica.arena.param.nbytes
+
+    *workers, (_, (server, rest, _), n) = run_on("threads", 3, body)
+    exchanges = 2 * 40 / 4
+    small = 4000  # reports and answers
+    up = sum(sent[0] for _, sent, _ in workers)
+    assert 0 <= up - (exchanges - 1) * n <= n + small  # the last may be left over
+    assert abs(server - up - 2 * n) <= small  # and to each worker the centre, at the end
+    assert abs(rest - 2 * n) <= small
+
+
+def test_a_request_to_stop_and_a_bad_loss_end_all():
+    def body(world, flags):
+        replica = Quadratic()
+        engine = Easgd(period=4).build(world, replica, METHODS["EASGD"])
+        work = Targets(engine.worker, flags, count=6 if engine.worker == 1 else 0)
+        found = engine.train(work, 0, 5000)
+        engine.close()
+        return found, np.isfinite(replica.arena.param).all(), replica.arena.param.tobytes()
+
+    for flags in (Flags(stop=1), Flags(failed=2)):
+        found = run_on("threads", 4, lambda w, f=flags: body(w, f))
+        assert len({one for one, _, _ in found}) == 1
+        (step, seen), _, _ = found[0]
+        assert seen == flags and 0 < step < 5000
+        assert all(finite for _, finite, _ in found)
+        assert len({param for _, _, param in found[:3]}) == 1  # all workers hold the centre
+
+
+# What follows goes through a Trainer.
+
+SAMPLES, BATCH, STEPS = 151, 37, 12  # the last batch of an epoch has 3 samples
+MODELS = {
+    "mlp": nn.MlpOptions(widths=[64, 24, 10]),
+    "resnet": nn.ResNetOptions(blocks=1, channels=[4, 6]),  # running statistics
+}
+JITTER = FaultsOptions(step_ms=0.5, jitter=1.0)
+
+
+@cache
+def digits() -> data.Dataset:
+    train = data.DigitsOptions().load(0).train
+    return data.Dataset(train.x[:SAMPLES], train.y[:SAMPLES])
+
+
+def trainer_of(world, options, model="mlp"):
+    built, optimizer = MODELS[model].build((8, 8), 10), optim.sgd(0.05, 0.9, nesterov=True)
+    return Trainer(built, optimizer, options, precision="float64", world=world, faults=JITTER)
+
+
+def fit(world, out, options, model="mlp", **more):
+    """Return the summary, and what worker 0 holds of parameters and running statistics."""
+    trainer = trainer_of(world, options, model)
+    out = world.gather(str(out))[0]  # ranks that are processes have folders of their own
+    summary = trainer.fit(
+        digits(), **{"steps": STEPS, "batch": BATCH, "interval_steps": 5, "out": out, **more}
+    )
+    trainer.close()
+    arena = trainer.replica.arena
+    return summary, np.concatenate([arena.param, arena.buffer])
+
+
+REPLAYED = {
+    "dedicated": Easgd(period=2),
+    "2 servers": Easgd(period=3, servers=2),
+    "colocated": Easgd(period=1, servers=2, placement="colocated"),
+}
+
+
+@pytest.mark.parametrize("way", REPLAYED)
+@on_ranks(4, mpi=(4,))
+def test_a_replay_ends_with_the_same_bytes(ranks, tmp_path, way):
+    def body(world):
+        run = world.gather(str(tmp_path / "run"))[0]
+        first, _ = fit(world, run, REPLAYED[way])
+        for i in range(3):
+            again, _ = fit(world, tmp_path / str(i), REPLAYED[way], replay=run)
+            for key in ("params_sha256", "clock_gap_max"):
+                assert again[key] == first[key]
+
+    ranks(body)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_run_goes_on_where_it_was(tmp_path, model):
+    """Interrupted or not, the same order of exchanges leads to the same bytes."""
+    half = {"steps": 10, "checkpoints": CheckpointOptions(every_steps=10)}
+    run, options = tmp_path / "run", Easgd(period=3)
+    run_on("threads", 4, lambda w: fit(w, run, options, model, **half))
+    two = run_on("threads", 4, lambda w: fit(w, run, options, model, steps=20, resume=True))
+    one = run_on("threads", 4, lambda w: fit(w, tmp_path / "1", options, model, steps=20,
+                                             replay=run))  # fmt: skip
+    for (_, found), (_, expected) in zip(two[:3], one[:3], strict=True):
+        assert found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_other_workers_begin_at_the_centre(tmp_path, size):
+    run, options = tmp_path / "run", Easgd(period=3)
+    (_, centre), *_ = run_on("threads", 4, lambda w: fit(w, run, options))
+
+    def body(world):
+        _, param = fit(world, run, options, resume=True)  # nothing is left to do
+        assert np.array_equal(param, centre)
+        return fit(world, run, options, resume=True, steps=2 * STEPS)[0]["train_loss"]
+
+    assert np.isfinite(run_on("threads", size, body)).all()
+
+
+REFUSED = {
+    "never": ({"period": 0}, "period: input should be greater than or equal to 1"),
+    "too far": ({"moving_rate": 1.0}, "moving_rate: input should be less than 1"),
+    "nowhere": ({"moving_rate": 0.0}, "moving_rate: input should be greater than 0"),
+    "another's": ({"staleness": 1}, "unknown key in [engine]: 'staleness'"),
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_refused(wrong):
+    options, said = REFUSED[wrong]
+    with pytest.raises(UsageError) as error:
+        recipe.load(
+            "digits", ["engine.kind=easgd", *(f"engine.{k}={v}" for k, v in options.items())]
+        )
+    assert said in str(error.value)
+
+
+def test_servers_leave_room_for_workers():
+    with pytest.raises(UsageError, match="needs at least 3 ranks, but 2 were started"):
+        run_on("threads", 2, lambda w: Easgd(servers=2).build(w, Quadratic(), METHODS["EASGD"]))
+
+
+def test_digits_reaches_its_accuracy(tmp_path):
+    """The mean of 3 seeds, on 3 workers and a server, with its defaults, is at least 0.95."""
+    found = []
+    for seed in range(3):
+        spec = recipe.load("digits", ["engine.kind=easgd", "optimizer.rate=0.05", "run.epochs=12",
+                                      f"run.seed={seed}"])  # fmt: skip
+        out = tmp_path / str(seed)
+        found.append(run_on("threads", 4, lambda w, s=spec, o=out: runs.train(s, w, o, False))[0])
+    assert np.mean([one["test_accuracy"] for one in found]) >= 0.95
+
+
+def test_the_trainer_says_where_a_loss_was_not_finite(monkeypatch):
+    good = ModelReplica.gradient
+
+    def gradient(self, batch, scale, key, on_ready):
+        sums = good(self, batch, scale, key, on_ready)
+        if key.step == 3 and key.first == 0:  # worker 0
+            self.arena.grad[:] = np.nan
+            return sums._replace(loss=float("nan"))
+        return sums
+
+    monkeypatch.setattr(ModelReplica, "gradient", gradient)
+
+    def body(world):
+        trainer = trainer_of(world, Easgd(period=2))
+        with pytest.raises(TrainingError, match=r"not finite at step \d+ on rank 0"):
+            trainer.fit(digits(), steps=STEPS, batch=BATCH)
+        return np.isfinite(trainer.replica.arena.param).all()
+
+    assert all(run_on("threads", 4, body))
