@@ -4,6 +4,7 @@ DIR/recipe.toml      what was run, resolved: training it again repeats the run
 DIR/metrics.jsonl    a row per interval
 DIR/checkpoints/     see hpctrain/checkpoint
 DIR/summary.json     how it ended; written last, so a reader never sees half of the truth
+DIR/replay/          what happened in which order, where that matters; see hpctrain/engines/replay
 DIR/trace.json       what each thread did, where that was asked for; see hpctrain/timeline
 DIR/watch/           what each rank is doing, while it runs
 """

@@ -1,17 +1,24 @@
 """Whatever README and docs show runs: Python blocks, marked commands, and docs/examples.
 
 A ```python block runs unless its fence says ```python no-run: REASON. The blocks of a file run in
-one process, in order, as a reader would. Lines after `$` run in blocks fenced ```console run.
+one process, in order, as a reader would. Lines after `$` run in blocks fenced ```console run; in
+those fenced ```console train they train for a few steps only, with ranks as threads.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 from conftest import BIN, LAUNCHER
+from ranks import run_on
+
+from hpctrain import world as worlds
+from hpctrain.commands.train import train
+from hpctrain.world import World
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(f for f in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")) if f.exists())
@@ -38,9 +45,9 @@ def script(text: str) -> str:
     return "\n".join(lines)
 
 
-def commands(text: str) -> list[str]:
-    """Return the commands of blocks fenced `console run`."""
-    run = [code for info, _, code in blocks(text) if info == "console run"]
+def commands(text: str, fence: str = "console run") -> list[str]:
+    """Return the commands of blocks with this `fence`."""
+    run = [code for info, _, code in blocks(text) if info == fence]
     return [line.removeprefix("$ ") for code in run for line in code if line.startswith("$ ")]
 
 
@@ -68,6 +75,35 @@ def test_commands(page, tmp_path):
             command, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+
+
+TRAIN, STEPS = "console train", 3
+
+
+@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if commands(text, TRAIN)])
+def test_commands_that_train(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a command may name the run of one before it
+    for command in commands(PAGES[page], TRAIN):
+        train_briefly(command, monkeypatch)
+
+
+def train_briefly(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do what `hpctrain [launch -n N] train ...` does, cut short and with ranks as threads."""
+    program, *words = command.split()
+    ranks = int(words[2]) if words[0] == "launch" else 1
+    verb, *arguments = words[3:] if words[0] == "launch" else words
+    assert (program, verb) == ("hpctrain", "train")
+    steps = 2 * STEPS if "--resume" in arguments else STEPS
+    for change in ("run.epochs=", f"run.steps={steps}", f"run.interval_steps={STEPS}"):
+        arguments += ["--set", change]
+    here = threading.local()
+    monkeypatch.setattr(worlds, "init", lambda: here.world)
+
+    def rank(world: World) -> None:
+        here.world = world
+        train.main(arguments, standalone_mode=False)
+
+    run_on("threads", ranks, rank)
 
 
 @pytest.mark.processes
