@@ -169,9 +169,9 @@ class Elastic(Worker):
         aside: Executor,
     ):
         """Talk to the servers in `aside`, which alone uses the links; see Worker for the others."""
-        super().__init__(world.rank, replica, times, push, pull, desk, cut)
+        super().__init__(world.rank, replica, times, world.trace, push, pull, desk, cut)
         self.apart = apart
-        self._period, self._aside, self._trace = period, aside, world.trace
+        self._period, self._aside = period, aside
         self._sent, self._difference = (np.zeros_like(replica.arena.param) for _ in range(2))
 
     def work(self, work: Work, start: int) -> None:
@@ -204,7 +204,7 @@ class Elastic(Worker):
 
     def _steps(self, work: Work, steps: range) -> Sums:
         """Take steps of our own, up to the first at which the loss is not finite."""
-        sums, record = Sums(0.0, 0, 0), self._trace.add
+        sums, record = Sums(0.0, 0, 0), self.trace.add
         for step in steps:
             task = work.task(step)
             start = perf_counter()
@@ -221,7 +221,7 @@ class Elastic(Worker):
 
     def _meet(self, report: Report) -> Answer:
         """Report, with our parameters where an exchange is due; return the leave to go on."""
-        with self._trace.span("exchange", "wire") as wire:
+        with self.trace.span("exchange", "wire") as wire:
             said = report.encoded()
             sends = [self._push.isend(said, self._desk)]
             if report.gradient:
@@ -241,7 +241,7 @@ class Elastic(Worker):
         return answer
 
     def _wait(self, under_way: Future[Answer]) -> Answer:
-        with self._trace.span("wait for servers", "wait") as waiting:
+        with self.trace.span("wait for servers", "wait") as waiting:
             answer = under_way.result()
         self.times.wait_s += waiting.seconds
         return answer

@@ -161,6 +161,7 @@ class ParameterServer:
             self._world.rank,
             self.replica,
             self.times,
+            self._world.trace,
             self._links[0],
             self._links[1],
             roles.servers[0],
@@ -192,7 +193,8 @@ class ParameterServer:
             pull = self._world.view_for("server pull", pull)
         shard = self._shard(roles, optimizer, servers, push, pull)
         self._links += [link for link in (servers, push, pull) if link not in self._links]
-        return Server(shard, Desk(push, pull, roles.workers), servers, self.workers)
+        desk = Desk(push, pull, roles.workers)
+        return Server(shard, desk, servers, self.workers, self._world.trace)
 
     def _shard(
         self, roles: Roles, optimizer: Optimizer, servers: Link, push: Link, pull: Link
@@ -267,5 +269,6 @@ class ParameterServer:
         start = perf_counter()
         total = np.array(numbers, np.float64)
         recursive_doubling(self._workers, total, np.add)
-        self.times.wait_s += perf_counter() - start
+        stop = perf_counter()
+        self.times.wait_s += self._world.trace.add("sum in a layer", "wait", start, stop)
         return total

@@ -114,7 +114,10 @@ class AsTheyCome:
     def events(self, desk: Desk, start: int, until: int) -> Iterator[Event]:
         """Yield what happens until all workers together have done their part of `until` steps."""
         self._pulled = [self._version] * self.workers  # all met before
-        left = until * self.workers - int(self.clocks.sum())
+        beyond = int(self.clocks.sum()) - start * self.workers
+        if not 0 <= beyond < max(self.workers, self.push_every):
+            self.clocks[:], beyond = start, 0  # of another run, or of other workers
+        left = (until - start) * self.workers - beyond
         idle: dict[int, Report] = {}
         while len(idle) < self.workers:
             worker, report = desk.hear()

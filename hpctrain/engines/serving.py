@@ -18,6 +18,7 @@ from hpctrain.collectives import all_gather_bytes
 from hpctrain.engines.desk import Desk, Event
 from hpctrain.engines.shard import Order, Shard, Use
 from hpctrain.errors import HpctrainError
+from hpctrain.trace import Category, Trace
 from hpctrain.transport.link import Link, Request
 
 JOIN_LIMIT_S = 10.0
@@ -27,8 +28,10 @@ Events = Callable[[Desk], Iterator[Event]]
 class Server:
     """One server: its shard, the link to the other servers and, on the first, the desk."""
 
-    def __init__(self, shard: Shard, desk: Desk, servers: Link, workers: int):
-        self.shard, self.desk = shard, desk
+    def __init__(self, shard: Shard, desk: Desk, servers: Link, workers: int, trace: Trace):
+        """`servers` is the link among them; what is served is noted in `trace`."""
+        self.shard, self.desk, self._trace = shard, desk, trace
+        self.category: Category = "compute"  #: of its spans; beside a worker it is that rank's wire
         self.busy_s = 0.0  #: time spent obeying
         self._servers, self._workers = servers, workers
         self._sent: list[tuple[Request, np.ndarray]] = []
@@ -63,7 +66,8 @@ class Server:
     def _obey(self, order: Order) -> None:
         start = perf_counter()
         self.shard.obey(order)
-        self.busy_s += perf_counter() - start
+        told = {"pushed": order.pushed, "pull": order.pull, "use": order.use.name}
+        self.busy_s += self._trace.add("serve", self.category, start, perf_counter(), told)
 
     def _pass_on(self, order: Order) -> None:
         """Tell the other servers."""
@@ -88,6 +92,7 @@ class Serving:
 
     def __init__(self, server: Server, events: Events, failed: Callable[[BaseException], None]):
         """Begin; `failed` is called in the thread, with what went wrong there."""
+        server.category = "wire"
         self._events: list[Event] = []
         self._error: BaseException | None = None
 

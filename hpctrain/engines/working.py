@@ -12,6 +12,7 @@ from hpctrain.engines.engine import Flags, Task, Times, Work, whole
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums, add
 from hpctrain.optim import Optimizer, sgd
+from hpctrain.trace import Trace
 from hpctrain.transport.link import Link
 
 SumOverWorkers = Callable[[np.ndarray], np.ndarray]
@@ -25,6 +26,7 @@ class Worker:
         rank: int,
         replica: Replica,
         times: Times,
+        trace: Trace,
         push: Link,
         pull: Link,
         desk: int,
@@ -39,7 +41,7 @@ class Worker:
         worker's parameters follow its own gradients with `local_rate`. `sum_over_workers` is for
         layers, where all workers take each step together.
         """
-        self.replica, self.times = replica, times
+        self.replica, self.times, self.trace = replica, times, trace
         self.flags = Flags()  #: what is to be known when all meet, and was in no report
         self._rank, self._desk, self._push, self._pull, self._cut = rank, desk, push, pull, cut
         self._push_every, self._pull_every = rhythm
@@ -85,7 +87,8 @@ class Worker:
         if self._local is not None:
             state = {"step": np.array([step])}
             self._local.update(arena.grad, state, arena.param, arena.slots, whole)
-        self.times.compute_s += perf_counter() - start - (self.times.wait_s - waited)
+        computed = self.trace.add("forward, backward", "compute", start, perf_counter())
+        self.times.compute_s += computed - (self.times.wait_s - waited)  # in layers, for others
         return sums
 
     def _exchange(self, report: Report) -> Answer:
@@ -101,7 +104,7 @@ class Worker:
             send.wait()
         if report.gradient and self._outbox is not self.replica.arena.grad:
             self._outbox[...] = 0
-        spent = perf_counter() - start
+        spent = self.trace.add("push, pull", "wait", start, perf_counter())
         self.times.wait_s += spent
         self.times.wire_s += spent
         return answer

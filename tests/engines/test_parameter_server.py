@@ -23,6 +23,7 @@ from hpctrain.errors import TrainingError, UsageError
 from hpctrain.faults import FaultsOptions
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.recipe import CheckpointOptions
+from hpctrain.trace import TraceOptions
 from hpctrain.trainer import Trainer
 
 STEPS, SAMPLES, BATCH = 30, 151, 37  # the last batch of an epoch has 3 samples: fewer than workers
@@ -413,3 +414,34 @@ def test_a_log_of_other_intervals_is_refused(tmp_path):
             "threads", 3,
             lambda w: trained(w, PsAsync(), replay=tmp_path / "run", interval_steps=7, steps=12),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("placement", ["dedicated", "colocated"])
+def test_spans_add_up_to_the_times(tmp_path, placement):
+    fit = {"out": tmp_path / "run", "trace": TraceOptions(enabled=True)}
+
+    def train(world):
+        trainer = trainer_of(world, PsAsync(placement=placement, staleness=2))
+        trainer.fit(digits(), steps=10, batch=BATCH, **fit)
+        spans, times = world.trace.spans(), vars(trainer.engine.times)
+        return [
+            (times[f"{what}_s"], sum(s.stop - s.start for s in spans if s.category == what))
+            for what in ("compute", "wait")
+        ], {s.name for s in spans}
+
+    found = run_on("threads", 4, train)
+    for pairs, _ in found[:3]:
+        for told, spans in pairs:
+            assert spans == pytest.approx(told, rel=0.01, abs=1e-4)
+    assert {"forward, backward", "push, pull"} <= found[0][1]
+    assert "serve" in found[-1][1]
+
+
+def test_clocks_of_other_workers_mean_nothing(tmp_path):
+    """A run goes on with fewer workers, and from a regime that has no clocks."""
+    half = {"out": tmp_path / "run", "steps": 10, "interval_steps": 5}
+    run_on("threads", 4, lambda w: trained(w, PsAsync(), **half))
+    rest = {**half, "steps": 15, "resume": True}
+    found = run_on("threads", 3, lambda w: trained(w, PsAsync(), **rest))
+    counted = workers(found)[0][1]["staleness_histogram"]
+    assert sum(counted.values()) == 3 * 10 + 2 * 5
