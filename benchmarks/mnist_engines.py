@@ -1,0 +1,97 @@
+"""Claim: on mnist every engine comes within 1.5 points of `single`, on four ranks.
+
+    python benchmarks/mnist_engines.py [ENGINE ...] [--small] [--runs DIR]
+
+Ranks are threads of one process: what an engine computes does not depend on what carries its
+messages, and on few cores nobody spins. The model is the recipe's ResNet-20 or, with `--small`, a
+ResNet-8 of half the channels. Each engine is tried with the rates of one grid and counts with its
+best; what is done in `--runs` is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from _common import write
+from recipes import is_done
+
+from hpctrain import recipe, rundir, runs
+from hpctrain import world as worlds
+from hpctrain.transport.link import Link
+from hpctrain.transport.local import run_ranks
+
+RANKS, POINTS, RATES = 4, 0.015, (0.1, 0.05)
+SMALL = ["model.blocks=1", "model.channels=[8,16,32]"]
+# name -> keys of [engine]; where servers are dedicated, three ranks are workers
+ENGINES: dict[str, dict[str, Any]] = {
+    "single": {"kind": "single"},
+    "allreduce": {"kind": "allreduce"},
+    "shard_optimizer": {"kind": "allreduce", "shard_optimizer": True},
+    "ps-sync": {"kind": "ps-sync"},
+    "ps-sync, 2 colocated servers": {"kind": "ps-sync", "placement": "colocated", "servers": 2},
+    "ps-sync, 1 backup worker": {"kind": "ps-sync", "backup_workers": 1},
+    "ps-async": {"kind": "ps-async"},
+    "ps-async, bound 2": {"kind": "ps-async", "staleness": 2},
+    "ps-async, softsync 1": {"kind": "ps-async", "softsync": 1},
+    "ps-async, compensated": {"kind": "ps-async", "delay_compensation": 0.04},
+    "ps-async, push 2, pull 2": {"kind": "ps-async", "push_every": 2, "pull_every": 2},
+    "local-sgd, H = 8": {"kind": "local-sgd", "period": 8},
+    "DiLoCo, H = 8": {"kind": "local-sgd", "period": 8, "outer": "nesterov"},
+    "DASO, H = 4": {"kind": "local-sgd", "period": 4, "delay": 2},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("engines", nargs="*", metavar="ENGINE", help="all, if none is named")
+    parser.add_argument("--small", action="store_true", help="ResNet-8 in place of ResNet-20")
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES)
+    parser.add_argument("--runs", type=Path, help="folder of the runs; a temporary one if not said")
+    given = parser.parse_args()
+    names = ["single", *(name for name in given.engines or ENGINES if name != "single")]
+    with tempfile.TemporaryDirectory() as folder:
+        where = given.runs or Path(folder)
+        model = SMALL if given.small else []
+        rows = [row_of(name, rate, model, where) for name in names for rate in given.rates]
+    which = "resnet8" if given.small else "resnet20"
+    write(worlds.init(), f"mnist_engines-{which}", rows, claims(rows), model=which)
+
+
+def row_of(name: str, rate: float, model: list[str], folder: Path) -> dict[str, Any]:
+    """Return what engine `name` came to with `rate`."""
+    sets = [f"engine.{key}={str(value).lower()}" for key, value in ENGINES[name].items()]
+    spec = recipe.load("mnist", [*model, *sets, f"optimizer.rate={rate}"])
+    size = 1 if name == "single" else RANKS
+    out = folder / f"{name}-{rate}".replace(" ", "").replace(",", "-")
+
+    def train(link: Link) -> None:
+        runs.train(spec, worlds.over_threads(link), out, rundir.read_summary(out) is None)
+
+    if not is_done(out, spec):
+        run_ranks(size, train, timeout_s=600)
+    summary = rundir.read_summary(out)
+    assert summary and summary["status"] == "done"
+    keys = ["workers", "servers", "epochs", "test_accuracy", "test_loss", "train_loss", "wall_s",
+            "staleness_mean", "clock_gap_max", "dropped_gradients", "bytes_sent_per_rank"]  # fmt: skip
+    return {"engine": name, "ranks": size, "rate": rate, **{key: summary[key] for key in keys}}
+
+
+def claims(rows: list[dict[str, Any]]) -> dict[str, bool]:
+    """Return for each engine whether its best rate is as good as `single`'s, but for 1.5 points."""
+    best: dict[str, float] = {}
+    for row in rows:
+        best[row["engine"]] = max(row["test_accuracy"], best.get(row["engine"], 0.0))
+    least = best["single"] - POINTS
+    return {
+        f"{name}: {accuracy:.4f} >= {least:.4f} = {best['single']:.4f} - {POINTS}": accuracy
+        >= least
+        for name, accuracy in best.items()
+        if name != "single"
+    }
+
+
+if __name__ == "__main__":
+    main()
