@@ -1,6 +1,6 @@
 """Claim: on mnist every engine comes within 1.5 points of `single`, on four ranks.
 
-    python benchmarks/mnist_engines.py [ENGINE ...] [--small] [--runs DIR]
+    python benchmarks/mnist_engines.py [ENGINE ...] [--small] [--epochs 12] [--runs DIR]
 
 Ranks are threads of one process: what an engine computes does not depend on what carries its
 messages, and on few cores nobody spins. The model is the recipe's ResNet-20 or, with `--small`, a
@@ -41,6 +41,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "local-sgd, H = 8": {"kind": "local-sgd", "period": 8},
     "DiLoCo, H = 8": {"kind": "local-sgd", "period": 8, "outer": "nesterov"},
     "DASO, H = 4": {"kind": "local-sgd", "period": 4, "delay": 2},
+    "easgd, H = 10": {"kind": "easgd"},
+    "easgd, H = 4": {"kind": "easgd", "period": 4},
 }
 
 
@@ -48,22 +50,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("engines", nargs="*", metavar="ENGINE", help="all, if none is named")
     parser.add_argument("--small", action="store_true", help="ResNet-8 in place of ResNet-20")
+    parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
     parser.add_argument("--runs", type=Path, help="folder of the runs; a temporary one if not said")
     given = parser.parse_args()
     names = ["single", *(name for name in given.engines or ENGINES if name != "single")]
     with tempfile.TemporaryDirectory() as folder:
         where = given.runs or Path(folder)
-        model = SMALL if given.small else []
-        rows = [row_of(name, rate, model, where) for name in names for rate in given.rates]
+        changes = [f"run.epochs={given.epochs}", *(SMALL if given.small else [])]
+        rows = [row_of(name, rate, changes, where) for name in names for rate in given.rates]
     which = "resnet8" if given.small else "resnet20"
     write(worlds.init(), f"mnist_engines-{which}", rows, claims(rows), model=which)
 
 
-def row_of(name: str, rate: float, model: list[str], folder: Path) -> dict[str, Any]:
+def row_of(name: str, rate: float, changes: list[str], folder: Path) -> dict[str, Any]:
     """Return what engine `name` came to with `rate`."""
     sets = [f"engine.{key}={str(value).lower()}" for key, value in ENGINES[name].items()]
-    spec = recipe.load("mnist", [*model, *sets, f"optimizer.rate={rate}"])
+    spec = recipe.load("mnist", [*changes, *sets, f"optimizer.rate={rate}"])
     size = 1 if name == "single" else RANKS
     out = folder / f"{name}-{rate}".replace(" ", "").replace(",", "-")
 
