@@ -25,6 +25,8 @@ from hpctrain.transport.local import run_ranks
 
 RANKS, POINTS, RATES = 4, 0.015, (0.1, 0.05)
 SMALL = ["model.blocks=1", "model.channels=[8,16,32]"]
+KEPT = ("workers", "servers", "epochs", "test_accuracy", "test_loss", "train_loss", "wall_s",
+        "staleness_mean", "clock_gap_max", "dropped_gradients", "bytes_sent_per_rank")  # fmt: skip
 # name -> keys of [engine]; where servers are dedicated, three ranks are workers
 ENGINES: dict[str, dict[str, Any]] = {
     "single": {"kind": "single"},
@@ -77,9 +79,8 @@ def row_of(name: str, rate: float, changes: list[str], folder: Path) -> dict[str
         run_ranks(size, train, timeout_s=600)
     summary = rundir.read_summary(out)
     assert summary and summary["status"] == "done"
-    keys = ["workers", "servers", "epochs", "test_accuracy", "test_loss", "train_loss", "wall_s",
-            "staleness_mean", "clock_gap_max", "dropped_gradients", "bytes_sent_per_rank"]  # fmt: skip
-    return {"engine": name, "ranks": size, "rate": rate, **{key: summary[key] for key in keys}}
+    kept = {key: summary[key] for key in KEPT}
+    return {"engine": name, "ranks": size, "rate": rate, **kept}
 
 
 def claims(rows: list[dict[str, Any]]) -> dict[str, bool]:

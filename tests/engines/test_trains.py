@@ -32,6 +32,8 @@ ENGINES = {
     "post-local": {"kind": "local-sgd", "start_after": 36},
     "DiLoCo": {"kind": "local-sgd", "outer": "nesterov"},
     "DASO": {"kind": "local-sgd", "period": 4, "delay": 2},
+    "easgd": {"kind": "easgd"},
+    "easgd, colocated": {"kind": "easgd", "placement": "colocated", "servers": 2, "period": 4},
 }
 
 
