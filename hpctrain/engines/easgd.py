@@ -32,13 +32,13 @@ from hpctrain.checkpoint import Piece
 from hpctrain.engines.apart import Apart
 from hpctrain.engines.aside import aside
 from hpctrain.engines.desk import Answer, Desk, Event, Report, over
-from hpctrain.engines.engine import Flags, Times, Work
+from hpctrain.engines.engine import Flags, Times, Work, nobody_waits
 from hpctrain.engines.parameter_server import ParameterServer
 from hpctrain.engines.roles import Roles, ServerOptions
 from hpctrain.engines.serving import total_over
 from hpctrain.engines.shard import Order, Shard, Use, finish, ranges
 from hpctrain.engines.staleness import Staleness
-from hpctrain.engines.working import Worker, nobody_waits
+from hpctrain.engines.working import Worker
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums, add

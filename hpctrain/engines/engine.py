@@ -130,6 +130,10 @@ def in_step(engine: SteppingEngine, work: Work, start: int, until: int) -> tuple
     return until, flags
 
 
+def nobody_waits(name: str) -> None:
+    """Take note of a gradient that does not travel before all are there."""
+
+
 def whole(partials: np.ndarray) -> np.ndarray:
     """Return the partial sums of all shards, where one rank holds the whole arena: as they are."""
     return partials

@@ -39,7 +39,15 @@ from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.engines.allreduce import AllReduce, AllReduceOptions
 from hpctrain.engines.apart import mean_states, workers_in
 from hpctrain.engines.averages import Delayed, Outer
-from hpctrain.engines.engine import Flags, Task, Work, in_step, load_into, pieces_of
+from hpctrain.engines.engine import (
+    Flags,
+    Task,
+    Work,
+    in_step,
+    load_into,
+    nobody_waits,
+    pieces_of,
+)
 from hpctrain.errors import UsageError
 from hpctrain.gradients.reducer import WireOptions
 from hpctrain.gradients.replica import Replica
@@ -162,7 +170,7 @@ class LocalSgd:
         start, add, times = perf_counter(), self._trace.add, self.times
         # The mean over workers is to be the gradient of the batch, so each counts P times.
         scale = task.scale * self.workers
-        sums = self.replica.gradient(task.batch, scale, task.key, _nobody_waits)
+        sums = self.replica.gradient(task.batch, scale, task.key, nobody_waits)
         computed = perf_counter()
         times.compute_s += add("forward, backward", "compute", start, computed)
         if isfinite(sums.loss):
@@ -269,7 +277,3 @@ class LocalSgd:
         self._together.close()
         if self._delayed is not None:
             self._delayed.close()
-
-
-def _nobody_waits(name: str) -> None:
-    """Take note of a gradient that goes nowhere."""

@@ -19,6 +19,7 @@ from hpctrain.engines.engine import (
     Work,
     in_step,
     load_into,
+    nobody_waits,
     pieces_of,
     whole,
 )
@@ -67,7 +68,7 @@ class Single:
     def step(self, task: Task, flags: Flags) -> tuple[Sums, Flags]:
         """Compute the gradient and take it, unless the loss is not finite."""
         start, arena, add = perf_counter(), self.replica.arena, self._trace.add
-        sums = self.replica.gradient(*task, _nobody_waits)
+        sums = self.replica.gradient(*task, nobody_waits)
         flags, computed = flags.seen_by(0, sums), perf_counter()
         self.times.compute_s += add("forward, backward", "compute", start, computed)
         if not flags.failed:
@@ -92,7 +93,3 @@ class Single:
 
     def close(self) -> None:
         """Do nothing: there are no threads."""
-
-
-def _nobody_waits(name: str) -> None:
-    """Take note of a gradient that goes nowhere."""

@@ -8,7 +8,7 @@ from time import perf_counter
 import numpy as np
 
 from hpctrain.engines.desk import Answer, Report
-from hpctrain.engines.engine import Flags, Task, Times, Work, whole
+from hpctrain.engines.engine import Flags, Task, Times, Work, nobody_waits, whole
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums, add
 from hpctrain.optim import Optimizer, sgd
@@ -120,7 +120,3 @@ class Worker:
         receives = [self._pull.irecv(into[s], rank) for rank, s in self._cut]
         for receive in receives:
             receive.wait()
-
-
-def nobody_waits(name: str) -> None:
-    """Take note of a gradient that travels once all are there."""
