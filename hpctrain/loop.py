@@ -23,6 +23,7 @@ from hpctrain import checkpoint, nn
 from hpctrain.callbacks import Callbacks, Row
 from hpctrain.data import Prefetch, Sampler, Samples, in_pieces, share
 from hpctrain.engines import Engine, Flags, Task, replay
+from hpctrain.engines.apart import for_any_engine
 from hpctrain.errors import HpctrainError, SaveError, Stopped, TrainingError, UsageError
 from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.journal import Journal
@@ -224,7 +225,8 @@ class Loop:
         found = checkpoint.load(run, self.world.link)
         if found is None:
             return
-        self.world.together(lambda: self.engine.load(found.arrays))
+        arrays = for_any_engine(found.arrays)
+        self.world.together(lambda: self.engine.load(arrays))
         self.step = found.step
         self.rows = self.journal.resume(found.step, found.about)
         self.keeper.resume(run)

@@ -86,3 +86,20 @@ def mean_states(
         if arrays.keys() >= set(own):
             means[f"optimizer.{name}"] = np.mean([arrays[one] for one in own], axis=0)
     return means
+
+
+def for_any_engine(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the `arrays` of a checkpoint, and the means of what only workers have, each its own.
+
+    So a regime in which all have one state goes on where workers trained apart.
+    """
+    shared = dict(arrays)
+    for name in (one.removeprefix("worker.0.") for one in arrays if one.startswith("worker.0.")):
+        if name not in arrays:
+            own = [x for one, x in arrays.items() if _is_of_a_worker(one, name)]
+            shared[name] = np.mean(own, axis=0).astype(own[0].dtype)
+    return shared
+
+
+def _is_of_a_worker(array: str, name: str) -> bool:
+    return array.startswith("worker.") and array.split(".", 2)[2] == name

@@ -43,6 +43,7 @@ from hpctrain.engines.engine import (
     Flags,
     Task,
     Work,
+    fitting,
     in_step,
     load_into,
     nobody_waits,
@@ -266,8 +267,12 @@ class LocalSgd:
             own = {n.removeprefix(mine): x for n, x in arrays.items() if n.startswith(mine)}
         else:
             own = mean_states(arrays, self._update.state, before)
-        load_into(self.replica.arena, self._update.state, {**arrays, **own})
-        self._own, self._apart, self._parted = [], "param" in own, before == self.workers
+        planes = dict(zip(("param", "buffer"), self._planes))  # noqa: B905
+        moments = {name: x for name, x in own.items() if name not in planes}
+        load_into(self.replica.arena, self._update.state, {**arrays, **moments})
+        self._apart, self._parted = "param" in own, before == self.workers
+        aside = planes if self._apart else {}
+        self._own = [fitting(own, name, x.size).copy() for name, x in aside.items()]
         for more in (self._outer, self._delayed):
             if more is not None:
                 more.load(arrays)

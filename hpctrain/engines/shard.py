@@ -25,7 +25,7 @@ import numpy as np
 
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives.chunks import SEGMENT_BYTES, bounds
-from hpctrain.engines.engine import BLOCK
+from hpctrain.engines.engine import BLOCK, fitting
 from hpctrain.gradients.arena import Arena, Slot
 from hpctrain.optim import Optimizer
 from hpctrain.optim.optimizer import State, Total
@@ -137,13 +137,13 @@ class Shard:
         return found
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take this shard's part of full `arrays`, which were seen to fit."""
+        """Take this shard's part of full `arrays`, of which "param" was seen to fit."""
         self.param[...] = arrays["param"][self._own]
         for part, state in zip(self._parts, self._states, strict=True):
             at = slice(self._own.start + part.start, self._own.start + part.stop)
             for name, x in state.items():
-                full = arrays[f"optimizer.{name}"]
-                x[...] = full if name == "step" else full[at]
+                size, own = (1, slice(1)) if name == "step" else (self._length, at)
+                x[...] = fitting(arrays, f"optimizer.{name}", size)[own]
         for before in self._before:
             before[...] = self.param
 
