@@ -14,8 +14,9 @@ start_after  until that step gradients are averaged, in each step (post-local SG
 momentum     "kept": each worker has the state of its optimizer to itself; or "averaged", too
 outer        "nesterov": what a round has changed is a gradient for another optimizer (DiLoCo)
                  d = x - mean x_i,   v <- mu v + d,   x <- x - rate (d + mu v),   x_i <- x
-delay        S: the sum travels while S more steps are taken (DASO, here without its nodes)
+delay        S: the sum travels while S more steps are taken (DASO)
                  x_i <- (2S x_i + sum of the x of S steps ago) / (2S + P)
+apart        "nodes": the ranks of a node sum their gradients in each step, and only nodes part
 
 Sources: Stich, "Local SGD converges fast and communicates little", 2019; Lin, Stich, Patel and
 Jaggi, "Don't use large mini-batches, use local SGD", 2018; Douillard et al., "DiLoCo: distributed
@@ -49,6 +50,7 @@ from hpctrain.engines.engine import (
     nobody_waits,
     pieces_of,
 )
+from hpctrain.engines.node import Node
 from hpctrain.errors import UsageError
 from hpctrain.gradients.reducer import WireOptions
 from hpctrain.gradients.replica import Replica
@@ -71,6 +73,7 @@ class LocalSgdOptions(WireOptions):
     outer_rate: Annotated[float, Field(gt=0)] | None = None  #: 0.7, if there is an outer method
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] | None = None  #: 0.9, likewise
     delay: Annotated[int, Field(ge=0)] = 0  #: steps for which an average is on its way
+    apart: Literal["ranks", "nodes"] = "ranks"  #: who trains apart
 
     def __post_init__(self) -> None:
         """Refuse options that contradict each other."""
@@ -115,6 +118,7 @@ class LocalSgd:
         self._options, self._trace, self._group = options, world.trace, world.group()
         self._update = self._together.update
         self._allreduce = allreduce_named(options.algorithm)
+        self._node = Node(world, self.times, self._allreduce, options.apart == "nodes")
         arena = replica.arena
         self._planes = [x for x in (arena.param, arena.buffer) if x.size]
         self._moments = [x for name, x in self._update.state.items() if name != "step"]
@@ -143,15 +147,14 @@ class LocalSgd:
     def _round(self, work: Work, start: int, stop: int) -> tuple[int, Flags]:
         """Train apart from step `start` to `stop`, where all join their flags."""
         self._apart = self._parted = True
-        step, failed = start, False
-        while step < stop and not failed:
-            sums = self._step(work.task(step))
-            failed = not isfinite(sums.loss)
-            if not failed:
+        step, sums, fine = start, Sums(0.0, 0, 0), True
+        while step < stop and fine:
+            sums, fine = self._step(work.task(step))
+            if fine:
                 step += 1
                 work.done(step, sums)
                 self._arrive(step)
-        step, flags = self._vote(step, failed, work.flags())
+        step, flags = self._vote(step, not isfinite(sums.loss), work.flags())
         if flags.failed:
             self.settle()
         elif self._end_of_round(stop - 1) == stop:
@@ -166,18 +169,21 @@ class LocalSgd:
         if self._delayed is not None:
             self._delayed.forget()
 
-    def _step(self, task: Task) -> Sums:
-        """Take the gradient of the own share, unless the loss is not finite."""
+    def _step(self, task: Task) -> tuple[Sums, bool]:
+        """Take the gradient of the own share, or of the node's, if the losses are finite."""
         start, add, times = perf_counter(), self._trace.add, self.times
+        waited, grad = times.wait_s, self.replica.arena.grad
         # The mean over workers is to be the gradient of the batch, so each counts P times.
-        scale = task.scale * self.workers
-        sums = self.replica.gradient(task.batch, scale, task.key, nobody_waits)
-        computed = perf_counter()
-        times.compute_s += add("forward, backward", "compute", start, computed)
-        if isfinite(sums.loss):
-            self._update(self.replica.arena.grad)
-        times.compute_s += add("update", "compute", computed, perf_counter())
-        return sums
+        scale, key = task.scale * self.workers / self._node.size, self._node.key(task.key)
+        sums = self.replica.gradient(task.batch, scale, key, nobody_waits)
+        computed = add("forward, backward", "compute", start, perf_counter())
+        times.compute_s += computed - (times.wait_s - waited)  # a layer may have waited on its way
+        fine = self._node.sum(grad, isfinite(sums.loss))
+        summed = perf_counter()
+        if fine:
+            self._update(grad)
+        times.compute_s += add("update", "compute", summed, perf_counter())
+        return sums, fine
 
     def _average(self) -> None:
         """Do at the end of a round what the options say."""
@@ -227,7 +233,8 @@ class LocalSgd:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent since the start."""
-        return self._together.bytes_sent + (self._delayed.bytes_sent if self._delayed else 0)
+        delayed = self._delayed.bytes_sent if self._delayed else 0
+        return self._together.bytes_sent + self._node.bytes_sent + delayed
 
     def sum(self, numbers: np.ndarray) -> np.ndarray:
         """Return the sums of a few float64 over all ranks, the same on each."""
@@ -280,5 +287,6 @@ class LocalSgd:
     def close(self) -> None:
         """End the communication threads and free their links; collective."""
         self._together.close()
+        self._node.close()
         if self._delayed is not None:
             self._delayed.close()

@@ -17,6 +17,7 @@ from hpctrain.trainer import Trainer
 SAMPLES, BATCH, STEPS = 151, 37, 26  # the last batch of an epoch has 3 samples: fewer than 5 ranks
 EPOCH = -(-SAMPLES // BATCH)
 RATE, MOMENTUM = 0.1, 0.9
+HOSTS = ("a", "a", "b", "c", "b")
 MODEL = nn.MlpOptions(widths=[64, 12, 10])
 
 
@@ -28,6 +29,7 @@ def digits() -> data.Dataset:
 
 def trained(world, engine, optimizer, steps: int = STEPS, **options) -> np.ndarray:
     """Return the parameters after training: those that are evaluated and saved."""
+    world.hosts = HOSTS[: world.size]
     built = MODEL.build((8, 8), 10)
     trainer = Trainer(built, optimizer, engine, precision="float64", world=world)
     trainer.fit(digits(), steps=steps, batch=BATCH, **options)
@@ -71,7 +73,10 @@ def simulated(size: int, options: engines.LocalSgd) -> tuple[np.ndarray, int]:
         g = [gradient(i, step) for i in range(size)]
         alone = step >= options.start_after
         for i in range(size):
-            v[i] = MOMENTUM * v[i] + (size * g[i] if alone else sum(g))
+            nodes = options.apart == "nodes"
+            mine = [k for k in range(size) if (HOSTS[k] == HOSTS[i] if nodes else k == i)]
+            own = sum(size / len(mine) * g[k] for k in mine)
+            v[i] = MOMENTUM * v[i] + (own if alone else sum(g))
             x[i] = x[i] - RATE * v[i]
         since = (step + 1 - options.start_after) % options.period
         if not alone:
@@ -104,8 +109,10 @@ WAYS = {
     "post-local DiLoCo": engines.LocalSgd(
         period=6, start_after=3, outer="nesterov", outer_rate=0.5, outer_momentum=0.0
     ),
-    "DASO": engines.LocalSgd(period=4, delay=2),
-    "DASO, at once": engines.LocalSgd(period=2, delay=1, start_after=1),
+    "in nodes": engines.LocalSgd(period=4, apart="nodes"),
+    "late": engines.LocalSgd(period=4, delay=2),
+    "DASO": engines.LocalSgd(period=4, delay=2, apart="nodes"),
+    "late, at once": engines.LocalSgd(period=2, delay=1, start_after=1),
 }
 
 
