@@ -13,8 +13,8 @@ taken at and its push. What keeps the harm of it small:
 - `staleness = s`: a worker more than s clocks ahead of the slowest waits; a clock is a step of a
   worker. Stale synchronous parallel; Ho et al., 2013. With 0 all workers take each step together.
 - `rate_rule = "inverse-staleness"`: g counts as g / max(tau, 1). With P workers tau is about P - 1,
-  so that a rate found for one device is about right for P. `softsync = n`: c = floor(P / n) gradients
-  make one update, as their mean. Source: Zhang, Gupta, Lian and Liu, 2016.
+  so that a rate found for one device is about right for P. `softsync = n`: c = floor(P / n)
+  gradients make one update, as their mean. Source: Zhang, Gupta, Lian and Liu, 2016.
 - `delay_compensation = lambda`: g + lambda g g (w - w_then), w_then being what the worker had
   pulled, of which the servers keep a copy for each worker. DC-ASGD; Zheng et al., 2017.
 
