@@ -8,7 +8,7 @@ of events is all that is needed to repeat an asynchronous run (see replay.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,6 +77,7 @@ class Desk:
     def __init__(self, push: Link, pull: Link, workers: Sequence[int]):
         """Serve `workers`, given as ranks."""
         self.flags = Flags()  #: all that was said since `open`, joined
+        self._asked: Callable[[], Flags] = Flags
         self._push, self._pull, self._ranks = push, pull, workers
         numbers = len(Report._fields) - 1 + len(Flags._fields)
         self._inbox = np.zeros((len(workers), numbers), np.int64)
@@ -87,9 +88,9 @@ class Desk:
     def workers(self) -> int:
         return len(self._ranks)
 
-    def open(self) -> None:
-        """Begin an interval: every worker reports."""
-        self.flags = Flags()
+    def open(self, asked: Callable[[], Flags]) -> None:
+        """Begin an interval: every worker reports, and `asked` tells what this rank has to say."""
+        self.flags, self._asked = Flags(), asked
         self._listen(range(self.workers))
 
     def hear(self) -> tuple[int, Report]:
@@ -126,5 +127,5 @@ class Desk:
         # To the end: whoever reports next is last in the list, so that nobody is passed over.
         del self._posted[worker]
         report = Report.decoded(self._inbox[worker])
-        self.flags = self.flags.joined(report.flags)
+        self.flags = self.flags.joined(report.flags).joined(self._asked())
         return report

@@ -11,7 +11,7 @@ The two sides are working.py and serving.py; what a server does with a slice is 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from time import perf_counter
 from typing import Protocol
@@ -96,7 +96,7 @@ class ParameterServer:
         events = partial(source, start=start, until=until)
         happened: list[Event] = []
         if self._working is None:
-            happened = self._serve(events)
+            happened = self._serve(events, work.flags)
         elif self._server is None:
             self._working.work(work, start)
         else:
@@ -109,7 +109,8 @@ class ParameterServer:
             happened = serving.join()
         if happened:
             self._note(start, until, happened)
-        return self._met(happened)
+        said = work.flags() if self._working is None else self._working.flags
+        return self._met(happened, said)
 
     @property
     def updates_per_step(self) -> float:
@@ -212,11 +213,11 @@ class ParameterServer:
             method.adds,
         )
 
-    def _serve(self, events: Events) -> list[Event]:
+    def _serve(self, events: Events, asked: Callable[[], Flags]) -> list[Event]:
         """Serve in the main thread, whose time is spent obeying or waiting."""
         assert self._server is not None
         start, busy = perf_counter(), self._server.busy_s
-        happened = self._server.serve(events)
+        happened = self._server.serve(events, asked)
         busy = self._server.busy_s - busy
         self.times.compute_s += busy
         self.times.wait_s += perf_counter() - start - busy
@@ -241,9 +242,9 @@ class ParameterServer:
             told = [] if clocks is None else clocks.tolist()
             self.recorder.note(start, until, events=happened, clocks=told, staleness=staleness)
 
-    def _met(self, happened: list[Event]) -> tuple[int, Flags]:
-        """Return the step reached and the flags, which the first server knows."""
-        done, flags = 0, self._working.flags if self._working else Flags()
+    def _met(self, happened: list[Event], flags: Flags) -> tuple[int, Flags]:
+        """Return the step reached and the flags, which the first server knows; say our own."""
+        done = 0
         if self._server and self._server.first:
             done, flags = happened[-1].answers[0].done, flags.joined(self._server.desk.flags)
         known = np.array([done, *flags], np.int64)

@@ -16,6 +16,7 @@ import numpy as np
 
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.engines.desk import Desk, Event
+from hpctrain.engines.engine import Flags
 from hpctrain.engines.shard import Order, Shard, Use
 from hpctrain.errors import HpctrainError
 from hpctrain.trace import Category, Trace
@@ -40,10 +41,13 @@ class Server:
     def first(self) -> bool:
         return self._servers.rank == 0
 
-    def serve(self, events: Events) -> list[Event]:
-        """Serve until the interval is over; return what happened, on the first server alone."""
+    def serve(self, events: Events, asked: Callable[[], Flags] = Flags) -> list[Event]:
+        """Serve until the interval is over; return what happened, on the first server alone.
+
+        `asked` tells what a rank that only serves has to say; the first server hears it at once.
+        """
         if self.first:
-            return list(self._lead(events))
+            return list(self._lead(events, asked))
         order = self._next_order()
         while not order.over:
             self._obey(order)
@@ -52,9 +56,9 @@ class Server:
         self.shard.rest()
         return []
 
-    def _lead(self, events: Events) -> Iterator[Event]:
+    def _lead(self, events: Events, asked: Callable[[], Flags]) -> Iterator[Event]:
         """Yield the events of an interval, each once it is done."""
-        self.desk.open()
+        self.desk.open(asked)
         for event in events(self.desk):
             self._pass_on(event.order)
             self.desk.tell(event.answers)

@@ -1,0 +1,92 @@
+"""Parameter servers on real ranks: whoever is lost, asked to stop or breaks, nobody waits on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+
+import pytest
+from jobs import sets
+from ranks import run_on
+
+from hpctrain import recipe, runs, watch
+
+pytestmark = pytest.mark.processes
+
+RANKS, LIMIT_S = 3, 10
+KEYS = sets(checkpoint_every_steps=5, checkpoint_every_epochs="")
+LONG = [*KEYS, *sets(run_epochs=5000)]
+full = partial(pytest.param, marks=pytest.mark.full)
+# Keys of the engine, and the rank that is hit: the last one serves
+KILLED = [
+    pytest.param({"kind": "ps-async"}, 2, id="ps-async, server"),
+    full({"kind": "ps-async"}, 1, id="ps-async, worker"),
+    full({"kind": "ps-sync"}, 2, id="ps-sync, server"),
+    full({"kind": "ps-sync"}, 1, id="ps-sync, worker"),
+    full({"kind": "ps-async", "placement": "colocated", "servers": 2}, 2, id="colocated"),
+    full({"kind": "easgd"}, 2, id="easgd, server"),
+]
+ASKED = [
+    pytest.param({"kind": "ps-sync"}, id="ps-sync"),
+    full({"kind": "ps-async"}, id="ps-async"),
+    full({"kind": "easgd"}, id="easgd"),
+]
+
+
+def keys_of(engine: dict[str, object]) -> list[str]:
+    return sets(**{f"engine_{key}": value for key, value in engine.items()})
+
+
+def hit(job, rank: int, number: int) -> None:
+    """Send a signal to `rank`, as soon as there are two checkpoints."""
+    job.reach(10, RANKS)
+    os.kill(watch.read(watch.record_path(job.out / "watch", rank)).pid, number)
+
+
+@pytest.mark.parametrize("engine, rank", KILLED)
+def test_a_lost_rank_ends_the_job_and_its_checkpoint_goes_on(digits, small, engine, rank):
+    job = digits(*LONG, *keys_of(engine), ranks=RANKS, launch=True)
+    hit(job, rank, signal.SIGKILL)
+    ended = job.finish(LIMIT_S)
+    assert ended.returncode == 1
+    assert f"resume with --resume --out {job.out}" in ended.stderr
+    last = job.steps[-1]
+    few = sets(run_epochs="", run_steps=last + 20)
+    spec = recipe.load("digits", [*small, *KEYS, *keys_of(engine), *few][1::2])
+    body = partial(runs.train, spec, out=job.out, resume=True)
+    summary = run_on("threads", RANKS, body)[0]
+    assert (summary["status"], summary["steps"]) == ("done", last + 20)
+
+
+@pytest.mark.parametrize("engine", ASKED)
+def test_a_server_that_is_asked_to_stop(digits, engine):
+    job = digits(*LONG, *keys_of(engine), ranks=RANKS)
+    hit(job, RANKS - 1, signal.SIGUSR1)
+    ended = job.finish(LIMIT_S)
+    assert ended.returncode == 75, ended.stderr
+    assert job.summary["status"] == "stopped"
+    assert job.summary["steps"] == job.steps[-1]
+
+
+BREAKS = """
+from itertools import count
+from hpctrain.cli import main
+from hpctrain.engines import shard
+obeyed, obey = count(), shard.Shard.obey
+def breaking(self, order):
+    if next(obeyed) == 20:
+        raise RuntimeError("the server broke")
+    obey(self, order)
+shard.Shard.obey = breaking
+main()
+"""
+
+
+def test_a_server_thread_that_breaks(start, mark, small, tmp_path):
+    engine = keys_of({"kind": "ps-async", "placement": "colocated"})
+    train = ["train", "digits", *small, *LONG, *engine, "--out", tmp_path / "run"]
+    ended = start("-c", BREAKS, *train, ranks=RANKS, env={"HPCTRAIN_TEST_JOB": mark}).finish()
+    assert ended.returncode != 0
+    assert ended.seconds < 20
+    assert "the server broke" in ended.stderr and "in breaking" in ended.stderr
