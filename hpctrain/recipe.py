@@ -217,9 +217,22 @@ def _engine(table: Table, wire: Table) -> Any:
     if misplaced:
         raise UsageError(f"[engine] {', '.join(sorted(misplaced))}: belongs into [wire]")
     kind = config.pick(engines.ENGINES, table["kind"], "[engine] kind")
+    _must_belong(table, kind)
     return config.read_kind(
         engines.ENGINES, table | (wire if issubclass(kind, WireOptions) else {}), "engine"
     )
+
+
+def _must_belong(table: Table, kind: Any) -> None:
+    """Raise UsageError for a key of another regime than `kind`, which the table asks for."""
+    known = {"kind"} | {option.name for option in fields(kind)}
+    for key in table.keys() - known:
+        theirs = [n for n, one in engines.ENGINES.items() if key in {f.name for f in fields(one)}]
+        if theirs:
+            raise UsageError(
+                f"[engine] {key}: belongs to {' and '.join(theirs)}, seen with {table['kind']}; "
+                f"take --engine {theirs[0]}, or remove it"
+            )
 
 
 def _batch(table: Table) -> BatchOptions:

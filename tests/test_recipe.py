@@ -36,6 +36,30 @@ REFUSED = {
     "device": (["run.device=tpu"], "[run] device: input should be"),
     "algorithm": (["wire.algorithm=rign"], "unknown algorithm 'rign'; did you mean 'ring'?"),
     "misplaced": (["engine.algorithm=ring"], "[engine] algorithm: belongs into [wire]"),
+    "key of another engine": (
+        ["engine.staleness=2"],
+        "[engine] staleness: belongs to ps-async, seen with allreduce; take --engine ps-async",
+    ),
+    "key of several engines": (
+        ["engine.kind=local-sgd", "engine.servers=2"],
+        "[engine] servers: belongs to ps-sync and ps-async and easgd",
+    ),
+    "key of no engine": (
+        ["engine.kind=ps-async", "engine.stalenes=2"],
+        "unknown key in [engine]: 'stalenes'; did you mean 'staleness'?",
+    ),
+    "staleness below none": (
+        ["engine.kind=ps-async", "engine.staleness=-1"],
+        "[engine] staleness: input should be greater than or equal to 0, seen -1",
+    ),
+    "no period": (
+        ["engine.kind=local-sgd", "engine.period=0"],
+        "[engine] period: input should be greater than or equal to 1, seen 0",
+    ),
+    "no servers": (
+        ["engine.kind=ps-sync", "engine.servers=0"],
+        "[engine] servers: input should be greater than or equal to 1, seen 0",
+    ),
     "shards": (
         ["engine.shard_optimizer=true", "wire.algorithm=tree"],
         "[engine] shard_optimizer: ranks exchange ranges along a ring; expected [wire] algorithm",
