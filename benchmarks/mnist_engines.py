@@ -25,7 +25,7 @@ from hpctrain.transport.local import run_ranks
 
 RANKS, POINTS, RATES = 4, 0.015, (0.1, 0.05)
 SMALL = ["model.blocks=1", "model.channels=[8,16,32]"]
-KEPT = ("workers", "servers", "epochs", "test_accuracy", "test_loss", "train_loss", "wall_s",
+KEPT = ("workers", "servers", "epochs", "test_accuracy", "test_loss", "train_loss",
         "staleness_mean", "clock_gap_max", "dropped_gradients", "bytes_sent_per_rank")  # fmt: skip
 # name -> keys of [engine]; where servers are dedicated, three ranks are workers
 ENGINES: dict[str, dict[str, Any]] = {

@@ -76,7 +76,9 @@ class Log:
     def begin(self, step: int) -> None:
         """Drop what an earlier part of the run did after `step`: it will be done again."""
         if self._path is not None and self._path.exists():
-            kept = [one for one in _lines(self._path) if one.get("until", 0) <= step]
+            # One that began before `step` ended by then, whatever it was asked for: checkpoints
+            # are made between intervals. The first line, of the machine, has no start.
+            kept = [one for one in _lines(self._path) if one.get("start", -1) < step]
             self._path.write_text("".join(map(_line, kept)))
 
     def keep(self) -> None:
