@@ -14,7 +14,7 @@ from hpctrain.engines import Flags, Task
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.replica import Batch
 
-LENGTH = 3000
+LENGTH = 3008
 
 
 def target(worker: int, step: int) -> np.ndarray:

@@ -5,6 +5,7 @@ from typing import Any
 from hpctrain.engines.allreduce import AllReduceOptions as AllReduce
 from hpctrain.engines.easgd import EasgdOptions as Easgd
 from hpctrain.engines.engine import Engine, Flags, Task, Times, Work
+from hpctrain.engines.gossip import GossipOptions as Gossip
 from hpctrain.engines.local_sgd import LocalSgdOptions as LocalSgd
 from hpctrain.engines.ps_async import PsAsyncOptions as PsAsync
 from hpctrain.engines.ps_sync import PsSyncOptions as PsSync
@@ -19,6 +20,7 @@ ENGINES = {
     "ps-async": PsAsync,
     "local-sgd": LocalSgd,
     "easgd": Easgd,
+    "gossip": Gossip,
 }
 
 
@@ -40,6 +42,7 @@ __all__ = [
     "Easgd",
     "Engine",
     "Flags",
+    "Gossip",
     "LocalSgd",
     "PsAsync",
     "PsSync",

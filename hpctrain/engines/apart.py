@@ -28,11 +28,6 @@ class Apart:
         self._planes = {name: x for name, x in planes.items() if x.size}
         self._aside: dict[str, np.ndarray] = {}
 
-    @property
-    def is_aside(self) -> bool:
-        """Whether the arena may hold something else than what is this worker's."""
-        return bool(self._aside)
-
     def put_aside(self) -> None:
         """Keep a copy of the planes."""
         self._aside = {name: x.copy() for name, x in self._planes.items()}

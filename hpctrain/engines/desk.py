@@ -44,7 +44,7 @@ class Answer(NamedTuple):
     """What a worker is told: `step` to go on with if `go`; the run has come to step `done`."""
 
     worker: int
-    go: int  #: 0: no further; where a worker may take several steps, how many
+    go: int  #: 0 for no further; at its own pace, how many steps before the next report
     step: int
     done: int
 
@@ -113,11 +113,11 @@ class Desk:
             self._told[answer.worker] = self._pull.isend(x, self._ranks[answer.worker]), x
 
     def listen_again(self, answers: Sequence[Answer]) -> None:
-        """Expect a report of each worker that was told to go on.
+        """Expect a report of each worker that was answered.
 
         Only once its gradient has been received: the same link carries both, in order.
         """
-        self._listen(answer.worker for answer in answers if answer.go)
+        self._listen(answer.worker for answer in answers)
 
     def _listen(self, workers: Iterable[int]) -> None:
         for w in workers:

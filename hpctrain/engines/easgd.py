@@ -18,7 +18,7 @@ algorithms 1 and 2, where a, the *moving rate*, is 0.9 / P for P workers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
 from time import perf_counter
@@ -31,13 +31,13 @@ from hpctrain import config
 from hpctrain.checkpoint import Piece
 from hpctrain.engines.apart import Apart
 from hpctrain.engines.aside import aside
-from hpctrain.engines.desk import Answer, Desk, Event, Report, over
+from hpctrain.engines.desk import Answer, Report
 from hpctrain.engines.engine import Flags, Times, Work, nobody_waits
+from hpctrain.engines.own_pace import OwnPace
 from hpctrain.engines.parameter_server import ParameterServer
 from hpctrain.engines.roles import Roles, ServerOptions
 from hpctrain.engines.serving import total_over
 from hpctrain.engines.shard import Order, Shard, Use, finish, ranges
-from hpctrain.engines.staleness import Staleness
 from hpctrain.engines.working import Worker
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.replica import Replica
@@ -59,51 +59,9 @@ class EasgdOptions(ServerOptions):
         """Return this rank's engine; collective."""
         roles = self.roles(world.size)
         rate = self.moving_rate or 0.9 / len(roles.workers)
-        return Easgd(world, replica, optimizer, roles, Exchanges(roles, self.period, rate))
-
-
-class Exchanges:
-    """Lets each worker go on at once, until all together have done their steps."""
-
-    asynchronous = True
-    in_step = adds = False
-    push_every = pull_every = 1
-    updates_per_step = 1.0
-    delay_compensation = 0.0
-
-    def __init__(self, roles: Roles, period: int, moving_rate: float):
-        self.workers, self.period, self.moving_rate = len(roles.workers), period, moving_rate
-        self.clocks = np.zeros(self.workers, np.int64)  #: steps that each worker has done
-        self.staleness = Staleness()
-
-    def events(self, desk: Desk, start: int, until: int) -> Iterator[Event]:
-        """Yield what happens until all workers together have done their part of `until` steps."""
-        if int(self.clocks.sum()) // self.workers != start:
-            self.clocks[:] = start  # of another run, or of other workers
-        left, out = until * self.workers - int(self.clocks.sum()), 0
-        while out < self.workers:
-            worker, report = desk.hear()
-            steps = self._let_go(worker, report, left, desk)
-            left, out = left - steps, out + (steps == 0)
-            moves = (worker,) if report.gradient else ()
-            use = Use.ELASTIC if moves else Use.NONE
-            answer = Answer(worker, steps, int(self.clocks[worker]), self._done())
-            yield Event((worker,), Order(moves, use, self.moving_rate, (), False), (answer,))
-        yield over(self.workers, self._done())
-
-    def _let_go(self, worker: int, report: Report, left: int, desk: Desk) -> int:
-        """Return how many steps `worker` may take, so that it ends where an exchange is due."""
-        self.clocks[worker] += report.steps
-        clock = int(self.clocks[worker])
-        if any(desk.flags):
-            return 0
-        steps = min(self.period - clock % self.period, left)
-        if steps:
-            self.staleness.gap(clock - int(self.clocks.min()))
-        return steps
-
-    def _done(self) -> int:
-        return int(self.clocks.sum()) // self.workers
+        return Easgd(
+            world, replica, optimizer, roles, OwnPace(len(roles.workers), self.period, rate)
+        )
 
 
 class Easgd(ParameterServer):
@@ -117,7 +75,7 @@ class Easgd(ParameterServer):
         replica: Replica,
         optimizer: Optimizer,
         roles: Roles,
-        method: Exchanges,
+        method: OwnPace,
     ):
         self._period, self._aside = method.period, aside(world.concurrent, "exchange")
         super().__init__("easgd", world, replica, optimizer, roles, method)
@@ -184,7 +142,7 @@ class Elastic(Worker):
             sums, leave = self._turn(work, leave)
             work.done(leave.done, sums)
         self.apart.put_aside()
-        self._wait(self._aside.submit(self._end))
+        self._wait(self._aside.submit(self._end, Report(0, 0, leave.step, 0, 0, 0, self.flags)))
 
     def _turn(self, work: Work, leave: Answer) -> tuple[Sums, Answer]:
         """Take the steps that we have leave for, the last of them while the difference travels."""
@@ -234,9 +192,9 @@ class Elastic(Worker):
         self.times.wire_s += wire.seconds
         return answer
 
-    def _end(self) -> Answer:
-        """Take the centre, once all have come to the end."""
-        answer = self._answer()
+    def _end(self, report: Report) -> Answer:
+        """Report that all is done; take the centre, once all have come to the end."""
+        answer = self._meet(report)
         self._receive(self.replica.arena.param)
         return answer
 

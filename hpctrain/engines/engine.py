@@ -13,7 +13,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from hpctrain.checkpoint import Piece
+from hpctrain.collectives import Group
 from hpctrain.collectives.chunks import bounds
+from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.engines.replay import Recorder
 from hpctrain.engines.staleness import Staleness
 from hpctrain.errors import UsageError
@@ -23,6 +25,7 @@ from hpctrain.nn import Key, Sums
 
 #: Shards of the arena are cut at multiples of this, so that partial sums do not depend on P.
 BLOCK = 65_536
+STEP_BITS = 40  # of a number that holds a rank and a step
 
 
 class Flags(NamedTuple):
@@ -132,6 +135,16 @@ def in_step(engine: SteppingEngine, work: Work, start: int, until: int) -> tuple
 
 def nobody_waits(name: str) -> None:
     """Take note of a gradient that does not travel before all are there."""
+
+
+def join(group: Group, step: int, flags: Flags, failed: bool) -> tuple[int, Flags]:
+    """Return the flags of all ranks, and `step`, or the one at which a rank has `failed`."""
+    where = ((group.link.rank + 1) << STEP_BITS) + step if failed else 0
+    said = np.array([flags.stop, where], np.int64)
+    recursive_doubling(group, said, np.maximum)
+    stop, where = said.tolist()
+    failure, at = divmod(where, 1 << STEP_BITS)
+    return (at if failure else step), Flags(stop, failure)
 
 
 def whole(partials: np.ndarray) -> np.ndarray:

@@ -36,7 +36,6 @@ from pydantic import Field
 
 from hpctrain import config
 from hpctrain.checkpoint import Piece
-from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.engines.allreduce import AllReduce, AllReduceOptions
 from hpctrain.engines.apart import mean_states, workers_in
 from hpctrain.engines.averages import Delayed, Outer
@@ -46,6 +45,7 @@ from hpctrain.engines.engine import (
     Work,
     fitting,
     in_step,
+    join,
     load_into,
     nobody_waits,
     pieces_of,
@@ -58,8 +58,6 @@ from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
 from hpctrain.tuning.select import allreduce_named
 from hpctrain.world import World
-
-STEP_BITS = 40  # of a number that holds a rank and a step
 
 
 @config.options
@@ -220,15 +218,10 @@ class LocalSgd:
 
     def _vote(self, step: int, failed: bool, flags: Flags) -> tuple[int, Flags]:
         """Return the flags of all ranks, and `step`, or the one at which a rank failed."""
-        rank = self._group.link.rank
-        where = ((rank + 1) << STEP_BITS) + step if failed else 0
-        said = np.array([flags.stop, where], np.int64)
         with self._trace.span("wait for flags", "wait") as waiting:
-            recursive_doubling(self._group, said, np.maximum)
+            joined = join(self._group, step, flags, failed)
         self.times.wait_s += waiting.seconds
-        stop, where = said.tolist()
-        failure, at = divmod(where, 1 << STEP_BITS)
-        return (at if failure else step), Flags(stop, failure)
+        return joined
 
     @property
     def bytes_sent(self) -> int:

@@ -10,7 +10,6 @@ The two sides are working.py and serving.py; what a server does with a slice is 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from time import perf_counter
@@ -19,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from hpctrain.checkpoint import Piece
-from hpctrain.collectives import Group, all_gather_bytes, broadcast
+from hpctrain.collectives import Group, broadcast
 from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.engines.desk import Desk, Event
 from hpctrain.engines.engine import Flags, Times, Work, load_into
@@ -27,7 +26,7 @@ from hpctrain.engines.replay import Recorder
 from hpctrain.engines.roles import Roles
 from hpctrain.engines.serving import Events, Server, Serving, total_over
 from hpctrain.engines.shard import Shard, ranges, slices
-from hpctrain.engines.staleness import Staleness
+from hpctrain.engines.staleness import Staleness, known_to_all
 from hpctrain.engines.working import Worker
 from hpctrain.errors import TransportError, UsageError
 from hpctrain.gradients.replica import Replica
@@ -100,7 +99,8 @@ class ParameterServer:
         elif self._server is None:
             self._working.work(work, start)
         else:
-            serving = Serving(self._server, events, self._world.fail)
+            self._server.category = "wire"
+            serving = Serving(partial(self._server.serve, events), self._world.fail)
             try:
                 self._working.work(work, start)
             except TransportError:
@@ -257,9 +257,8 @@ class ParameterServer:
     def _share_what_differs(self) -> None:
         """Let all know the staleness; average the running statistics of the workers."""
         first = self._server is not None and self._server.first
-        said = json.dumps(self._method.staleness.to_json()).encode() if first else b""
-        told = b"".join(all_gather_bytes(self._group.link, said))
-        self.staleness = Staleness.from_json(json.loads(told))
+        mine = self._method.staleness if first else None
+        self.staleness = known_to_all(self._group.link, mine)
         buffer = self.replica.arena.buffer
         if self.worker is not None and buffer.size:
             recursive_doubling(self._workers, buffer, np.add)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from time import perf_counter
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.trace import Category, Trace
 from hpctrain.transport.link import Link, Request
 
+T = TypeVar("T")
 JOIN_LIMIT_S = 10.0
 Events = Callable[[Desk], Iterator[Event]]
 
@@ -63,7 +65,8 @@ class Server:
             self._pass_on(event.order)
             self.desk.tell(event.answers)
             self._obey(event.order)
-            self.desk.listen_again(event.answers)
+            if not event.order.over:
+                self.desk.listen_again(event.answers)
             yield event
         self.shard.rest()
 
@@ -91,33 +94,32 @@ class Server:
         return _decoded(x)
 
 
-class Serving:
-    """A server in a thread of its own, beside a worker, for one interval."""
+class Serving(Generic[T]):
+    """What serves others in a thread of its own, beside a worker, for one interval."""
 
-    def __init__(self, server: Server, events: Events, failed: Callable[[BaseException], None]):
+    def __init__(self, serve: Callable[[], list[T]], failed: Callable[[BaseException], None]):
         """Begin; `failed` is called in the thread, with what went wrong there."""
-        server.category = "wire"
-        self._events: list[Event] = []
+        self._happened: list[T] = []
         self._error: BaseException | None = None
 
-        def serve() -> None:
+        def run() -> None:
             try:
-                self._events = server.serve(events)
+                self._happened = serve()
             except BaseException as error:
                 self._error = error
                 failed(error)
 
-        self._thread = threading.Thread(target=serve, name="server", daemon=True)
+        self._thread = threading.Thread(target=run, name="server", daemon=True)
         self._thread.start()
 
-    def join(self) -> list[Event]:
+    def join(self) -> list[T]:
         """Return what happened; raise what went wrong."""
         self._thread.join(JOIN_LIMIT_S)
         if self._error is not None:
             raise self._error
         if self._thread.is_alive():
             raise HpctrainError("the server thread does not end though all workers are told to")
-        return self._events
+        return self._happened
 
 
 def total_over(servers: Link, rows: np.ndarray) -> np.ndarray:

@@ -7,10 +7,14 @@ slowest when it starts one. Source of both words: Ho et al. (2013).
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from hpctrain.collectives import all_gather_bytes
+from hpctrain.transport.link import Link
 
 
 @dataclass
@@ -63,6 +67,12 @@ class Staleness:
         """Return what `to_json` told."""
         histogram = Counter({int(s): n for s, n in told["histogram"].items()})
         return cls(histogram, told["clock_gap_max"], told["dropped"])
+
+
+def known_to_all(link: Link, counted: Staleness | None) -> Staleness:
+    """Return what the one rank has counted that gives something; all ranks must call."""
+    said = b"" if counted is None else json.dumps(counted.to_json()).encode()
+    return Staleness.from_json(json.loads(b"".join(all_gather_bytes(link, said))))
 
 
 def metrics(staleness: Staleness | None) -> dict[str, Any]:

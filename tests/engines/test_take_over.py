@@ -26,6 +26,8 @@ REGIMES = {
     "delayed": engines.LocalSgd(period=3, delay=1),
     "diloco": engines.LocalSgd(period=3, outer="nesterov"),
     "easgd": engines.Easgd(period=3),
+    "gossip": engines.Gossip(),
+    "gossip, ring": engines.Gossip(graph="ring"),
 }
 
 

@@ -38,6 +38,9 @@ ENGINES = {
     "DASO": {"kind": "local-sgd", "period": 4, "delay": 2},
     "easgd": {"kind": "easgd"},
     "easgd, colocated": {"kind": "easgd", "placement": "colocated", "servers": 2, "period": 4},
+    "gossip": {"kind": "gossip"},
+    "gossip, ring": {"kind": "gossip", "graph": "ring"},
+    "gossip, exponential": {"kind": "gossip", "graph": "exponential"},
 }
 
 

@@ -26,6 +26,7 @@ KILLED = [
     full({"kind": "ps-sync"}, 1, id="ps-sync, worker"),
     full({"kind": "ps-async", "placement": "colocated", "servers": 2}, 2, id="colocated"),
     full({"kind": "easgd"}, 2, id="easgd, server"),
+    full({"kind": "gossip"}, 1, id="gossip, passive"),
 ]
 ASKED = [
     pytest.param({"kind": "ps-sync"}, id="ps-sync"),

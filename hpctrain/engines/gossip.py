@@ -1,0 +1,41 @@
+"""Gossip: workers without a centre, which average with each other; three graphs to do it on.
+
+`bipartite`: pairs meet at random, and nobody waits (ad_psgd.py). `ring` and `exponential`: all
+workers take each step together, and each averages with its neighbours (d_psgd.py). What is
+evaluated and saved is the mean of all workers' parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hpctrain import config
+from hpctrain.engines.ad_psgd import AdPsgd
+from hpctrain.engines.d_psgd import DPsgd
+from hpctrain.errors import UsageError
+from hpctrain.gradients.replica import Replica
+from hpctrain.optim import Optimizer
+from hpctrain.world import World
+
+
+@config.options
+class GossipOptions:
+    """`[engine] kind = "gossip"`."""
+
+    graph: Literal["bipartite", "ring", "exponential"] = "bipartite"
+
+    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> AdPsgd | DPsgd:
+        """Return this rank's engine; collective."""
+        if world.size < 2:
+            raise UsageError(
+                "engine 'gossip' needs at least 2 workers, which average with each other, but 1 "
+                "rank was started; start more, or choose --engine single"
+            )
+        if self.graph != "bipartite":
+            return DPsgd(world, replica, optimizer, self.graph)
+        if not world.concurrent:
+            raise UsageError(
+                '[engine] graph = "bipartite" needs an MPI with THREAD_MULTIPLE, and this one '
+                'grants less; set graph = "exponential"'
+            )
+        return AdPsgd(world, replica, optimizer)

@@ -1,0 +1,337 @@
+"""Gossip against the equations of its papers, in NumPy; pairs in the order that the logs have."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import numpy as np
+import pytest
+from quadratic import LENGTH, Quadratic, Targets, target
+from ranks import on_ranks, run_on
+
+from hpctrain import data, nn, optim, recipe
+from hpctrain.engines import Flags, Gossip
+from hpctrain.engines.d_psgd import GRAPHS
+from hpctrain.engines.pairs import OWN, partner
+from hpctrain.errors import TrainingError, UsageError
+from hpctrain.faults import FaultsOptions
+from hpctrain.gradients.replica import ModelReplica
+from hpctrain.recipe import CheckpointOptions
+from hpctrain.trainer import Trainer
+
+RATE, MOMENTUM = 0.02, 0.9
+EVERY = ("bipartite", "ring", "exponential")
+
+
+def weights(graph: str, step: int, ranks: int) -> np.ndarray:
+    """Return W, of which row i says what worker i takes of the others."""
+    w = np.zeros((ranks, ranks))
+    for i in range(ranks):
+        of = GRAPHS[graph].neighbours(step, i, ranks).of
+        w[i, [i, *of]] = 1 / (1 + len(of))
+    return w
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("ranks", range(2, 18))
+def test_the_graphs_keep_the_sum_and_are_crossed_in_time(graph, ranks):
+    """W is doubly stochastic; whom one receives from sends; all hear of each other in time."""
+    for first in range(4):
+        heard = np.eye(ranks)
+        for step in range(first, first + GRAPHS[graph].diameter(ranks)):
+            w = weights(graph, step, ranks)
+            assert w.sum(0) == pytest.approx(1) and w.sum(1) == pytest.approx(1)
+            heard = w @ heard
+            for i in range(ranks):
+                to, _ = GRAPHS[graph].neighbours(step, i, ranks)
+                assert all(i in GRAPHS[graph].neighbours(step, j, ranks).of for j in to)
+        assert (heard > 0).all()
+
+
+def trained(world, graph, optimizer, dtype=np.float64, begin=None):
+    """Return rank, own parameters, the arena, and what happened on every rank."""
+    replica = Quadratic(dtype)
+    engine = Gossip(graph=graph).build(world, replica, optimizer)
+    if begin is not None:
+        replica.arena.param[:] = begin[world.rank]
+    work = Targets(engine.worker)
+    for start, stop in ((0, 5), (5, 12)):
+        assert engine.train(work, start, stop) == (stop, Flags())
+    engine.settle()
+    happened = engine.recorder.take() if engine.recorder else []
+    told = [json.loads(one) for one in world.gather(json.dumps(happened))]
+    own = {piece.name: piece.array.copy() for piece in engine.state()}
+    engine.close()
+    return world.rank, own[f"worker.{world.rank}.param"], replica.arena, told
+
+
+def begins(size: int) -> np.ndarray:
+    return np.tile(np.arange(float(LENGTH)), (size, 1))
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@on_ranks(2, 3, 4, 5, mpi=(2, 4))
+def test_all_in_step(ranks, graph):
+    """X <- W X - update(G), G being taken before averaging; Nesterov's momentum as in sgd.py."""
+    size, x = ranks.size, begins(ranks.size)
+    v = np.zeros_like(x)
+    for step in range(12):
+        g = size * (x - [target(i, step) for i in range(size)])
+        v = MOMENTUM * v + g
+        x = weights(graph, step, size) @ x - RATE * (g + MOMENTUM * v)
+    assert abs(x - x[0]).max() > 1e-3
+    for rank, own, arena, _ in ranks(trained, graph, optim.sgd(RATE, MOMENTUM, True)):
+        np.testing.assert_allclose(own, x[rank], rtol=1e-12, atol=1e-10)
+        np.testing.assert_allclose(arena.param, x.mean(0), rtol=1e-12, atol=1e-10)
+        assert arena.buffer == pytest.approx(11)
+
+
+def simulated(size: int, told) -> np.ndarray:
+    """Return what all end with, given each passive worker's turns; only the order comes from there.
+
+    An event happens when it is the next one on both sides: were there a circle, none would be.
+    """
+    x = begins(size)
+    at, clock = x.copy(), [0] * size  # where gradients are made, and the steps done
+
+    def update(i):
+        x[i] -= RATE * (at[i] - target(i, clock[i]))
+        at[i], clock[i] = x[i], clock[i] + 1
+
+    def is_next(p, coming):
+        return coming == OWN or partner(0, coming, clock[coming], size) == p
+
+    for interval in range(2):
+        at[:] = x  # all have met
+        turns = {p: told[p][interval]["turns"] for p in range(1, size, 2)}
+        while any(turns.values()):
+            before = sum(map(len, turns.values()))
+            for p, coming in turns.items():
+                while coming and is_next(p, coming[0]):
+                    who = coming.pop(0)
+                    if who != OWN:
+                        x[p] = x[who] = (x[p] + x[who]) / 2
+                    update(p if who == OWN else who)
+            assert sum(map(len, turns.values())) < before
+    assert sum(clock) == 12 * size
+    return x
+
+
+@on_ranks(2, 3, 4, 5, mpi=(2, 4))
+def test_pairs_at_their_own_pace(ranks):
+    """Both get the mean; a gradient is made before an averaging and taken after it."""
+    for rank, own, arena, told in ranks(trained, "bipartite", optim.sgd(RATE)):
+        x = simulated(ranks.size, told)
+        np.testing.assert_allclose(own, x[rank], rtol=1e-12, atol=1e-10)
+        np.testing.assert_allclose(arena.param, x.mean(0), rtol=1e-12, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("graph", EVERY)
+@on_ranks(2, 4, 5, mpi=(4,))
+def test_averaging_keeps_the_sum(ranks, graph, dtype):
+    """With a rate of 0: to the rounding of each averaging, while workers come closer."""
+    begin = np.random.default_rng(0).normal(size=(ranks.size, LENGTH)).astype(dtype)
+
+    def body(world):
+        _, own, _, _ = trained(world, graph, optim.sgd(0.0), dtype, begin)
+        return world.gather(own.astype(np.float64).tobytes().hex())
+
+    for told in ranks(body):
+        end = np.array([np.frombuffer(bytes.fromhex(one)) for one in told])
+        drift = abs(end.sum(0) - begin.astype(np.float64).sum(0)).max()
+        assert drift <= 12 * ranks.size * np.finfo(dtype).eps * abs(begin).max()
+        assert end.var(0).mean() < begin.var(0).mean() / 2
+
+
+@pytest.mark.parametrize(("graph", "copies"), [("ring", 2), ("exponential", 1)])
+def test_bytes_of_a_step(graph, copies):
+    def body(world):
+        engine = Gossip(graph=graph).build(world, Quadratic(), optim.sgd(RATE))
+        before = engine.bytes_sent
+        engine.train(Targets(engine.worker), 0, 10)
+        engine.close()
+        return engine.bytes_sent - before, engine.replica.arena.param.nbytes
+
+    for sent, n in run_on("threads", 4, body):
+        assert 10 * copies * n <= sent <= 10 * copies * (n + 8) + 100
+
+
+def test_bytes_of_pairs():
+    """An active worker sends as much as those that answer it: n in each of its steps."""
+
+    def body(world):
+        engine = Gossip().build(world, Quadratic(), optim.sgd(RATE))
+        before = engine.bytes_sent
+        engine.train(Targets(engine.worker), 0, 20)
+        turns = [who for one in engine.recorder.take() for who in one.get("turns", [])]
+        engine.close()
+        met = [who for who in turns if who != OWN]
+        return engine.bytes_sent - before, len(met), engine.replica.arena.param.nbytes
+
+    found = run_on("threads", 4, body)
+    n, meetings = found[0][2], sum(met for _, met, _ in found)
+    for sent in (sum(one[0] for one in found[::2]), sum(one[0] for one in found[1::2])):
+        assert meetings * n <= sent <= meetings * n + 20_000
+    assert 0 < meetings < 4 * 20
+
+
+@pytest.mark.parametrize("flags", [Flags(stop=1), Flags(failed=2)], ids=["stop", "nan"])
+@pytest.mark.parametrize("graph", EVERY)
+@on_ranks(5, mpi=(4,))
+def test_a_request_to_stop_and_a_bad_loss_end_all(ranks, graph, flags):
+    """Without a nan in any worker's parameters; where all are in step, in the time of the graph."""
+
+    def body(world):
+        engine = Gossip(graph=graph).build(world, Quadratic(), optim.sgd(RATE))
+        work = Targets(engine.worker, flags, count=6 if engine.worker == 1 else 0)
+        found = engine.train(work, 0, 5000)
+        engine.settle()
+        state = {piece.name: piece.array for piece in engine.state()}
+        engine.close()
+        assert all(np.isfinite(x).all() for x in state.values())
+        return found, engine.replica.arena.param.tobytes()
+
+    found = ranks(body)
+    assert len(set(found)) == 1
+    (step, seen), _ = found[0]
+    assert seen == flags and 0 < step < 5000
+    if graph != "bipartite":
+        # From the sixth task on: the stop is said before the seventh; the loss is of the sixth.
+        assert step == (6 + GRAPHS[graph].diameter(ranks.size) if flags.stop else 5)
+
+
+# What follows goes through a Trainer.
+
+SAMPLES, BATCH, STEPS = 151, 37, 12  # the last batch of an epoch has 3 samples
+MODELS = {
+    "mlp": nn.MlpOptions(widths=[64, 24, 10]),
+    "resnet": nn.ResNetOptions(blocks=1, channels=[4, 6]),  # running statistics
+}
+JITTER = FaultsOptions(step_ms=0.5, jitter=1.0)
+
+
+@cache
+def digits() -> data.Dataset:
+    train = data.DigitsOptions().load(0).train
+    return data.Dataset(train.x[:SAMPLES], train.y[:SAMPLES])
+
+
+def trainer_of(world, graph, model="mlp"):
+    built, optimizer = MODELS[model].build((8, 8), 10), optim.sgd(0.05, 0.9)
+    options = Gossip(graph=graph)
+    return Trainer(built, optimizer, options, precision="float64", world=world, faults=JITTER)
+
+
+def fit(world, out, graph, model="mlp", **more):
+    """Return the summary, and what this rank holds of parameters and running statistics."""
+    trainer = trainer_of(world, graph, model)
+    out = world.gather(str(out))[0]  # ranks that are processes have folders of their own
+    summary = trainer.fit(
+        digits(), **{"steps": STEPS, "batch": BATCH, "interval_steps": 5, "out": out, **more}
+    )
+    trainer.close()
+    arena = trainer.replica.arena
+    return summary, np.concatenate([arena.param, arena.buffer])
+
+
+@on_ranks(4, 5, mpi=(4,))
+def test_a_replay_ends_with_the_same_bytes(ranks, tmp_path):
+    def body(world):
+        run = world.gather(str(tmp_path / "run"))[0]
+        first, _ = fit(world, run, "bipartite")
+        for i in range(3):
+            again, _ = fit(world, tmp_path / str(i), "bipartite", replay=run)
+            for key in ("params_sha256", "clock_gap_max"):
+                assert again[key] == first[key]
+
+    ranks(body)
+
+
+def test_all_in_step_there_is_but_one_order(tmp_path):
+    with pytest.raises(UsageError, match="always does the same"):
+        run_on("threads", 2, lambda w: fit(w, None, "ring", replay=tmp_path))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("graph", EVERY)
+def test_a_run_goes_on_where_it_was(tmp_path, graph, model):
+    """Interrupted or not, the same order of meetings leads to the same bytes."""
+    run = tmp_path / "run"
+    half = {"steps": 10, "checkpoints": CheckpointOptions(every_steps=10)}
+    run_on("threads", 3, lambda w: fit(w, run, graph, model, **half))
+    two = run_on("threads", 3, lambda w: fit(w, run, graph, model, steps=20, resume=True))
+    again = {"steps": 20, "replay": run if graph == "bipartite" else None}
+    one = run_on("threads", 3, lambda w: fit(w, tmp_path / "1", graph, model, **again))
+    for (_, found), (_, expected) in zip(two, one, strict=True):
+        assert found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("graph", EVERY)
+@pytest.mark.parametrize("size", [2, 5])
+def test_other_workers_begin_at_the_mean(tmp_path, size, graph):
+    run = tmp_path / "run"
+    (_, mean), *_ = run_on("threads", 4, lambda w: fit(w, run, graph))
+
+    def body(world):
+        _, param = fit(world, run, graph, resume=True)  # nothing is left to do
+        assert np.array_equal(param, mean)
+        return fit(world, run, graph, resume=True, steps=2 * STEPS)[0]["train_loss"]
+
+    assert np.isfinite(run_on("threads", size, body)).all()
+
+
+@pytest.mark.parametrize("graph", EVERY)
+def test_the_trainer_says_where_a_loss_was_not_finite(monkeypatch, graph):
+    good = ModelReplica.gradient
+
+    def gradient(self, batch, scale, key, on_ready):
+        sums = good(self, batch, scale, key, on_ready)
+        if key.step == 3 and key.first == 0:  # worker 0
+            self.arena.grad[:] = np.nan
+            return sums._replace(loss=float("nan"))
+        return sums
+
+    monkeypatch.setattr(ModelReplica, "gradient", gradient)
+
+    def body(world):
+        trainer = trainer_of(world, graph)
+        with pytest.raises(TrainingError, match="not finite at step 3 on rank 0"):
+            trainer.fit(digits(), steps=STEPS, batch=BATCH)
+        return np.isfinite(trainer.replica.arena.param).all()
+
+    assert all(run_on("threads", 4, body))
+
+
+def test_one_worker_alone_is_refused():
+    with pytest.raises(UsageError, match="needs at least 2 workers"):
+        run_on("threads", 1, lambda w: Gossip().build(w, Quadratic(), optim.sgd(RATE)))
+
+
+def test_one_thread_is_enough_where_all_are_in_step():
+    def body(world, graph):
+        world.concurrent = False
+        return trained(world, graph, optim.sgd(RATE))[1]
+
+    with pytest.raises(UsageError, match="needs an MPI with THREAD_MULTIPLE"):
+        run_on("threads", 2, lambda w: body(w, "bipartite"))
+    alone = run_on("threads", 3, lambda w: body(w, "ring"))
+    beside = run_on("threads", 3, lambda w: trained(w, "ring", optim.sgd(RATE))[1])
+    assert np.array_equal(alone, beside)
+
+
+REFUSED = {
+    "another graph": ({"graph": "tree"}, "graph: input should be 'bipartite', 'ring' or"),
+    "another's": ({"period": 3}, "unknown key in [engine]: 'period'"),
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_refused(wrong):
+    options, said = REFUSED[wrong]
+    with pytest.raises(UsageError) as error:
+        recipe.load(
+            "digits", ["engine.kind=gossip", *(f"engine.{k}={v}" for k, v in options.items())]
+        )
+    assert said in str(error.value)
