@@ -154,6 +154,7 @@ class Journal:
             "batch": self.sampler.batch,
             "seed": self.sampler.seed,
             "versions": versions(),
+            "updates_per_step": self.engine.updates_per_step,
             "staleness": self._staleness and self._staleness.to_json(),
             "recipe": self.name,
             "recipe_sha256": self.recipe and self.recipe.sha256,

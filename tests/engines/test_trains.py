@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from ranks import on_ranks, run_on
 
-from hpctrain import data, nn, optim, recipe, runs
+from hpctrain import data, nn, optim, recipe, runs, weights
 from hpctrain.trainer import Trainer
 
 RANKS, LEAST = 4, 0.95
@@ -95,3 +95,15 @@ def test_an_engine_comes_to_its_end(ranks, engine):
     samples = 2 * SAMPLES + 3 * BATCH  # five steps make an epoch
     for found in ranks(body):
         assert found == [("done", STEPS, samples), ("done", 1, BATCH)]
+
+
+@pytest.mark.parametrize("first, second", [("ps-async", "allreduce"), ("allreduce", "ps-async")])
+def test_the_rate_goes_on_where_another_engine_goes_on(tmp_path, first, second):
+    """Schedules count updates, of which three workers at their own pace make three per step."""
+    updates = {"ps-async": RANKS - 1, "allreduce": 1}
+    for engine, epochs in ((first, 2), (second, 4)):
+        keys = [*keys_of(engine), f"run.epochs={epochs}", "model.widths=[64,12,10]"]
+        spec = recipe.load("digits", keys)
+        run_on("threads", RANKS, lambda w, s=spec: runs.train(s, w, tmp_path / "run", True))
+        found = weights.checkpoint_of(tmp_path / "run")
+        assert found.arrays["optimizer.step"] == updates[engine] * found.step
