@@ -45,6 +45,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "DASO, H = 4": {"kind": "local-sgd", "period": 4, "delay": 2},
     "easgd, H = 10": {"kind": "easgd"},
     "easgd, H = 4": {"kind": "easgd", "period": 4},
+    "gossip": {"kind": "gossip"},
+    "gossip, ring": {"kind": "gossip", "graph": "ring"},
 }
 
 

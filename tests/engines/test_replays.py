@@ -21,6 +21,7 @@ ENGINES = {
     "compensated": ["engine.kind=ps-async", "engine.delay_compensation=0.1", "engine.servers=2"],
     "backup": ["engine.kind=ps-sync", "engine.backup_workers=1"],
     "easgd": ["engine.kind=easgd", "engine.period=3"],
+    "gossip": ["engine.kind=gossip"],
 }
 
 
