@@ -27,7 +27,8 @@ from hpctrain.transport.link import Link, Request
 from hpctrain.world import World
 
 _STREAM = 4  # keeps this stream apart from others that use Philox with a key of (seed, number)
-OWN = -1  # in a list of turns: a gradient of the worker's own; else the active worker that it met
+#: In a list of turns: a gradient of the worker's own, or LEFT less the active worker that left;
+OWN, LEFT = -1, -2  # any other number is the active worker that it met
 MEET, LEAVE = 1, 0  # what an active worker says first
 Take = Callable[[np.ndarray], None]
 
@@ -134,13 +135,16 @@ class Passive:
     def _answer(self) -> list[int]:
         header = np.zeros((self._link.size, 1), np.int64)
         posted = {a: self._link.irecv(header[a], a) for a in self._actives}
-        told = deque([*self._turns.told_meetings, *self._actives])
+        told = deque(self._turns.told_others)
         try:
             while posted:
                 other = self._heard(posted, told)
                 if header[other] == MEET:
                     self._meet(other)
                     posted[other] = self._link.irecv(header[other], other)
+                else:  # a turn too: who was heard later may have waited for the one that left
+                    with self._turns.turn(LEFT - other):
+                        pass
         except BaseException:
             self._turns.break_off()
             raise
@@ -180,9 +184,9 @@ class Turns:
         return self._told is not None
 
     @property
-    def told_meetings(self) -> list[int]:
-        """The others that are to be met, in their order."""
-        return [who for who in self._told or () if who != OWN]
+    def told_others(self) -> list[int]:
+        """The others that are to be heard, in their order."""
+        return [who if who >= 0 else LEFT - who for who in self._told or () if who != OWN]
 
     @contextmanager
     def turn(self, who: int) -> Iterator[None]:
