@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import cache
 
 import numpy as np
@@ -11,7 +12,7 @@ from quadratic import LENGTH, Quadratic, Targets, target
 from ranks import on_ranks, run_on
 
 from hpctrain import data, nn, optim, recipe
-from hpctrain.engines import Easgd, Flags, shard
+from hpctrain.engines import Easgd, Flags, Gossip, serving, shard
 from hpctrain.engines.desk import Event
 from hpctrain.engines.shard import Use
 from hpctrain.errors import TrainingError, UsageError
@@ -165,6 +166,30 @@ def test_a_request_to_stop_and_a_bad_loss_end_all():
         assert len({param for _, _, param in found[:3]}) == 1  # all workers hold the centre
 
 
+SLOW = {
+    "easgd": Easgd(period=2, placement="colocated"),
+    "gossip": Gossip(),
+}
+
+
+@pytest.mark.parametrize("way", SLOW)
+def test_who_serves_waits_for_the_last_step_of_another(monkeypatch, way):
+    """However long it takes: the limit is for threads that have nothing more to do."""
+    monkeypatch.setattr(serving, "JOIN_LIMIT_S", 0.1)
+
+    def body(world):
+        engine = SLOW[way].build(world, Quadratic(), METHODS["EASGD"])
+        work = Targets(engine.worker)
+        if world.rank == 0:
+            task = work.task
+            work.task = lambda step: time.sleep(0.5) or task(step)
+        found = engine.train(work, 0, 3)
+        engine.close()
+        return found
+
+    assert run_on("threads", 2, body) == [(3, Flags())] * 2
+
+
 # What follows goes through a Trainer.
 
 SAMPLES, BATCH, STEPS = 151, 37, 12  # the last batch of an epoch has 3 samples
@@ -249,7 +274,7 @@ REFUSED = {
     "never": ({"period": 0}, "period: input should be greater than or equal to 1"),
     "too far": ({"moving_rate": 1.0}, "moving_rate: input should be less than 1"),
     "nowhere": ({"moving_rate": 0.0}, "moving_rate: input should be greater than 0"),
-    "another's": ({"staleness": 1}, "unknown key in [engine]: 'staleness'"),
+    "another's": ({"staleness": 1}, "staleness: belongs to ps-async"),
 }
 
 

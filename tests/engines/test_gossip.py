@@ -13,7 +13,7 @@ from ranks import on_ranks, run_on
 from hpctrain import data, nn, optim, recipe
 from hpctrain.engines import Flags, Gossip
 from hpctrain.engines.d_psgd import GRAPHS
-from hpctrain.engines.pairs import OWN, partner
+from hpctrain.engines.pairs import LEFT, OWN, partner
 from hpctrain.errors import TrainingError, UsageError
 from hpctrain.faults import FaultsOptions
 from hpctrain.gradients.replica import ModelReplica
@@ -248,6 +248,29 @@ def test_a_replay_ends_with_the_same_bytes(ranks, tmp_path):
                 assert again[key] == first[key]
 
     ranks(body)
+
+
+def test_a_replay_lets_a_worker_leave_before_others_have_met():
+    """Worker 0 has no step at all; only when it has said so may the others begin with theirs."""
+    none = [[], 0, 0.0, [], False]
+    heard = [(0, 0), (0, None), (1, 1), (2, 1), (1, 0), (2, 0), (1, None), (2, None)]
+    events = [[[w], none, [] if go is None else [[w, go, 0, 0]]] for w, go in heard]
+    events.append([[], [[], 0, 1.0, [], True], [[w, 0, 1, 1] for w in range(3)]])
+    counted = {"histogram": {}, "clock_gap_max": 0, "dropped": 0}
+    logs = {
+        0: {"events": events, "clocks": [0, 1, 1], "staleness": counted},
+        1: {"turns": [LEFT - 0, OWN, 2, LEFT - 2]},
+    }
+
+    def body(world):
+        engine = Gossip().build(world, Quadratic(), optim.sgd(RATE))
+        log = [{"start": 0, "until": 1, **logs[world.rank]}] if world.rank in logs else []
+        engine.recorder.repeat(log)
+        found = engine.train(Targets(engine.worker), 0, 1)
+        engine.close()
+        return found
+
+    assert run_on("threads", 3, body) == [(1, Flags())] * 3
 
 
 def test_all_in_step_there_is_but_one_order(tmp_path):
