@@ -104,6 +104,18 @@ def test_rows_and_summary_count_from_the_first_step_also_when_resumed(tmp_path):
         ]  # fmt: skip
 
 
+def test_every_gradient_of_an_asynchronous_run_is_counted(tmp_path):
+    run, workers = tmp_path / "run", 3
+    for steps, resume in ((8, False), (14, True)):
+        run_on("threads", workers + 1, lambda w, a=steps, b=resume:
+               fit(w, engines.PsAsync(), run, a, resume=b))  # fmt: skip
+    rows = rundir.rows(run)
+    assert [row["since_step"] for row in rows] == [0] * 4 + [8] * 4
+    for row in rows:
+        assert sum(row["staleness_histogram"].values()) == row["step"] * workers
+        assert row["clock_gap_max"] >= 0 and row["dropped_gradients"] == 0
+
+
 @on_ranks(1, 2, 3, mpi=(2,))
 def test_idle_fraction(ranks):
     """The part of its time that a rank's main thread waited; there is none where it is alone."""
