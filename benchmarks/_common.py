@@ -82,7 +82,7 @@ def machine(world: World) -> dict[str, Any]:
         "cores_per_rank": len(os.sched_getaffinity(0)),
         "os": platform.platform(),
         "hosts": len(set(world.hosts)),
-        "mpi": f"{mpi.vendor} {mpi.version}",
+        "mpi": f"{mpi.vendor} {mpi.version}" if world.transport == "mpi" else "none: threads",
         "blas_threads": blas_threads(),
         "versions": versions(),
         "date": time.strftime("%Y-%m-%d"),
@@ -105,7 +105,7 @@ def write(
             name, {"machine": machine(world), **facts, "claims": dict(claims), "rows": list(rows)}
         )
         for row in rows:
-            print("  ".join(f"{k}={_short(v)}" for k, v in row.items()))
+            print("  ".join(f"{k}={short(v)}" for k, v in row.items()))
         for claim, holds in claims.items():
             print("holds:" if holds else "DOES NOT HOLD:", claim)
     if not all(claims.values()):
@@ -119,7 +119,8 @@ def _keep(name: str, found: Mapping[str, Any]) -> None:
     print(f"-> {path.name}")
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """Return a value as a table shows it."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

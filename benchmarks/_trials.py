@@ -1,0 +1,207 @@
+"""One training in a study of regimes: ranks as threads, looked at from outside while it runs.
+
+Compute is a sleep of `step_ms` and a small model, so that threads of one process do what ranks on
+cores of their own would do. Another thread looks at the parameters that would be evaluated, every
+LOOK_S, without stopping anybody: regimes whose workers never meet are not made to meet.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import threadpoolctl
+
+from hpctrain import config, data, nn, optim
+from hpctrain import world as worlds
+from hpctrain.data import Sampler, Split, share
+from hpctrain.engines import ENGINES, Engine, Flags, Task
+from hpctrain.engines.staleness import metrics
+from hpctrain.faults import FaultsOptions, Pace
+from hpctrain.gradients.replica import Batch, ModelReplica
+from hpctrain.gradients.slowed import Slowed
+from hpctrain.transport.link import Link
+from hpctrain.transport.local import run_ranks
+
+LOOK_S = 0.02
+HELD = 3
+Table = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is trained, and until when."""
+
+    engine: Table  #: as in a recipe
+    optimizer: Table
+    workers: int
+    seed: int = 0
+    servers: int = 0  #: ranks beside the workers
+    data: str = "digits"
+    hidden: int = 128
+    batch: int = 128
+    schedule: str = "constant"
+    steps: int = 10_000
+    target: float = 2.0  #: end when the test accuracy is this, at HELD steps in a row
+    limit_s: float = 60.0
+    faults: Table = field(default_factory=dict)
+
+
+class Draws:
+    """The tasks of one worker: see `hpctrain.engines.Work`."""
+
+    def __init__(self, engine: Engine, train: data.Dataset, trial: Trial, ended: threading.Event):
+        self.step = 0
+        self._engine, self._train, self._ended = engine, train, ended
+        self._sampler = Sampler(len(train), trial.batch, trial.seed)
+
+    def task(self, step: int) -> Task:
+        indexes = self._sampler.batch_indexes(step)
+        first, own = share(indexes, self._engine.worker or 0, self._engine.workers)
+        targets = len(own) if self._engine.asynchronous else len(indexes)
+        key = nn.Key(self._sampler.seed, step, first)
+        return Task(Batch(*self._train.rows(own)), 1 / max(targets, 1), key)
+
+    def done(self, step: int, sums: nn.Sums) -> None:
+        self.step = step
+
+    def flags(self) -> Flags:
+        return Flags(stop=int(self._ended.is_set()))
+
+
+class Watcher:
+    """Looks at a training: `curve` has (seconds, step, test accuracy) of each look."""
+
+    def __init__(self, trial: Trial, ended: threading.Event):
+        self.curve: list[tuple[float, int, float]] = []
+        self.engines: dict[int, Engine] = {}
+        self.draws: dict[int, Draws] = {}
+        self._held: dict[int, float] = {}  # steps at which the target was seen, when first
+        self._trial, self._ended = trial, ended
+        self._replica, self._test = replica_of(trial), split_of(trial.data).test
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def start(self) -> None:
+        self._start = time.perf_counter()
+        self._thread.start()
+
+    def stop(self) -> float:
+        """Return the seconds since the start."""
+        self._ended.set()
+        self._thread.join()
+        return time.perf_counter() - self._start
+
+    def _look(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            now = time.perf_counter() - self._start
+            accuracy = self.accuracy()
+            step = max(one.step for one in self.draws.values())
+            self.curve.append((round(now, 4), step, round(accuracy, 4)))
+            if accuracy < self._trial.target:
+                self._held.clear()
+            else:
+                self._held.setdefault(step, now)
+            if len(self._held) == HELD or now > self._trial.limit_s:
+                self._ended.set()
+
+    @property
+    def reached_s(self) -> float | None:
+        """When the target was first seen of HELD times in a row, each at another step."""
+        return min(self._held.values()) if len(self._held) == HELD else None
+
+    def accuracy(self) -> float:
+        """Return the test accuracy of what would be evaluated now."""
+        self._replica.arena.param[:] = seen_from_outside(list(self.engines.values()))
+        sums = self._replica.evaluate(Batch(self._test.x, self._test.y))
+        return sums.correct / sums.count
+
+
+def seen_from_outside(engines: Sequence[Any]) -> np.ndarray:
+    """Return what is evaluated: what servers keep; else the mean of all workers."""
+    shards = [e._server.shard.param for e in engines if getattr(e, "_server", None)]
+    if shards:
+        return np.concatenate(shards)
+    return np.mean([own(e) for e in engines], axis=0)
+
+
+def own(engine: Any) -> np.ndarray:
+    """Return a worker's own parameters; while it computes, others may average with a copy."""
+    side = getattr(engine, "_side", None)
+    return getattr(side, "_x", engine.replica.arena.param)
+
+
+def run(trial: Trial) -> dict[str, Any]:
+    """Train; return when the target was reached (None: never), the end, and what was measured."""
+    sys.setswitchinterval(2e-4)  # a rank that wakes up does not wait for 5 ms
+    ended = threading.Event()
+    watcher = Watcher(trial, ended)
+    with threadpoolctl.threadpool_limits(1), np.errstate(all="ignore"):
+        try:
+            size = trial.workers + trial.servers
+            found = run_ranks(size, lambda link: _rank(link, trial, watcher), timeout_s=60)
+        finally:
+            ended.set()
+    return {**found[0], "time_to_target_s": watcher.reached_s, "curve": watcher.curve}
+
+
+def _rank(link: Link, trial: Trial, watcher: Watcher) -> dict[str, Any]:
+    world = worlds.over_threads(link)
+    pace = Pace(config.read(FaultsOptions, trial.faults, "faults"), world.rank)
+    replica = Slowed(replica_of(trial), pace)
+    options = config.read_kind(ENGINES, trial.engine, "engine")
+    engine = options.build(world, replica, optimizer_of(trial))
+    draws = Draws(engine, split_of(trial.data).train, trial, watcher._ended)
+    watcher.engines[world.rank], watcher.draws[world.rank] = engine, draws
+    link.barrier()
+    if world.rank == 0:
+        watcher.start()
+    step, flags = engine.train(draws, 0, trial.steps)
+    return _told(world, engine, watcher, step, flags)
+
+
+def _told(
+    world: worlds.World, engine: Engine, watcher: Watcher, step: int, flags: Flags
+) -> dict[str, Any]:
+    world.link.barrier()
+    wall = watcher.stop() if world.rank == 0 else 1.0
+    idle = np.zeros(world.size)
+    idle[world.rank] = engine.times.wait_s
+    idle, sent = engine.sum(idle), engine.sum(np.array([float(engine.bytes_sent)]))
+    engine.settle()
+    world.link.barrier()
+    found = {
+        "accuracy": watcher.accuracy() if world.rank == 0 else 0.0,
+        "diverged": bool(flags.failed),
+        "steps": step,
+        "wall_s": wall,
+        "bytes_sent_per_rank": float(sent[0]) / world.size,
+        "idle_fraction": (idle / wall).round(3).tolist(),
+        **metrics(engine.staleness),
+    }
+    world.link.barrier()
+    engine.close()
+    return found
+
+
+def optimizer_of(trial: Trial) -> optim.Optimizer:
+    options = config.read_kind(optim.OPTIMIZERS, dict(trial.optimizer), "optimizer")
+    schedule = optim.SCHEDULES[trial.schedule]()
+    return options.build(schedule.build(options.rate, 1, trial.steps))
+
+
+def replica_of(trial: Trial) -> ModelReplica:
+    train = split_of(trial.data).train
+    widths = [int(np.prod(train.sample_shape)), trial.hidden, 10]
+    model = nn.MlpOptions(widths=widths).build(train.sample_shape, 10)
+    return ModelReplica(model, trial.seed, np.dtype("float32"))
+
+
+@cache
+def split_of(name: str) -> Split:
+    return data.DATA[name]().load(0)
