@@ -55,13 +55,14 @@ class Event(NamedTuple):
     heard: tuple[int, ...]
     order: Order
     answers: tuple[Answer, ...] = ()
+    staleness: int | None = None  #: of the gradient that comes, where it may be stale
 
     @classmethod
     def from_json(cls, told: Sequence[Any]) -> Event:
         """Return the event that JSON made lists of."""
-        heard, (pushed, use, factor, pull, over), answers = told
+        heard, (pushed, use, factor, pull, over), answers, *staleness = told
         order = Order(tuple(pushed), Use(use), factor, tuple(pull), over)
-        return cls(tuple(heard), order, tuple(Answer(*one) for one in answers))
+        return cls(tuple(heard), order, tuple(Answer(*one) for one in answers), *staleness)
 
 
 def over(workers: int, done: int) -> Event:

@@ -122,26 +122,27 @@ class AsTheyCome:
         while len(idle) < self.workers:
             worker, report = desk.hear()
             idle[worker] = report
-            pushed, use, factor = self._taken(worker, report)
+            stale = self._version - self._pulled[worker]
+            pushed, use, factor = self._taken(worker, report, stale)
             go = self._let_go(idle, left, desk)
             left -= len(go) * self.push_every
             pull = tuple(w for w in go if idle.pop(w).wants)
             for w in pull:
                 self._pulled[w] = self._version
             answers = tuple(Answer(w, 1, int(self.clocks[w]), self._done()) for w in go)
-            yield Event((worker,), Order(pushed, use, factor, pull, False), answers)
+            known = stale if use in (Use.ADD, Use.UPDATE) else None
+            yield Event((worker,), Order(pushed, use, factor, pull, False), answers, known)
         if self._added:  # fewer than an update waits for, but no more will come
             self._added, self._version = 0, self._version + 1
             yield Event((), Order((), Use.UPDATE, 1.0, (), False))
         yield over(self.workers, min(until, self._done()))
 
-    def _taken(self, worker: int, report: Report) -> tuple[tuple[int, ...], Use, float]:
+    def _taken(self, worker: int, report: Report, stale: int) -> tuple[tuple[int, ...], Use, float]:
         """Return whose gradient comes, what becomes of it and what it is multiplied by."""
         if not report.gradient:
             return (), Use.NONE, 1.0
         if report.flags.failed:
             return (worker,), Use.DROP, 1.0
-        stale = self._version - self._pulled[worker]
         self.staleness.seen(stale)
         self.clocks[worker] += report.steps
         self._added += 1

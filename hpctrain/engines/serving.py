@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from time import perf_counter
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -64,16 +64,18 @@ class Server:
         for event in events(self.desk):
             self._pass_on(event.order)
             self.desk.tell(event.answers)
-            self._obey(event.order)
+            self._obey(event.order, event.staleness)
             if not event.order.over:
                 self.desk.listen_again(event.answers)
             yield event
         self.shard.rest()
 
-    def _obey(self, order: Order) -> None:
+    def _obey(self, order: Order, staleness: int | None = None) -> None:
         start = perf_counter()
         self.shard.obey(order)
-        told = {"pushed": order.pushed, "pull": order.pull, "use": order.use.name}
+        told: dict[str, Any] = {"pushed": order.pushed, "pull": order.pull, "use": order.use.name}
+        if staleness is not None:
+            told["staleness"] = staleness
         self.busy_s += self._trace.add("serve", self.category, start, perf_counter(), told)
 
     def _pass_on(self, order: Order) -> None:

@@ -13,6 +13,7 @@ from hpctrain import data, engines, nn, optim, rundir
 from hpctrain.engines.allreduce import AllReduce
 from hpctrain.engines.staleness import Staleness, metrics
 from hpctrain.recipe import CheckpointOptions
+from hpctrain.trace import TraceOptions
 from hpctrain.trainer import Trainer
 
 KEYS = ("staleness_mean", "staleness_max", "staleness_histogram", "clock_gap_max",
@@ -77,14 +78,14 @@ class Options(engines.AllReduce):
         return Counting(world, replica, optimizer, self)
 
 
-def fit(world, options, out, steps, resume=False, callbacks=()):
+def fit(world, options, out, steps, resume=False, callbacks=(), **keys):
     random = np.random.default_rng(0)
     y = np.arange(40) % 3
     train = data.Dataset(random.normal(y[:, None], 1.0, (40, 4)).astype(np.float32), y)
     model = nn.Model({"out": nn.Linear(3)}, (4,))
     trainer = Trainer(model, optim.sgd(0.1), options, world=world, callbacks=callbacks)
     summary = trainer.fit(train, steps=steps, batch=8, interval_steps=3, out=out, resume=resume,
-                          checkpoints=CheckpointOptions(every_steps=6))  # fmt: skip
+                          checkpoints=CheckpointOptions(every_steps=6), **keys)  # fmt: skip
     trainer.close()
     return summary
 
@@ -114,6 +115,17 @@ def test_every_gradient_of_an_asynchronous_run_is_counted(tmp_path):
     for row in rows:
         assert sum(row["staleness_histogram"].values()) == row["step"] * workers
         assert row["clock_gap_max"] >= 0 and row["dropped_gradients"] == 0
+
+
+def test_the_trace_tells_the_staleness_of_each_gradient(tmp_path):
+    def body(world):
+        trace = TraceOptions(enabled=True)
+        return fit(world, engines.PsAsync(servers=2), tmp_path / "run", 9, trace=trace)
+
+    summary = run_on("threads", 4, body)[0]
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    told = [event["args"]["staleness"] for event in events if "staleness" in event.get("args", {})]
+    assert {int(s): n for s, n in summary["staleness_histogram"].items()} == Counter(told)
 
 
 @on_ranks(1, 2, 3, mpi=(2,))
