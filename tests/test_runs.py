@@ -47,7 +47,8 @@ def test_rows_tell_the_rate_of_their_last_step_and_where_their_part_began(tmp_pa
     assert [row["since_step"] for row in rows] == [0, 0, 24]
     # Warm-up until step 12, then half a cosine over the 12, and from step 24 over the 24, that
     # are left of the run as it was planned.
-    expected = [0.1, 0.05 * (1 + np.cos(np.pi * 11 / 12)), 0.05 * (1 + np.cos(np.pi * 23 / 24))]
+    half = 0.05 / 2
+    expected = [0.05, *(half * (1 + np.cos(np.pi * at)) for at in (11 / 12, 23 / 24))]
     assert [row["rate"] for row in rows] == pytest.approx(expected, rel=1e-12)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -380,38 +381,30 @@ def test_one_rank_speaks(tmp_path: Path) -> None:
     assert watch.write_report(tmp_path / "lost", "text")
 
 
+WAITS = """
+import sys, threading
+from pathlib import Path
+from hpctrain import watch
+
+def waits_elsewhere():
+    over.wait(10)
+
+def asks():
+    watch.dump_stacks(Path(sys.argv[1]))
+
+over = threading.Event()
+thread = threading.Thread(target=waits_elsewhere)
+thread.start()
+asks()
+over.set()
+thread.join(10)
+"""
+
+
 @pytest.mark.parametrize("folder", [".", "lost"])
-def test_stacks_of_all_threads(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], folder: str
-) -> None:
-    over = threading.Event()
-
-    def waits_elsewhere() -> None:
-        over.wait(10)
-
-    thread = threading.Thread(target=waits_elsewhere)
-    thread.start()
+def test_stacks_of_all_threads(tmp_path: Path, folder: str) -> None:
+    """In a process of its own: of more than 100 threads, which tests leave, only some are shown."""
     path = tmp_path / folder / "stacks"
-    watch.dump_stacks(path)
-    over.set()
-    thread.join(10)
-    text = path.read_text() if folder == "." else capfd.readouterr().err
-    assert "test_stacks_of_all_threads" in text and "waits_elsewhere" in text
-
-
-def test_stop_has_a_limit() -> None:
-    over, told = threading.Event(), threading.Event()
-
-    def on_hang(text: str) -> None:
-        told.set()
-        over.wait(20)
-
-    record = Record(None, 0, 1)
-    record.entry("main").enter(b"recv", 1, 512)
-    guard = Watch(record, None, 0.1, on_hang, 1)
-    assert told.wait(10)
-    began = time.monotonic()
-    guard.stop(limit_s=0.2)
-    assert 0.1 < time.monotonic() - began < 5
-    over.set()
-    guard.stop()
+    done = subprocess.run([sys.executable, "-c", WAITS, path], capture_output=True, text=True)
+    text = path.read_text() if folder == "." else done.stderr
+    assert "in asks" in text and "in waits_elsewhere" in text, done.stderr

@@ -286,7 +286,7 @@ REFUSED = {
     "late": ({"period": 4, "delay": 4}, "delay: expected less than the period of 4 steps"),
     "delay and outer": ({"delay": 1, "outer": "nesterov"}, "delay: expected outer = 'none'"),
     "delay and momentum": ({"delay": 1, "momentum": "averaged"}, "and momentum = 'kept'"),
-    "another's": ({"shard_optimizer": True}, "unknown key in [engine]: 'shard_optimizer'"),
+    "another's": ({"shard_optimizer": True}, "shard_optimizer: belongs to allreduce"),
 }
 
 
