@@ -14,6 +14,7 @@ from hpctrain.engines.engine import load_into
 from hpctrain.errors import UsageError
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.loop import sums_over
+from hpctrain.optim import Optimizer
 from hpctrain.recipe import Recipe
 from hpctrain.trainer import Trainer
 from hpctrain.world import World
@@ -33,13 +34,9 @@ def train(
     batch = spec.batch.size(workers)
     per_epoch = -(-len(split.train) // batch)
     total = spec.run.steps or (spec.run.epochs or 0) * per_epoch
-    rate = spec.optimizer.rate * spec.batch.rate_factor(workers)
-    updates = engines.updates_per_step(spec.engine, world.size)
-    schedule = spec.schedule.build(rate, round(per_epoch * updates), round(total * updates))
-    optimizer = spec.optimizer.build(schedule)
     trainer = Trainer(
         model,
-        optimizer,
+        _optimizer(spec, world.size, per_epoch, total),
         spec.engine,
         spec.run.seed,
         spec.run.precision,
@@ -69,6 +66,16 @@ def train(
     )
     trainer.close()  # not where a rank failed: closing is collective, and the others are elsewhere
     return summary
+
+
+def _optimizer(spec: Recipe, ranks: int, steps_per_epoch: int, total_steps: int) -> Optimizer:
+    """Return the optimizer of a recipe, whose schedule counts updates: not each regime's steps."""
+    rate = spec.optimizer.rate * spec.batch.rate_factor(engines.workers_of(spec.engine, ranks))
+    updates = engines.updates_per_step(spec.engine, ranks)
+    lengths = (round(steps * updates) for steps in (steps_per_epoch, total_steps))
+    schedule = spec.schedule.build(rate, *lengths)
+    built: Optimizer = spec.optimizer.build(schedule)
+    return built
 
 
 def _has_begun(world: World, out: Path | None) -> bool:
