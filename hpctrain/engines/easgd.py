@@ -98,7 +98,7 @@ class Easgd(ParameterServer):
     def _worker(self, roles: Roles, optimizer: Optimizer) -> Elastic:
         assert self.worker is not None
         apart = Apart(self.replica.arena, optimizer, self.worker, self.workers)
-        push, pull = self._links
+        push, pull = self._links[:2]
         return Elastic(self._world, self.replica, self.times, push, pull, roles.servers[0],
                        self._cut(roles), apart, self._period, self._aside)  # fmt: skip
 

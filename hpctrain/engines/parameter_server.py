@@ -86,6 +86,7 @@ class ParameterServer:
         self._links = [world.link_for("push"), world.link_for("pull")]
         self._workers = Group(world.link_for("workers", int(self.worker is None)))
         servers = world.link_for("servers", int(server is None))
+        self._links += [self._workers.link, servers]  # whoever is no server: a link among those
         self._working = None if self.worker is None else self._worker(roles, optimizer)
         self._server = None if server is None else self._make_server(roles, optimizer, servers)
 
@@ -183,7 +184,7 @@ class ParameterServer:
         return [(rank, s) for _, rank, s in sorted(cut, key=lambda one: one[:2])]
 
     def _make_server(self, roles: Roles, optimizer: Optimizer, servers: Link) -> Server:
-        push, pull = self._links
+        push, pull = self._links[:2]
         if self.worker is not None:
             if not self._world.concurrent:
                 raise UsageError(
@@ -192,8 +193,8 @@ class ParameterServer:
                 )
             push = self._world.view_for("server push", push)
             pull = self._world.view_for("server pull", pull)
+            self._links += [push, pull]
         shard = self._shard(roles, optimizer, servers, push, pull)
-        self._links += [link for link in (servers, push, pull) if link not in self._links]
         desk = Desk(push, pull, roles.workers)
         return Server(shard, desk, servers, self.workers, self._world.trace)
 
