@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from hpctrain import collectives, launchers, rundir
-from hpctrain.collectives import Group
+from hpctrain.collectives import Group, over_nodes
 from hpctrain.errors import HpctrainError, HungError, UsageError
 from hpctrain.trace import Trace
 from hpctrain.transport.bind import bind
 from hpctrain.transport.link import Link
+from hpctrain.transport.memory import Memory
 from hpctrain.watch import Record, Watch, dump_stacks, record_path, write_report
 
 T = TypeVar("T")
@@ -38,14 +39,22 @@ class World:
     """All ranks, seen from one of them."""
 
     link: Link  #: the main thread's; others are made by `link_for`
-    hosts: tuple[str, ...] = ()  #: of each rank
+    hosts: tuple[str, ...]  #: of each rank
     local_rank: int = 0
     concurrent: bool = True  #: whether several threads may communicate at once
     transport: str = "local"
     record: Record | None = None  #: where links write what they wait for; None among threads
     trace: Trace = field(default_factory=Trace)  #: where threads note what they did
-    others: dict[str, Link] = field(default_factory=dict)  #: by what they are for
-    groups: dict[str, Group] = field(default_factory=dict)
+    others: dict[str, list[Link]] = field(default_factory=dict)  #: by what they are for
+    main: Group = field(init=False)  #: of the main thread
+    memory: Memory = field(init=False)  #: what the ranks of this node see of each other
+
+    def __post_init__(self) -> None:
+        """Find the neighbours; collective."""
+        main = over_nodes(self.link, self.host)
+        node = main.links[1]
+        self.memory = Memory(node, partial(collectives.all_gather_bytes, node))
+        self.main = replace(main, memory=self.memory)
 
     @property
     def rank(self) -> int:
@@ -61,15 +70,21 @@ class World:
 
     def group(self) -> Group:
         """Return the group of all ranks for the main thread; its scratch is kept."""
-        return self.groups.setdefault("main", Group(self.link))
+        return self.main
+
+    def group_for(self, purpose: str) -> Group:
+        """Return another thread's group of all ranks; collective."""
+        group = over_nodes(self.link.split(0, self.rank), self.host)
+        self._noted(purpose, *group.links)
+        return replace(group, memory=self.memory)
 
     def link_for(self, purpose: str, color: int = 0) -> Link:
         """Return another link, to all ranks that give the same `color`; all ranks must call."""
-        return self._noted(purpose, self.link.split(color, self.rank))
+        return self._noted(purpose, self.link.split(color, self.rank))[0]
 
     def view_for(self, purpose: str, link: Link) -> Link:
         """Return `link` for a second thread: of the two, one only sends, one only receives."""
-        return self._noted(purpose, link.view())
+        return self._noted(purpose, link.view())[0]
 
     def fail(self, error: BaseException) -> None:
         """End the job, for a thread beside the main one in which something went wrong."""
@@ -78,12 +93,12 @@ class World:
         else:
             fail_alone(error)
 
-    def _noted(self, purpose: str, link: Link) -> Link:
-        """Return `link`, which notes in the record from now on what it waits for."""
-        self.others[purpose] = link
+    def _noted(self, purpose: str, *links: Link) -> list[Link]:
+        """Return `links`, which note in the record from now on what one thread waits for."""
+        self.others[purpose] = list(links)
         if self.record is not None:
             self._write_into(self.record)
-        return link
+        return self.others[purpose]
 
     def gather(self, text: str) -> list[str]:
         """Return every rank's `text`."""
@@ -143,8 +158,9 @@ class World:
     def _write_into(self, record: Record) -> None:
         """Let every thread's link note in `record` what it waits for."""
         self.record = record
-        for thread, link in {"main": self.link, **self.others}.items():
-            link.entry = record.entry(thread)  # type: ignore[attr-defined]
+        for thread, links in {"main": self.main.links, **self.others}.items():
+            for link in links:
+                link.entry = record.entry(thread)  # type: ignore[attr-defined]
 
 
 _world: World | None = None
@@ -164,9 +180,13 @@ def init() -> World:
     return _world
 
 
-def over_threads(link: Link) -> World:
-    """Return the World of a rank that is a thread; see `hpctrain.transport.local.run_ranks`."""
-    return World(link, hosts=(socket.gethostname(),) * link.size, local_rank=link.rank)
+def over_threads(link: Link, hosts: Sequence[str] = ()) -> World:
+    """Return the World of a rank that is a thread; see `hpctrain.transport.local.run_ranks`.
+
+    `hosts` of the ranks may be made up: then those on one host are a node. Collective.
+    """
+    hosts = tuple(hosts) or (socket.gethostname(),) * link.size
+    return World(link, hosts, hosts[: link.rank].count(hosts[link.rank]))
 
 
 def current() -> World | None:
@@ -226,12 +246,13 @@ def _over_mpi() -> World:
     if wrong:
         mpi.finalize()
         raise UsageError(wrong)
-    world = World(link, concurrent=mpi.concurrent(), transport="mpi", record=record)
-    hosts = tuple(world.gather(os.environ.get("SLURMD_NODENAME") or socket.gethostname()))
-    local_rank = hosts[: link.rank].count(hosts[link.rank])
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    hosts = tuple(name.decode() for name in collectives.all_gather_bytes(link, host.encode()))
+    local_rank = hosts[: link.rank].count(host)
+    world = World(link, hosts, local_rank, mpi.concurrent(), "mpi", record)
     tell = partial(_hung, link.rank, None)
     Watch(record, None, DEFAULT_TIMEOUT_S, tell, first_step_factor=1)  # no steps are told here
-    return replace(world, hosts=hosts, local_rank=local_rank)
+    return world
 
 
 def _hung(rank: int, run: Path | None, report: str) -> None:

@@ -48,7 +48,7 @@ def _first(size: int) -> Iterator[World | None]:
     member = everyone.rank < size
     link = everyone.link.split(int(member), everyone.rank)
     yield (
-        World(link, hosts=everyone.hosts[:size], concurrent=everyone.concurrent, transport="mpi")
+        World(link, everyone.hosts[:size], concurrent=everyone.concurrent, transport="mpi")
         if member
         else None
     )

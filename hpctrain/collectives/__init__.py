@@ -13,7 +13,7 @@ import numpy as np
 from hpctrain.collectives.agree import all_gather_bytes, all_gather_short
 from hpctrain.collectives.chunks import chunks
 from hpctrain.collectives.double_tree import double_tree
-from hpctrain.collectives.group import Group
+from hpctrain.collectives.group import Group, over_nodes
 from hpctrain.collectives.halving_doubling import halving_doubling
 from hpctrain.collectives.native import native
 from hpctrain.collectives.null import null
@@ -47,5 +47,6 @@ __all__ = [
     "broadcast",
     "chunks",
     "operation",
+    "over_nodes",
     "reduce",
 ]

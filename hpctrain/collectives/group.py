@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hpctrain.collectives.agree import all_gather_bytes
 from hpctrain.transport.link import Link
+from hpctrain.transport.memory import Memory
 
 
 class Scratch:
@@ -38,3 +40,32 @@ class Group:
 
     link: Link
     scratch: Scratch = field(default_factory=Scratch)
+    nodes: tuple[tuple[int, ...], ...] = ()  #: the ranks of each node, in the order of first ranks
+    node: Link | None = None  #: to the ranks of our node, in their order
+    across: Link | None = None  #: to the ranks that have our local rank, one of each node
+    memory: Memory | None = None  #: what `node` sees of each other; None where nothing is shared
+
+    @property
+    def links(self) -> list[Link]:
+        """All links, of the thread that uses this group."""
+        return [link for link in (self.link, self.node, self.across) if link is not None]
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that this rank has sent in this group."""
+        return sum(link.bytes_sent for link in self.links)
+
+    def free(self) -> None:
+        """Give back all links; all ranks must call."""
+        for link in reversed(self.links):
+            link.free()
+
+
+def over_nodes(link: Link, host: str) -> Group:
+    """Return the group of all ranks of `link`, of which this one is on `host`; collective."""
+    hosts = [name.decode() for name in all_gather_bytes(link, host.encode())]
+    ranks = range(link.size)
+    nodes = tuple(tuple(r for r in ranks if hosts[r] == name) for name in dict.fromkeys(hosts))
+    node = link.split(hosts.index(host), link.rank)
+    across = link.split(node.rank, link.rank)
+    return Group(link, nodes=nodes, node=node, across=across)

@@ -17,7 +17,7 @@ import numpy as np
 
 from hpctrain import config
 from hpctrain.checkpoint import Piece
-from hpctrain.collectives import Group, broadcast
+from hpctrain.collectives import broadcast
 from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.engines.engine import (
     Flags,
@@ -72,6 +72,8 @@ class AllReduce:
     def __init__(
         self, world: World, replica: Replica, optimizer: Optimizer, options: AllReduceOptions
     ):
+        grad = replica.arena.grad
+        replica.move(grad=world.memory.zeros(grad.size, grad.dtype))
         arena = replica.arena
         cut = buckets.cut(arena.slots, arena.grad.size, arena.grad.itemsize, options.bucket_bytes)
         said = f"{options}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
@@ -87,7 +89,7 @@ class AllReduce:
             if options.shard_optimizer
             else Replicated(self._group, arena, optimizer, allreduce_named(options.algorithm))
         )
-        self._wire = Group(world.link_for("wire"))
+        self._wire = world.group_for("wire")
         reduce, concurrent = self.update.reduce, world.concurrent
         self._reducer = Reducer(arena.grad, cut, self._wire, reduce, concurrent, world.trace)
 
@@ -119,7 +121,7 @@ class AllReduce:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent since the start."""
-        return self._group.link.bytes_sent + self._wire.link.bytes_sent
+        return self._group.bytes_sent + self._wire.bytes_sent
 
     def sum(self, numbers: np.ndarray) -> np.ndarray:
         """Return the sums of a few float64 over all ranks, the same on each."""
@@ -149,7 +151,7 @@ class AllReduce:
     def close(self) -> None:
         """End the communication thread and free its link; collective."""
         self._reducer.close()
-        self._wire.link.free()
+        self._wire.free()
 
     def _vote(self, flags: Flags) -> Flags:
         said = np.array(flags, np.int32)

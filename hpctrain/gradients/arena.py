@@ -18,6 +18,8 @@ from math import prod
 import numpy as np
 import numpy.typing
 
+from hpctrain.transport.memory import aligned_zeros
+
 ALIGN_BYTES = 64
 
 
@@ -62,8 +64,8 @@ def make(
     """Return a zeroed arena with a slot for each of `shapes` and of `buffers`, in their order."""
     slots, length = lay_out(shapes, np.dtype(dtype).itemsize)
     beside, size = lay_out(buffers, np.dtype(dtype).itemsize)
-    planes = (_zeros(length, dtype), _zeros(length, dtype))
-    return Arena(slots, *planes, beside, _zeros(size, dtype))
+    planes = (aligned_zeros(length, dtype), aligned_zeros(length, dtype))
+    return Arena(slots, *planes, beside, aligned_zeros(size, dtype))
 
 
 def lay_out(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> tuple[tuple[Slot, ...], int]:
@@ -81,11 +83,3 @@ def params_sha256(arena: Arena) -> str:
     for slot in arena.slots:
         digest.update(arena.param[slot.offset : slot.stop].tobytes())
     return digest.hexdigest()
-
-
-def _zeros(length: int, dtype: np.typing.DTypeLike) -> np.ndarray:
-    """Return zeros that begin at a cache line, as the slots in them are meant to."""
-    itemsize = np.dtype(dtype).itemsize
-    memory = np.zeros(length * itemsize + ALIGN_BYTES, np.uint8)
-    skip = -memory.ctypes.data % ALIGN_BYTES
-    return memory[skip : skip + length * itemsize].view(dtype)

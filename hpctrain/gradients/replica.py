@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -22,7 +23,9 @@ class Batch(NamedTuple):
 class Replica(Protocol):
     """A model whose parameters and gradients lie in an arena."""
 
-    arena: Arena
+    @property
+    def arena(self) -> Arena:
+        """Where parameters and gradients lie; another one after `move`."""
 
     def gradient(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
@@ -36,6 +39,12 @@ class Replica(Protocol):
     def evaluate(self, batch: Batch) -> nn.Sums:
         """Return the sums of loss and of right answers over `batch`, without a gradient."""
 
+    def move(self, **planes: np.ndarray) -> None:
+        """Let `param` or `grad` of the arena lie in another array from now on, with its values.
+
+        Only an engine does, before training: where gradients lie tells how they can travel.
+        """
+
 
 class ModelReplica:
     """A Replica made of one of our own models."""
@@ -47,8 +56,7 @@ class ModelReplica:
         buffers = {name: p.shape for name, p in model.buffers.items()}
         self.arena = arenas.make(shapes, dtype, buffers)
         self.micro_batches = 1  #: pieces that a batch is computed in: more need less memory
-        self._params = self.arena.views(self.arena.param) | self.arena.views(self.arena.buffer)
-        self._grads = self.arena.views(self.arena.grad)
+        self._look()
         for own in (model.parameters, model.buffers):
             for name, values in nn.initial_values(own, seed).items():
                 self._params[name][...] = values
@@ -75,9 +83,21 @@ class ModelReplica:
         """Return the sums over `batch`; see Replica."""
         return self.model.evaluate(self._params, *batch)
 
+    def move(self, **planes: np.ndarray) -> None:
+        """Let planes lie elsewhere; see Replica."""
+        for name, x in planes.items():
+            x[...] = getattr(self.arena, name)
+        self.arena = replace(self.arena, **planes)  # type: ignore[arg-type]
+        self._look()
+
     def outputs(self, x: np.ndarray) -> np.ndarray:
         """Return the model's outputs for samples `x` (n, ...): logits (n, classes), a new array."""
         return self.model.outputs(self._params, x)
+
+    def _look(self) -> None:
+        """Find the tensors in the planes."""
+        self._params = self.arena.views(self.arena.param) | self.arena.views(self.arena.buffer)
+        self._grads = self.arena.views(self.arena.grad)
 
 
 def _more_to_come(name: str) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from hpctrain import nn
 from hpctrain.faults import Pace
+from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.replica import Batch, Replica
 
 
@@ -17,8 +20,16 @@ class Slowed:
     """
 
     def __init__(self, replica: Replica, pace: Pace):
-        self.arena = replica.arena
         self._replica, self._pace = replica, pace
+
+    @property
+    def arena(self) -> Arena:
+        """That of `replica`."""
+        return self._replica.arena
+
+    def move(self, **planes: np.ndarray) -> None:
+        """Let planes lie elsewhere; see Replica."""
+        self._replica.move(**planes)
 
     def gradient(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]

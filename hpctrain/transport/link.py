@@ -49,6 +49,9 @@ class Link(Protocol):
     def barrier(self) -> None:
         """Return once every rank has called."""
 
+    def window(self, nbytes: int) -> Sequence[np.ndarray]:
+        """Return all ranks' arrays of zeros, uint8, ours of `nbytes`; all on one node must call."""
+
     def native_allreduce(self, x: np.ndarray, op: Any) -> None:
         """Reduce `x` in place by the library's own all-reduce: yardstick and oracle."""
 

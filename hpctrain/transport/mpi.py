@@ -93,6 +93,20 @@ class MpiLink:
         self._comm.Barrier()
         self.entry.leave()
 
+    def window(self, nbytes: int) -> list[np.ndarray]:
+        """Return all ranks' arrays of zeros, ours of `nbytes`, in a window that lives to the end.
+
+        Freeing it would be collective, and nobody knows when the last array in it is gone.
+        """
+        self.entry.enter(b"window", ALL, nbytes)
+        window = MPI.Win.Allocate_shared(nbytes, 1, comm=MPI.Intracomm(self._comm))
+        pages = [window.Shared_query(rank)[0] for rank in range(self.size)]
+        arrays = [np.frombuffer(page, np.uint8) for page in pages]  # type: ignore[call-overload]
+        arrays[self.rank][:] = 0
+        self._comm.Barrier()
+        self.entry.leave()
+        return arrays
+
     def native_allreduce(self, x: np.ndarray, op: Any) -> None:
         """Reduce `x` in place by the MPI library's own `MPI_Allreduce`."""
         if op not in OPERATIONS:

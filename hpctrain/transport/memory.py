@@ -1,0 +1,199 @@
+"""Memory that node neighbours see: each rank's own pages, mapped by every rank of its node.
+
+    rank 0   [own pages] <---- maps ---- ranks 1, 2, ...
+    rank 1   [own pages] <---- maps ---- ranks 0, 2, ...
+
+Where the kernel allows it the pages have no name (memfd_create; a neighbour opens
+/proc/PID/fd/N): nothing can stay behind a killed job, and they outlive a killed neighbour. Else
+they are a file in /dev/shm that is unlinked once all have mapped it; else a window of MPI's; else
+there is no such memory, and messages must do. All ranks of a node take the same way.
+
+What a rank writes, another may read only behind a barrier or a message: nothing here orders.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import struct
+import tempfile
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing
+
+from hpctrain.transport.link import Link
+
+Gather = Callable[[bytes], list[bytes]]  #: from this rank's bytes to those of all of the node
+
+#: Neighbours' arrays begin at different places of their pages: a load that agrees with an earlier
+#: store in the last 12 bits of its address would have to wait for it ("4 KiB aliasing").
+SKEW_BYTES, PAGE_BYTES = 1088, 4096
+ALIGN_BYTES = 64  # a cache line; the first holds the token
+SHM = "/dev/shm"
+_TOLD = struct.Struct("<qq")  # bytes before the array, and of it
+
+
+class File(NamedTuple):
+    """A file of pages of this rank's, and the path by which neighbours open it."""
+
+    descriptor: int
+    path: str
+
+
+class Region(NamedTuple):
+    """One allocation: its bytes, and all ranks' arrays (uint8), None for our own."""
+
+    nbytes: int
+    arrays: list[np.ndarray | None]
+
+
+class Memory:
+    """What the ranks of one node show each other; all but `neighbours` is collective."""
+
+    def __init__(
+        self, link: Link, gather: Gather, kinds: tuple[str, ...] = ("memfd", "file", "window")
+    ):
+        """Share among the ranks of `link`, all on one node; `gather` gathers over it.
+
+        `kinds` are tried in their order; the first that every rank can use is kept.
+        """
+        self._link, self._gather, self._kinds = link, gather, kinds if link.size > 1 else ()
+        self._regions: dict[int, Region] = {}  # by the address of our own array
+
+    @property
+    def kind(self) -> str | None:
+        """How memory is, or will first be tried to be, shared; None where it is not."""
+        return self._kinds[0] if self._kinds else None
+
+    def zeros(self, length: int, dtype: np.typing.DTypeLike) -> np.ndarray:
+        """Return zeros (length,) of this rank's own, at a cache line, which all neighbours see.
+
+        Where nothing can be shared they are this rank's alone, and `neighbours` says None.
+        """
+        nbytes = length * np.dtype(dtype).itemsize
+        arrays = self._share(nbytes)
+        if arrays is None:
+            return aligned_zeros(length, dtype)
+        own, address = arrays[self._link.rank], _address(arrays[self._link.rank])
+        others = [None if i == self._link.rank else x for i, x in enumerate(arrays)]
+        self._regions[address] = Region(nbytes, others)
+        # Once no array lies in our pages any more, neighbours' pages need not be mapped either.
+        weakref.finalize(own.base, self._regions.pop, address, None)
+        return own.view(dtype)
+
+    def one_for_all(self, length: int, dtype: np.typing.DTypeLike) -> np.ndarray | None:
+        """Return zeros (length,), one array for all ranks of the node; None if none can be."""
+        arrays = self._share(length * np.dtype(dtype).itemsize if self._link.rank == 0 else 0)
+        return None if arrays is None else arrays[0].view(dtype)
+
+    def neighbours(self, x: np.ndarray) -> list[np.ndarray] | None:
+        """Return what each rank of the node has where our contiguous `x` lies, `x` itself for us.
+
+        None if `x` does not lie in an array of `zeros`, which all asked for in the same order.
+        """
+        address = _address(x)
+        for start, region in self._regions.items():
+            if start <= address and address + x.nbytes <= start + region.nbytes:
+                at = slice(address - start, address - start + x.nbytes)
+                return [x if y is None else y[at].view(x.dtype) for y in region.arrays]
+        return None
+
+    def _share(self, nbytes: int) -> list[np.ndarray] | None:
+        """Return all ranks' arrays, uint8, this rank's of `nbytes`; None if no kind will do."""
+        while self._kinds:
+            if (arrays := self._shared_by(self._kinds[0], nbytes)) is not None:
+                return arrays
+            self._kinds = self._kinds[1:]
+        return None
+
+    def _shared_by(self, kind: str, nbytes: int) -> list[np.ndarray] | None:
+        skew = ALIGN_BYTES + self._link.rank * SKEW_BYTES % PAGE_BYTES
+        if kind == "window":
+            return [_at_a_cache_line(x) for x in self._link.window(nbytes + ALIGN_BYTES)]
+        token = secrets.token_bytes(16)
+        file = _made(FILES[kind], token, skew + nbytes)
+        told = self._gather(token + _TOLD.pack(skew, nbytes) + file.path.encode() if file else b"")
+        arrays = list(map(_mapped, told)) if all(told) else [None]
+        fine = all(x is not None for x in arrays)
+        everywhere = all(one == b"y" for one in self._gather(b"y" if fine else b"n"))
+        if file is not None:
+            os.close(file.descriptor)
+            with suppress(OSError):  # a memfd has no name to remove
+                os.unlink(file.path)
+        return [x for x in arrays if x is not None] if everywhere else None
+
+
+def aligned_zeros(length: int, dtype: np.typing.DTypeLike) -> np.ndarray:
+    """Return zeros (length,) of this process alone, at a cache line."""
+    nbytes = length * np.dtype(dtype).itemsize
+    return _at_a_cache_line(np.zeros(nbytes + ALIGN_BYTES, np.uint8)).view(dtype)
+
+
+def _at_a_cache_line(x: np.ndarray) -> np.ndarray:
+    """Return bytes `x` without the first 0 .. 64, and 64 shorter in all.
+
+    Whoever maps the same pages leaves out as many: pages begin at cache lines everywhere.
+    """
+    skip = -_address(x) % ALIGN_BYTES
+    return x[skip : skip + x.size - ALIGN_BYTES]
+
+
+def _anonymous() -> File:
+    descriptor = os.memfd_create("hpctrain")
+    return File(descriptor, f"/proc/{os.getpid()}/fd/{descriptor}")
+
+
+def _named() -> File:
+    return File(*tempfile.mkstemp(prefix="hpctrain-", dir=SHM))
+
+
+FILES: dict[str, Callable[[], File]] = {"memfd": _anonymous, "file": _named}
+
+
+def _made(make: Callable[[], File], token: bytes, nbytes: int) -> File | None:
+    """Return a file of `nbytes` that begins with `token`; None where the system refuses."""
+    file = None
+    try:
+        file = make()
+        # Claimed now, by the rank that will use it: too little memory is an error here instead of
+        # a SIGBUS later, and the pages lie on this rank's NUMA node.
+        os.posix_fallocate(file.descriptor, 0, nbytes)
+        os.pwrite(file.descriptor, token, 0)
+    except (OSError, AttributeError):  # no memfd_create before Linux 3.17 and glibc 2.27
+        if file is not None:
+            os.close(file.descriptor)
+            with suppress(OSError):
+                os.unlink(file.path)
+        return None
+    return file
+
+
+def _mapped(told: bytes) -> np.ndarray | None:
+    """Return the array of the rank that `told` where it lies; None if it cannot be reached.
+
+    In containers the same path may lead to another process: its file lacks the token.
+    """
+    token, path = told[:16], told[16 + _TOLD.size :].decode()
+    skew, nbytes = _TOLD.unpack_from(told, 16)
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        if os.pread(descriptor, 16, 0) != token:
+            return None
+        pages = mmap.mmap(descriptor, skew + nbytes)
+    except (OSError, ValueError):  # shorter than told
+        return None
+    finally:
+        os.close(descriptor)
+    return np.frombuffer(pages, np.uint8)[skew:]
+
+
+def _address(x: np.ndarray) -> int:
+    return int(x.__array_interface__["data"][0])

@@ -1,0 +1,133 @@
+"""Memory of a node: every kind through one body, and what happens where a kind is refused."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from functools import partial
+
+import numpy as np
+import pytest
+from ranks import on_ranks, run_on
+
+from hpctrain.collectives import all_gather_bytes
+from hpctrain.transport import memory
+from hpctrain.transport.memory import Memory
+
+KINDS = ("memfd", "file", "window")
+
+
+def shared(world, *kinds):
+    """Return a Memory of all ranks, and their link."""
+    return Memory(world.link, partial(all_gather_bytes, world.link), kinds), world.link
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_neighbours_see_what_is_written(ranks, kind):
+    def body(world):
+        mine, link = shared(world, kind)
+        x = mine.zeros(1000, "float32")
+        assert mine.kind == kind
+        assert x.ctypes.data % 64 == 0
+        assert not x.any()
+        x[:] = world.rank + np.arange(1000)
+        link.barrier()
+        seen = mine.neighbours(x[10:20])
+        assert [int(y[0]) for y in seen] == [10 + r for r in range(world.size)]
+        link.barrier()
+        seen[(world.rank + 1) % world.size][:] = -1  # written into the right neighbour's array
+        link.barrier()
+        assert (x[10:20] == -1).all()
+        assert x[20] == 20 + world.rank
+        link.barrier()
+
+    ranks(body)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_array_for_all(ranks, kind):
+    def body(world):
+        mine, link = shared(world, kind)
+        x = mine.one_for_all(100, np.float64)
+        x[world.rank] = 1 + world.rank
+        link.barrier()
+        assert x.sum() == sum(range(world.size + 1))
+        link.barrier()
+
+    ranks(body)
+
+
+@on_ranks(1, 2)
+def test_other_arrays_are_nobodys(ranks):
+    def body(world):
+        mine, _ = shared(world, *KINDS)
+        x = mine.zeros(100, np.float32)
+        assert mine.neighbours(np.zeros(5)) is None
+        assert (mine.neighbours(x) is None) == (world.size == 1)
+        assert (mine.kind is None) == (world.size == 1)
+
+    ranks(body)
+
+
+REFUSALS = {
+    "no memfd": ({"_anonymous": OSError}, "file"),
+    "an old kernel": ({"_anonymous": AttributeError}, "file"),
+    "nothing but windows": ({"_anonymous": OSError, "_named": OSError}, "window"),
+}
+
+
+@pytest.mark.parametrize("row", REFUSALS)
+def test_all_fall_back_where_one_is_refused(monkeypatch, row):
+    refused, kind = REFUSALS[row]
+    names = {"_anonymous": "memfd", "_named": "file"}
+
+    def body(world):
+        mine, link = shared(world, *KINDS)
+        x = mine.zeros(10, np.float32)
+        x[0] = world.rank
+        link.barrier()
+        assert [y[0] for y in mine.neighbours(x)] == [0, 1, 2]
+        link.barrier()
+        return mine.kind
+
+    makers = dict(memory.FILES)
+    for name, error in refused.items():
+        makers[names[name]] = partial(_refuse, error)
+    monkeypatch.setattr(memory, "FILES", makers)
+    assert run_on("threads", 3, body) == [kind] * 3
+
+
+def _refuse(error):
+    raise error
+
+
+def test_too_little_memory_is_no_crash():
+    """A kind that cannot hold the array is passed over, by all; in the end each has its own."""
+
+    def body(world):
+        mine, _ = shared(world, "file")
+        assert mine._share(1 << 60) is None
+        assert mine.kind is None
+        assert mine.neighbours(mine.zeros(10, np.float32)) is None
+
+    run_on("threads", 2, body)
+
+
+def test_nothing_stays_behind():
+    before = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+
+    def body(world):
+        for kind in ("memfd", "file"):
+            mine, link = shared(world, kind)
+            gone = weakref.ref(mine.zeros(10, np.float32).base)
+            gc.collect()
+            assert gone() is None
+            assert not mine._regions
+            link.barrier()
+
+    run_on("threads", 2, body)
+    assert {n for n in os.listdir("/dev/shm") if n.startswith("hpctrain")} <= before[0]
+    assert len(os.listdir("/proc/self/fd")) <= before[1]
