@@ -5,23 +5,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hpctrain import launchers
 from hpctrain.cluster.launch import launch_argv
-from hpctrain.collectives import all_gather_short
-from hpctrain.journal import blas_threads, versions
-from hpctrain.transport.link import Link
-from hpctrain.transport.probe import loaded_mpi
+from hpctrain.machine import facts
+from hpctrain.tuning.measure import interleaved, paired_ratio, spread
 from hpctrain.world import World, init
 
+__all__ = [
+    "RESULTS",
+    "interleaved",
+    "machine",
+    "options",
+    "paired_ratio",
+    "short",
+    "spread",
+    "world_of",
+    "write",
+]
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -40,53 +45,9 @@ def options(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def timed(link: Link, function: Callable[[], Any]) -> float:
-    """Return the seconds that the slowest rank spends in `function`, all starting together."""
-    link.barrier()
-    start = time.perf_counter()
-    function()
-    mine = np.array([time.perf_counter() - start])
-    return float(all_gather_short(link, mine.view(np.uint8)).view(np.float64).max())
-
-
-def interleaved(
-    link: Link, rivals: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 3
-) -> dict[str, list[float]]:
-    """Return the seconds of each rival, taken in turn: A B C A B C ..., each after a warm-up."""
-    seconds: dict[str, list[float]] = {name: [] for name in rivals}
-    for round_ in range(warm_up + rounds):
-        for name, function in rivals.items():
-            one = timed(link, function)
-            if round_ >= warm_up:
-                seconds[name].append(one)
-    return seconds
-
-
-def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Return median and percentiles in seconds."""
-    p5, median, p95, p99 = np.percentile(seconds, [5, 50, 95, 99]).tolist()
-    return {"median_s": median, "p5_s": p5, "p95_s": p95, "p99_s": p99}
-
-
-def paired_ratio(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return the median of a/b over pairs measured next to each other."""
-    return float(np.median(np.array(a) / np.array(b)))
-
-
 def machine(world: World) -> dict[str, Any]:
     """Return what a reader needs to know of where a result was measured."""
-    mpi = loaded_mpi()
-    return {
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-        "cores_per_rank": len(os.sched_getaffinity(0)),
-        "os": platform.platform(),
-        "hosts": len(set(world.hosts)),
-        "mpi": f"{mpi.vendor} {mpi.version}" if world.transport == "mpi" else "none: threads",
-        "blas_threads": blas_threads(),
-        "versions": versions(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    return facts(world.hosts, world.transport)
 
 
 def write(
@@ -94,7 +55,7 @@ def write(
     name: str,
     rows: Sequence[Mapping[str, Any]],
     claims: Mapping[str, bool],
-    **facts: Any,
+    **about: Any,
 ) -> None:
     """Print the rows and whether the claims hold; keep all of it in results/NAME-MPI.json.
 
@@ -102,7 +63,7 @@ def write(
     """
     if world.rank == 0:
         _keep(
-            name, {"machine": machine(world), **facts, "claims": dict(claims), "rows": list(rows)}
+            name, {"machine": machine(world), **about, "claims": dict(claims), "rows": list(rows)}
         )
         for row in rows:
             print("  ".join(f"{k}={short(v)}" for k, v in row.items()))
@@ -122,8 +83,3 @@ def _keep(name: str, found: Mapping[str, Any]) -> None:
 def short(value: Any) -> str:
     """Return a value as a table shows it."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((s.split(":")[1].strip() for s in lines if s.startswith("model name")), "unknown")

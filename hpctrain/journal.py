@@ -8,15 +8,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import platform
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
-import threadpoolctl
 
 from hpctrain import progress, rundir
 from hpctrain.data import Sampler, TextOptions
@@ -24,6 +21,7 @@ from hpctrain.engines import Engine
 from hpctrain.engines import staleness as stale
 from hpctrain.engines.staleness import Staleness
 from hpctrain.gradients.arena import params_sha256
+from hpctrain.machine import blas_threads, versions
 from hpctrain.nn import Sums, add
 from hpctrain.optim.optimizer import Schedule, rate_of
 from hpctrain.recipe import Recipe
@@ -34,7 +32,6 @@ from hpctrain.world import World
 log = logging.getLogger(__name__)
 BAR_S = 0.1  # the bar is drawn this often at most: drawing takes time from training
 NOTHING = Sums(0.0, 0, 0)
-PACKAGES = ("hpctrain", "numpy", "mpi4py")
 
 
 class Journal:
@@ -266,17 +263,6 @@ class Journal:
 
     def _samples(self, step: int) -> int:
         return self._samples_before(step) - self._samples_before(self._first_step)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that a result depends on."""
-    return {"python": platform.python_version()} | {p: metadata.version(p) for p in PACKAGES}
-
-
-def blas_threads() -> int:
-    """Return how many threads BLAS uses in this rank."""
-    pools = threadpoolctl.threadpool_info()  # OpenMP's too: scikit-learn brings its own
-    return max((one["num_threads"] for one in pools if one["user_api"] == "blas"), default=1)
 
 
 def _idle(ranks: Mapping[str, np.ndarray]) -> list[float] | None:

@@ -1,0 +1,58 @@
+"""The facts that a measurement depends on: CPU, cores, MPI, versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import threadpoolctl
+
+from hpctrain.transport.probe import loaded_mpi
+
+PACKAGES = ("hpctrain", "numpy", "mpi4py")
+
+
+def facts(hosts: Sequence[str], transport: str) -> dict[str, Any]:
+    """Return what a reader needs to know of where a result was measured.
+
+    `hosts` and `transport` are those of the World.
+    """
+    return {
+        "cpu": cpu(),
+        "cores": os.cpu_count(),
+        "cores_per_rank": len(os.sched_getaffinity(0)),
+        "os": platform.platform(),
+        "hosts": len(set(hosts)),
+        "mpi": mpi() if transport == "mpi" else "none: threads",
+        "blas_threads": blas_threads(),
+        "versions": versions(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def cpu() -> str:
+    """Return the CPU's model name."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((s.split(":")[1].strip() for s in lines if s.startswith("model name")), "unknown")
+
+
+def mpi() -> str:
+    """Return vendor and version of the MPI that mpi4py loads."""
+    loaded = loaded_mpi()
+    return f"{loaded.vendor} {loaded.version}"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a result depends on."""
+    return {"python": platform.python_version()} | {p: metadata.version(p) for p in PACKAGES}
+
+
+def blas_threads() -> int:
+    """Return how many threads BLAS uses in this rank."""
+    pools = threadpoolctl.threadpool_info()  # OpenMP's too: scikit-learn brings its own
+    return max((one["num_threads"] for one in pools if one["user_api"] == "blas"), default=1)

@@ -1,0 +1,62 @@
+"""Clocks that all ranks share: what is timed together, in turn, and how it spreads.
+
+On a busy machine two runs differ by more than two rivals. So rivals are taken in turn within one
+run, A B C A B C ..., and ratios are those of neighbours in time. A call that lasts as long as a
+barrier cannot be timed alone: several calls are made between two looks at the clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpctrain.collectives import all_gather_short
+from hpctrain.transport.link import Link
+
+
+def timed(link: Link, function: Callable[[], Any], calls: int = 1) -> float:
+    """Return the seconds per call that the slowest rank spends in `calls` calls of `function`.
+
+    All ranks start together and make the calls back to back; collective.
+    """
+    repeats = range(calls)
+    link.barrier()
+    start = time.perf_counter()
+    for _ in repeats:
+        function()
+    mine = np.array([(time.perf_counter() - start) / calls])
+    return float(all_gather_short(link, mine.view(np.uint8)).view(np.float64).max())
+
+
+def interleaved(
+    link: Link,
+    rivals: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    warm_up: int = 3,
+    calls: int = 1,
+) -> dict[str, list[float]]:
+    """Return the seconds per call of each rival, taken in turn: A B C A B C ..., after a warm-up.
+
+    Per round a rival makes `calls` calls back to back, as many as all others.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in rivals}
+    for round_ in range(warm_up + rounds):
+        for name, function in rivals.items():
+            one = timed(link, function, calls)
+            if round_ >= warm_up:
+                seconds[name].append(one)
+    return seconds
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Return median and percentiles in seconds."""
+    p5, median, p95, p99 = np.percentile(seconds, [5, 50, 95, 99]).tolist()
+    return {"median_s": median, "p5_s": p5, "p95_s": p95, "p99_s": p99}
+
+
+def paired_ratio(a: Sequence[float], b: Sequence[float]) -> float:
+    """Return the median of a/b over pairs measured next to each other."""
+    return float(np.median(np.array(a) / np.array(b)))

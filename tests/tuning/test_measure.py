@@ -1,0 +1,36 @@
+"""Clocks of measurements: in turn, as often as asked, and the slowest rank counts."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+from ranks import on_ranks, run_on
+
+from hpctrain.tuning.measure import interleaved, paired_ratio, spread, timed
+
+
+@on_ranks(1, 3, mpi=(2,))
+def test_rivals_are_taken_in_turn(ranks):
+    def body(world):
+        order = []
+        rivals = {name: partial(order.append, name) for name in "ab"}
+        seconds = interleaved(world.link, rivals, rounds=2, warm_up=1, calls=2)
+        return order, seconds
+
+    for order, seconds in ranks(body):
+        assert "".join(order) == "aabb" * 3
+        assert {name: len(taken) for name, taken in seconds.items()} == {"a": 2, "b": 2}
+
+
+def test_the_slowest_rank_counts_for_all():
+    def body(world):
+        return timed(world.link, lambda: time.sleep(0.05 * world.rank), calls=2)
+
+    first, *others = run_on("threads", 3, body)
+    assert first >= 0.1 and all(one == first for one in others)
+
+
+def test_spread_and_ratio():
+    assert spread([1.0, 2.0, 9.0])["median_s"] == 2.0
+    assert paired_ratio([2.0, 8.0, 3.0], [1.0, 2.0, 1.0]) == 3.0
