@@ -10,8 +10,8 @@ import time
 
 import click
 
-from hpctrain import config, launchers, world
-from hpctrain.commands import COMMANDS
+from hpctrain import launchers, world
+from hpctrain.commands import COMMANDS, LazyGroup
 from hpctrain.errors import HpctrainError, SaveError, Stopped, TrainingError, UsageError
 
 #: Errors that all ranks raise together; any other means that this rank leaves the others alone.
@@ -22,18 +22,9 @@ ASKS = {"--help", "--version"}
 SPEAK_FIRST_S, ALONE_S = 1.0, 10.0
 
 
-class Commands(click.Group):
-    """Subcommands that are imported when they are asked for: MPI and CuPy cost seconds."""
-
-    def list_commands(self, context: click.Context) -> list[str]:
-        return sorted(COMMANDS)
-
-    def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        return config.pick(COMMANDS, name, "command")()
-
-
 @click.command(
-    cls=Commands,
+    cls=LazyGroup,
+    loaders=COMMANDS,
     epilog="""\b
 Examples:
   hpctrain train digits                          on one device

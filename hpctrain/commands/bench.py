@@ -1,0 +1,24 @@
+"""`hpctrain bench`: its subcommands, a file each, imported when asked for."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import click
+
+from hpctrain.commands._lazy import LazyGroup, load
+
+EPILOG = """\b
+Examples:
+  mpirun -n 4 hpctrain bench allreduce --sizes 4B:128MiB --algorithms auto,ring,native
+  mpirun -n 2 hpctrain bench p2p --sizes 4B:64MiB --json p2p.json --plot p2p.png
+"""
+
+#: name: (file of commands/, function in it)
+SUBCOMMANDS: dict[str, tuple[str, str]] = {}
+LOADERS = {name: partial(load, *place) for name, place in SUBCOMMANDS.items()}
+
+
+@click.command(cls=LazyGroup, loaders=LOADERS, epilog=EPILOG)
+def bench() -> None:
+    """Measure collectives, links and training steps beside other libraries, in one run."""
