@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-
 import numpy as np
 import pytest
+from clocked import alike, clocks
 from ranks import THREAD_RANKS, on_ranks
 
 from hpctrain import collectives
 from hpctrain.collectives import Group, linear
 from hpctrain.collectives.chunks import SEGMENT_BYTES
 from hpctrain.collectives.ring import all_gather, plain_ring, reduce_scatter
-from hpctrain.transport.local import run_ranks
 from hpctrain.tuning import cost, select
 from hpctrain.tuning.messages import MESSAGES, Call
 
@@ -71,68 +69,10 @@ def test_what_each_rank_sends(ranks, name):
     ranks(body)
 
 
-class Clocked:
-    """A link on which time passes as on a `cost.Machine`: one message out and one in at a time."""
-
-    def __init__(self, link, machine, arrivals):
-        self.rank, self.size = link.rank, link.size
-        self.now = self.out_free = self.in_free = 0.0
-        self._link, self._machine, self._arrivals = link, machine, arrivals
-
-    def isend(self, x, to):
-        self.out_free = max(self.now, self.out_free) + self._takes(x)
-        self._arrivals[self.rank, to].append(self.out_free)
-        return Until(self, self._link.isend(x, to), self.out_free)
-
-    def irecv(self, x, source):
-        return Arrival(self, self._link.irecv(x, source), source, self._takes(x))
-
-    def sendrecv(self, x, to, inbox, source):
-        receive, send = self.irecv(inbox, source), self.isend(x, to)
-        receive.wait()
-        send.wait()
-
-    def arrived(self, source, takes):
-        """Let the next message from `source` in, once those before are in."""
-        self.in_free = max(self._arrivals[source, self.rank].popleft(), self.in_free + takes)
-        self.now = max(self.now, self.in_free)
-
-    def add(self, a, b, out):
-        np.add(a, b, out=out)
-        self.now += self._machine.gamma * out.nbytes
-
-    def _takes(self, x):
-        return self._machine.alpha + self._machine.beta * x.nbytes
-
-
-class Until:
-    def __init__(self, link, request, end):
-        self._link, self._request, self._end = link, request, end
-
-    def wait(self):
-        self._request.wait()
-        self._link.now = max(self._link.now, self._end)
-
-
-class Arrival:
-    def __init__(self, link, request, source, takes):
-        self._link, self._request, self._of = link, request, (source, takes)
-
-    def wait(self):
-        self._request.wait()
-        self._link.arrived(*self._of)
-
-
 def longest_path(name: str, size: int, n: int, machine: cost.Machine) -> float:
     """Return when the last rank is done with `n` bytes."""
-    arrivals: dict = defaultdict(deque, {(a, b): deque() for a in range(size) for b in range(size)})
-
-    def body(link):
-        clocked = Clocked(link, machine, arrivals)
-        CALLS[name](Group(clocked), np.zeros(n // 8), clocked.add, 0)
-        return clocked.now
-
-    return max(run_ranks(size, body))
+    call = CALLS[name]
+    return max(clocks(lambda link, x, add: call(Group(link), x, add, 0), size, n, alike(machine)))
 
 
 #: Each alone takes the time, so that each is measured alone.

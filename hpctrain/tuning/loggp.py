@@ -1,0 +1,184 @@
+"""LogGP: what a message costs, kept on a clock per rank, for all ranks at once.
+
+A message of m bytes from rank a to rank b, over a wire with latency L, overhead o, gap g and G
+seconds per byte (the gap per byte):
+
+    a's processor  [ o ]
+    a's port            [ .... m G .... | g ]             next message of a
+    wire                                 ---- L ---->
+    b's port                         [ .... m G .... | g ]     next message to b
+    b's processor                                    [ o ][ m gamma ]   receives, then adds
+
+A port is busy with one message at a time, so messages leave g + m G apart; and so they enter. There
+are two kinds of wires: inside a node and between nodes. Ranks of a node that send (or receive)
+between nodes in the same step share its network cards: each message then takes the k-th part.
+
+With L = g = alpha, o = 0 and G = beta this is the alpha-beta-gamma model of cost.py, exactly.
+
+Source: Alexandrov, Ionescu, Schauser and Scheiman, "LogGP: incorporating long messages into the
+LogP model", 1995.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from hpctrain.tuning import cost
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One kind of link: seconds, and seconds per byte."""
+
+    latency: float  #: L
+    overhead: float  #: o, of the processor, at either end
+    gap: float  #: g, between two messages of one port
+    per_byte: float  #: G
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Wires inside a node and between nodes; seconds per byte that a rank adds or memory streams.
+
+    `memory` is what all cores of a node reach together, one byte read or written: the floor.
+    """
+
+    inside: Wire
+    between: Wire
+    gamma: float
+    memory: float
+    cards: int = 1  #: network cards of a node
+
+
+def alike(machine: cost.Machine) -> Cluster:
+    """Return the cluster on which every message costs what it costs on `machine`."""
+    wire = Wire(machine.alpha, 0.0, machine.alpha, machine.beta)
+    return Cluster(wire, wire, machine.gamma, machine.gamma / 3)  # adding: two reads, one write
+
+
+@dataclass(frozen=True)
+class Route:
+    """Messages that travel in one step: senders[i] -> receivers[i], each over its own wire."""
+
+    senders: Array
+    receivers: Array
+    latency: Array
+    overhead: Array
+    gap: Array
+    per_byte: Array
+
+    def part(self, chosen: Array) -> Route:
+        """Return the messages that are `chosen`, over the same wires."""
+        return Route(*(getattr(self, one.name)[chosen] for one in fields(self)))
+
+
+@dataclass(frozen=True)
+class Train:
+    """Messages that follow each other over each wire of a route: when they arrive."""
+
+    first: Array
+    interval: Array | float
+    count: int
+    nbytes: float
+
+
+class Clocks:
+    """The time on each rank's processor and on its two ports; `nodes[r]` is the node of rank r."""
+
+    def __init__(
+        self, cluster: Cluster, nodes: Array, start: Array | float = 0.0, slow: Array | float = 1.0
+    ):
+        """Start rank r at `start[r]`; its processor takes `slow[r]` times as long as others."""
+        self.cluster, self.nodes, self.size = cluster, nodes, len(nodes)
+        self.slow = np.full(self.size, 1.0) * slow
+        self.now, self.out_free, self.in_free = (np.full(self.size, 1.0) * start for _ in range(3))
+
+    def route(self, senders: Array, receivers: Array) -> Route:
+        """Return the route of messages that go at once: those between nodes share the cards."""
+        a, b = self.nodes[senders], self.nodes[receivers]
+        crosses, wires = a != b, (self.cluster.inside, self.cluster.between)
+        sharing = np.maximum(_count(a, crosses), _count(b, crosses)) / self.cluster.cards
+        latency, overhead, gap, per_byte = (
+            np.where(crosses, getattr(wires[1], one), getattr(wires[0], one))
+            for one in ("latency", "overhead", "gap", "per_byte")
+        )
+        per_byte = per_byte * np.where(crosses, np.maximum(sharing, 1), 1)
+        return Route(senders, receivers, latency, overhead, gap, per_byte)
+
+    def send(self, route: Route, nbytes: float, count: int = 1) -> Train:
+        """Let `count` messages of `nbytes` leave one after the other; wait for none."""
+        who, takes = route.senders, route.gap + nbytes * route.per_byte
+        overhead = route.overhead * self.slow[who]
+        first = np.maximum(self.now[who] + overhead, self.out_free[who]) + takes
+        interval = np.maximum(takes, overhead)
+        self.now[who] += count * overhead
+        self.out_free[who] = first + (count - 1) * interval
+        return Train(first - route.gap + route.latency, interval, count, nbytes)
+
+    def receive(self, route: Route, train: Train, adds: bool = False) -> None:
+        """Wait for each message of `train`, and add each when it is in.
+
+        Each of three may be what holds the last one up: the processor, the wire, the port.
+        """
+        who, more = route.receivers, train.count - 1
+        takes = route.gap + train.nbytes * route.per_byte
+        works = self.slow[who] * (route.overhead + adds * train.nbytes * self.cluster.gamma)
+        port = self.in_free[who] + takes
+        self.now[who] = works + np.maximum.reduce(
+            [
+                self.now[who] + more * works,
+                train.first + more * np.maximum(train.interval, works),
+                port + more * np.maximum(takes, works),
+            ]
+        )
+        self.in_free[who] = np.maximum(train.first + more * train.interval, port + more * takes)
+
+    def sent(self, who: Array | slice = slice(None)) -> None:
+        """Wait until all that ranks `who` have sent is out."""
+        self.now[who] = np.maximum(self.now[who], self.out_free[who])
+
+    def exchange(self, route: Route, nbytes: float, adds: bool = False) -> None:
+        """Send and receive at once, wait for both, and only then add."""
+        self.receive(route, self.send(route, nbytes))
+        self.sent(route.senders)
+        if adds:
+            self.now[route.receivers] += nbytes * self.cluster.gamma * self.slow[route.receivers]
+
+    def repeat(self, times: int, step: Callable[[], None], period: int = 1) -> None:
+        """Call `step` `times` times, or as often as it takes to know what the rest will do.
+
+        All costs are sums and maxima of clocks. So once `period` steps have moved all clocks that
+        they move by the same time, twice, they will move them so again: the rest is one jump.
+        """
+        last = None
+        while times >= period:
+            before = self._state()
+            for _ in range(period):
+                step()
+            times -= period
+            moved = self._state() - before
+            if last is not None and _uniform(moved) and np.allclose(moved, last, 1e-9, 0):
+                self.now, self.out_free, self.in_free = self._state() + times // period * moved
+                times %= period
+            last = moved
+        for _ in range(times):
+            step()
+
+    def _state(self) -> Array:
+        return np.stack([self.now, self.out_free, self.in_free])
+
+
+def _uniform(moved: Array) -> bool:
+    """Return whether all clocks that moved did so by the same time, but for rounding."""
+    some = moved[moved > 0]
+    return not some.size or bool(np.ptp(some) <= 1e-9 * some.max())
+
+
+def _count(node: Array, crosses: Array) -> Array:
+    """Return, for each message, how many of those that cross share its node."""
+    return np.bincount(node, crosses)[node]

@@ -1,0 +1,160 @@
+"""The message schedules of the all-reduces, replayed on clocks: who waits for whom, and when.
+
+Each function does to `Clocks` what the function of the same name in hpctrain/collectives/ does to
+data, on all P ranks at once: one vector operation in place of P messages. Chunks are taken as
+equal (they differ by an element at most). On the machine of cost.py the last clock shows what the
+closed forms say. Where ranks per node are even, and none is slow, all steps of a ring soon cost
+the same: `Clocks.repeat` then jumps, so that 65,536 ranks take seconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from hpctrain.collectives.chunks import SEGMENT_BYTES
+from hpctrain.collectives.ring import AHEAD
+from hpctrain.tuning.double_tree import cut, double_tree
+from hpctrain.tuning.loggp import Array, Clocks, Route
+
+Schedule = Callable[[Clocks, float], None]
+
+
+def ring(clocks: Clocks, n: float) -> None:
+    """Pass chunks of n/P round the ring, P - 1 times adding and P - 1 times as they are."""
+    if clocks.size == 1:
+        return
+    route, chunk = _to_the_right(clocks), n / clocks.size
+    period = int(np.bincount(clocks.nodes).max())  # of the pattern of slow and fast wires
+    add = _in_segments if chunk > SEGMENT_BYTES else _at_once
+    clocks.repeat(clocks.size - 1, lambda: add(clocks, route, chunk), period)
+    clocks.repeat(clocks.size - 1, lambda: clocks.exchange(route, chunk), period)
+
+
+def _to_the_right(clocks: Clocks) -> Route:
+    ranks = np.arange(clocks.size)
+    return clocks.route(ranks, (ranks + 1) % clocks.size)
+
+
+def _at_once(clocks: Clocks, route: Route, chunk: float) -> None:
+    clocks.exchange(route, chunk, adds=True)
+
+
+def _in_segments(clocks: Clocks, route: Route, chunk: float) -> None:
+    coming: deque = deque()
+    for nbytes in segments(chunk):
+        if len(coming) == AHEAD:
+            clocks.receive(route, coming.popleft(), adds=True)
+        coming.append(clocks.send(route, nbytes))
+    for train in coming:
+        clocks.receive(route, train, adds=True)
+    clocks.sent()
+
+
+def tree(clocks: Clocks, n: float) -> None:
+    """Reduce up a binomial tree, then broadcast down the same edges, segment by segment."""
+    edges = [_edges(clocks, 1 << k) for k in range((clocks.size - 1).bit_length())]
+    up = [clocks.route(child, parent) for child, parent in edges]
+    down = [clocks.route(parent, child) for child, parent in reversed(edges)]
+    _each_segment(clocks, n, lambda nbytes: _up(clocks, up, nbytes))
+    _each_segment(clocks, n, lambda nbytes: _down(clocks, down, nbytes))
+
+
+def _edges(clocks: Clocks, bit: int) -> tuple[Array, Array]:
+    children = np.arange(bit, clocks.size, 2 * bit)
+    return children, children - bit
+
+
+def _up(clocks: Clocks, levels: list[Route], nbytes: float) -> None:
+    for route in levels:
+        clocks.receive(route, clocks.send(route, nbytes), adds=True)
+        clocks.sent(route.senders)
+
+
+def _down(clocks: Clocks, levels: list[Route], nbytes: float) -> None:
+    for route in levels:
+        clocks.receive(route, clocks.send(route, nbytes))
+    clocks.sent()
+
+
+def recursive_doubling(clocks: Clocks, n: float) -> None:
+    """Exchange whole vectors over distances 1, 2, 4, ..., segment by segment."""
+    core, folded = _fold(clocks.size)
+    into, out_of = clocks.route(folded, folded - core), clocks.route(folded - core, folded)
+    partners = [_partners(clocks, 1 << k, core) for k in range(core.bit_length() - 1)]
+
+    def double(nbytes: float) -> None:
+        _hand(clocks, into, nbytes, adds=True)
+        for route in partners:
+            clocks.exchange(route, nbytes, adds=True)
+        _hand(clocks, out_of, nbytes)
+
+    _each_segment(clocks, n, double)
+
+
+def halving_doubling(clocks: Clocks, n: float) -> None:
+    """Exchange halves, quarters, ... and add them; then the same way back."""
+    core, folded = _fold(clocks.size)
+    into, out_of = clocks.route(folded, folded - core), clocks.route(folded - core, folded)
+    if folded.size:
+        _add_halves(clocks, (into, out_of), n / 2)
+        _hand(clocks, into, n / 2)
+    partners = [_partners(clocks, 1 << k, core) for k in reversed(range(core.bit_length() - 1))]
+    for k, route in enumerate(partners):
+        _add_halves(clocks, (route,), n / 2 ** (k + 1))
+    for k, route in reversed(list(enumerate(partners))):
+        clocks.exchange(route, n / 2 ** (k + 1))
+    _hand(clocks, out_of, n)
+
+
+def _fold(size: int) -> tuple[int, Array]:
+    """Return the largest power of two up to P, and the ranks beyond it."""
+    core = 1 << (size.bit_length() - 1)
+    return core, np.arange(core, size)
+
+
+def _partners(clocks: Clocks, distance: int, core: int) -> Route:
+    ranks = np.arange(core)
+    return clocks.route(ranks, ranks ^ distance)
+
+
+def _hand(clocks: Clocks, route: Route, nbytes: float, adds: bool = False) -> None:
+    """Send one message, whose sender waits until it is out."""
+    clocks.receive(route, clocks.send(route, nbytes), adds)
+    clocks.sent(route.senders)
+
+
+def _add_halves(clocks: Clocks, routes: tuple[Route, ...], nbytes: float) -> None:
+    """Send a half in segments on each route, then add what comes, segment by segment."""
+    trains = [
+        (route, clocks.send(route, length, count))
+        for route in routes
+        for length, count in cut(nbytes)
+    ]
+    for route, train in trains:
+        clocks.receive(route, train, adds=True)
+    for route in routes:
+        clocks.sent(route.senders)
+
+
+def _each_segment(clocks: Clocks, n: float, step: Callable[[float], None]) -> None:
+    for length, count in cut(n):
+        clocks.repeat(count, lambda length=length: step(length))  # type: ignore[misc]
+
+
+def segments(n: float) -> Iterator[float]:
+    """Yield the bytes of each segment of `n` bytes."""
+    for length, count in cut(n):
+        yield from [length] * count
+
+
+#: The all-reduces of cost.py by the same names.
+SCHEDULES: dict[str, Schedule] = {
+    "ring": ring,
+    "tree": tree,
+    "double-tree": double_tree,
+    "recursive-doubling": recursive_doubling,
+    "halving-doubling": halving_doubling,
+}

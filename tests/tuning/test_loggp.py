@@ -1,0 +1,113 @@
+"""Schedules replayed on clocks, against the algorithms themselves on an ideal machine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from clocked import Machine, Takes, clocks
+
+from hpctrain import collectives
+from hpctrain.collectives import Group
+from hpctrain.tuning import cost
+from hpctrain.tuning.loggp import Clocks, Cluster, Wire, alike
+from hpctrain.tuning.schedules import SCHEDULES
+
+INSIDE, BETWEEN = Wire(9e-7, 2e-7, 1e-7, 1e-10), Wire(5e-6, 4e-7, 9e-7, 8e-10)
+EVEN = 8 * 2520  # bytes that divide by every P here
+GAMMA = 3e-11
+
+#: (nodes of the ranks, how slow each is, when each starts)
+PLACES = {
+    "one rank": ([0], 1, 0),
+    "one node": ([0] * 4, 1, 0),
+    "two nodes": ([0, 0, 0, 1, 1, 1], 1, 0),
+    "uneven nodes": ([0, 0, 0, 0, 1, 2, 2], 1, 0),
+    "a slow rank": ([0, 1, 2, 3, 4], [1, 1, 7, 1, 1], 0),
+    "late ranks": ([0, 1, 2], 1, [0, 3e-4, 1e-5]),
+    "all at once": ([0, 0, 1, 1, 1, 2, 2, 2, 2], np.linspace(1, 3, 9), np.linspace(2e-4, 0, 9)),
+}
+
+
+@pytest.mark.parametrize("n", [EVEN, 120 * EVEN, 520 * EVEN], ids=["short", "segments", "long"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_clock_is_that_of_the_ideal_machine(name, place, n):
+    """With a card for every rank no wire is shared: then the ideal machine knows the time too."""
+    nodes, slow, start = PLACES[place]
+    replayed = Clocks(
+        Cluster(INSIDE, BETWEEN, GAMMA, 1e-11, len(nodes)), np.array(nodes), start, slow
+    )
+    SCHEDULES[name](replayed, n)
+
+    def wire(a, b):
+        one = INSIDE if nodes[a] == nodes[b] else BETWEEN
+        return Takes(one.latency, one.overhead, one.gap, one.per_byte)
+
+    slow, start = (np.full(len(nodes), 1.0) * one for one in (slow, np.array(start)))
+    machine = Machine(wire, GAMMA, lambda r: slow[r], lambda r: start[r])
+    function = collectives.ALLREDUCE[name]
+    found = clocks(lambda link, x, add: function(Group(link), x, add), len(nodes), n, machine)
+    np.testing.assert_allclose(replayed.now, found, rtol=1e-9)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 37, 64])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_closed_forms(name, ranks):
+    """Exact, but for trees in which what one child sends hides behind what another's is added."""
+    machine, n = cost.Machine(2e-6, 3e-10, 7e-11), 64 * 37 * 8
+    replayed = Clocks(alike(machine), np.zeros(ranks, int))
+    SCHEDULES[name](replayed, n)
+    expected = machine.seconds(cost.ALLREDUCE[name](n, ranks))
+    if name == "double-tree" or (name == "tree" and ranks & (ranks - 1)):
+        assert 0.2 * expected < replayed.now.max() <= expected
+    else:
+        assert replayed.now.max() == pytest.approx(expected, rel=1e-9)
+
+
+def test_ranks_of_a_node_share_its_cards():
+    """Of 2 nodes with 4 ranks each, all exchange with the other node over 1, 2 or 8 cards."""
+    nodes, ranks = np.arange(8) // 4, np.arange(8)
+    taken = []
+    for cards in (1, 2, 8):
+        replayed = Clocks(Cluster(INSIDE, Wire(0, 0, 0, 1), GAMMA, 0, cards), nodes)
+        replayed.exchange(replayed.route(ranks, ranks ^ 4), 10)
+        taken.append(replayed.now.max())
+    assert taken == [40, 20, 10]
+
+
+@pytest.mark.parametrize("nodes", [np.arange(240) // 8, np.minimum(np.arange(240) // 9, 25)])
+@pytest.mark.parametrize("latency", [0, 1e-3])
+@pytest.mark.parametrize("n", [1e3, 1e9])
+def test_a_jump_ends_where_steps_do(nodes, latency, n, monkeypatch):
+    """A ring whose steps cost the same after a while, held up by its ports or by its latency."""
+    cluster = Cluster(INSIDE, Wire(latency, 4e-7, 9e-7, 8e-10), GAMMA, 1e-11)
+    jumps, steps = Clocks(cluster, nodes), Clocks(cluster, nodes)
+    SCHEDULES["ring"](jumps, n)
+    monkeypatch.setattr(Clocks, "repeat", _step_by_step)
+    SCHEDULES["ring"](steps, n)
+    np.testing.assert_allclose(jumps.now, steps.now, rtol=1e-9)
+
+
+def _step_by_step(self, times, step, period=1):
+    for _ in range(times):
+        step()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_65536_ranks(name):
+    """A step taken alone, as often as a ring has steps, would take minutes: here, seconds."""
+    calls = 0
+    cluster = Cluster(INSIDE, BETWEEN, GAMMA, 1e-11)
+    replayed = Clocks(cluster, np.arange(65536) // 8)
+    exchange = replayed.exchange
+
+    def counted(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        exchange(*args, **kwargs)
+
+    replayed.exchange = counted
+    SCHEDULES[name](replayed, 64 << 20)
+    floor = 2 * (64 << 20) * BETWEEN.per_byte * 65535 / 65536 / (8 if name != "ring" else 1)
+    assert replayed.now.max() > floor
+    assert calls < 200
