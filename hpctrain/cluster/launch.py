@@ -28,6 +28,8 @@ _OURS = (0, 1, 2, 3, 75, 86, 130)  # the exit codes that mean what we agreed on
 _REFUSED, _STOPPED, _INTERRUPTED = 2, 75, 130
 _ENDINGS = ("done", "stopped", "failed", "hung")
 _STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+#: Open MPI sends so much over TCP unasked: a segment of the ring, and MPI's header.
+EAGER_BYTES = (1 << 20) + 4096
 _GRACE_S = 5.0
 _SAME_TIME_S = 0.05  # file times come from a clock that ticks more coarsely than time.time()
 
@@ -64,11 +66,11 @@ def launch(n: int, arguments: Sequence[str]) -> int:
 def launch_argv(n: int, argv: Sequence[str]) -> int:
     """Run the command `argv` on `n` ranks; as `launch`."""
     _refuse(n, launchers.launched(os.environ))
-    mpi, started = _probe(), time.time()
+    mpi, started = find_mpi(), time.time()
     line, extra = command(mpi, n, argv, n > _physical_cores(), os.geteuid() == 0)
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
         note = Path(folder, "run")
-        environ = launchers.scrubbed(os.environ) | extra | _for_ranks(note)
+        environ = eager_defaults() | launchers.scrubbed(os.environ) | extra | _for_ranks(note)
         ended = _supervise(line, environ)
         return _outcome(ended, _announced(note), started)
 
@@ -92,6 +94,14 @@ def command(
     return [mpi.mpiexec, *options, "-n", str(n), *argv], leave if root else {}
 
 
+def eager_defaults() -> dict[str, str]:
+    """Return Open MPI's variable that lets our segments travel over TCP without being asked for.
+
+    Larger messages wait for the receiver's word, which queues behind the bulk data of others.
+    """
+    return {"OMPI_MCA_btl_tcp_eager_limit": str(EAGER_BYTES)}
+
+
 def _refuse(n: int, here: launchers.Launched) -> None:
     if n < 1:
         raise UsageError(f"-n {n}: a job needs at least one rank")
@@ -103,7 +113,8 @@ def _refuse(n: int, here: launchers.Launched) -> None:
         )
 
 
-def _probe() -> Mpi:
+def find_mpi() -> Mpi:
+    """Ask a child which MPI mpi4py loads; raise UsageError where there is none."""
     child = subprocess.run(
         [sys.executable, "-m", "hpctrain.transport.probe"],
         env=launchers.scrubbed(os.environ),
@@ -140,7 +151,7 @@ def _supervise(line: Sequence[str], environ: Mapping[str, str]) -> Ended:
     SIGUSR1 is the one signal that every launcher hands to its ranks and that kills nobody.
     """
     seen: list[int] = []
-    with _signals() as receive:
+    with stop_signals() as receive:
         process = subprocess.Popen(
             line, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
         )
@@ -156,7 +167,7 @@ def _supervise(line: Sequence[str], environ: Mapping[str, str]) -> Ended:
 
 
 @contextmanager
-def _signals() -> Iterator[Callable[[], list[int]]]:
+def stop_signals() -> Iterator[Callable[[], list[int]]]:
     """Yield a function that waits up to a second for signals and returns the stops among them.
 
     They come through a pipe: one taken by another thread (BLAS has some) wakes us all the same.

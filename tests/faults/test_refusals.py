@@ -138,7 +138,7 @@ OTHERS = {
 
 
 def test_the_launcher_of_another_mpi(start, mark, tmp_path):
-    mpi = launch._probe()
+    mpi = launch.find_mpi()
     jobs = []
     for rank in range(4):
         env = {name: value.replace("R", str(rank)) for name, value in OTHERS[mpi.vendor].items()}

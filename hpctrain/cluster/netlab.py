@@ -1,0 +1,177 @@
+"""`hpctrain netlab`: several hosts on one machine, with real MPI over TCP on shaped links between.
+
+    mpiexec          a network namespace of the lab's own; bridge 10.99.0.254/24
+       |--- v1 ====== eth0 10.99.0.1, host h1: ranks 0 .. R-1
+       |--- v2 ====== eth0 10.99.0.2, host h2: ranks R .. 2R-1      ==== is a veth pair; both ends
+       ...                                                          send at `bits` per second (tbf)
+
+A host is a process that holds namespaces for network, hostname, shared memory and mounts; ssh is
+replaced by a script that enters them (netns.py). Everything lives in one PID namespace whose first
+process ends when this one does, in whatever way: then the kernel kills every process of the lab,
+and with the last one namespaces, links and mounts are gone. Nothing has a name outside, so nothing
+can stay behind, and labs do not see each other. Where users may make namespaces, no root is needed.
+
+Between hosts there is TCP alone, and within one MPI's own shared memory: Open MPI's is told by
+`btl = tcp,self,sm`; MPICH's own (of its device ch4) needs no word, while UCX's would cross hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hpctrain import launchers
+from hpctrain.cluster.launch import Mpi, eager_defaults, find_mpi, stop_signals
+from hpctrain.cluster.netns import INTERFACE, NETWORK, SHM, SSH, address, trial
+from hpctrain.errors import UsageError
+
+MOST_HOSTS = 64
+TOOLS = ("ip", "tc", "unshare", "nsenter", "mount", "hostname")
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
+_INTERRUPTED, _GRACE_S = 130, 10.0
+
+
+@dataclass(frozen=True)
+class Lab:
+    """Hosts with as many ranks each, and what each host's link carries each way, in bit/s."""
+
+    hosts: int
+    ranks_per_host: int
+    bits: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.hosts <= MOST_HOSTS:
+            raise UsageError(f"--hosts {self.hosts}: a netlab has 1 to {MOST_HOSTS} hosts")
+        if self.ranks_per_host < 1:
+            raise UsageError(f"--ranks-per-host {self.ranks_per_host}: a host has at least 1 rank")
+
+    @property
+    def ranks(self) -> int:
+        return self.hosts * self.ranks_per_host
+
+
+def bits_of(speed: str) -> int:
+    """Return the bit/s of words such as "1gbit", "2.5Gbit", "100mbit"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", speed.lower())
+    bits = round(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if not 10**6 <= bits <= 10**11:
+        raise UsageError(f"--link {speed}: expected 1mbit to 100gbit, such as 1gbit or 2.5gbit")
+    return bits
+
+
+def refusal() -> str | None:
+    """Return why this machine lets nobody make a netlab, None if it does; takes a moment."""
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if sys.platform != "linux" or missing:
+        return f"netlab needs Linux with {', '.join(missing or TOOLS)} (iproute2, util-linux)"
+    tried = subprocess.run([*namespaces(), "sh", "-ec", trial()], capture_output=True, text=True)
+    if tried.returncode == 0:
+        return None
+    said = tried.stderr.strip().splitlines() or ["no reason was given"]
+    return (
+        f"netlab needs network namespaces, veth and tc's tbf, which are refused here: {said[0]}; "
+        "run it as root, or where users may make namespaces"
+    )
+
+
+def netlab(lab: Lab, argv: Sequence[str]) -> int:
+    """Run `argv` on all ranks of `lab` and return its exit code; 130 if it was interrupted.
+
+    Raises UsageError inside a rank of a job, and where namespaces or MPI are missing.
+    """
+    _refuse()
+    mpi = find_mpi()
+    inner = [sys.executable, "-m", "hpctrain.cluster.netns", json.dumps(asdict(lab))]
+    line = [*namespaces(), *inner, *command(mpi, lab, argv)]
+    return _until_it_ends(line, environment(mpi, os.environ))
+
+
+def namespaces() -> list[str]:
+    """Return the beginning of a command line that runs in namespaces of the lab's own."""
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    apart = ["--net", "--mount", "--pid", "--mount-proc"]
+    return ["unshare", *user, *apart, "--fork", "--kill-child"]
+
+
+def command(mpi: Mpi, lab: Lab, argv: Sequence[str]) -> list[str]:
+    """Return the command line that runs `argv` on all ranks, once inside the lab."""
+    if mpi.mpiexec is None or mpi.vendor not in ("Open MPI", "MPICH"):
+        raise UsageError(
+            f"netlab starts ranks with the mpiexec of Open MPI or MPICH; mpi4py loads {mpi.vendor} "
+            f"({mpi.libmpi}), mpiexec: {mpi.mpiexec}"
+        )
+    each, addresses = lab.ranks_per_host, [address(host) for host in range(1, lab.hosts + 1)]
+    if mpi.vendor == "MPICH":
+        options = f"-launcher ssh -launcher-exec {SSH} -iface {INTERFACE} -ppn {each}"
+        hosts = ["-hosts", ",".join(f"{one}:{each}" for one in addresses)]
+    else:
+        options = (
+            f"--prtemca plm ssh --prtemca plm_ssh_agent {SSH} --prtemca prte_if_include {NETWORK} "
+            f"--prtemca plm_ssh_no_tree_spawn 1 --map-by ppr:{each}:node:oversubscribe "
+            # Its session's folder tells processes by their number, and ours begin again from 1.
+            f"--prtemca prte_tmpdir_base {SHM} --bind-to none --stdin none"
+        )
+        hosts = ["--host", ",".join(f"{one}:{each}" for one in addresses)]
+    return [mpi.mpiexec, *options.split(), *hosts, "-n", str(lab.ranks), *argv]
+
+
+def environment(mpi: Mpi, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of all ranks: those of `environ` go before what netlab sets.
+
+    Programs are looked for beside this Python first: `hpctrain` and `python` are then these.
+    """
+    here = {"PATH": f"{Path(sys.executable).parent}:{environ.get('PATH', os.defpath)}"}
+    kept = {k: v for k, v in launchers.scrubbed(environ).items() if not k.startswith("SLURM")}
+    return _defaults(mpi) | kept | here
+
+
+def _defaults(mpi: Mpi) -> dict[str, str]:
+    """Return what makes the MPI keep to TCP between hosts, and fast there."""
+    if mpi.vendor == "MPICH":
+        return {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": INTERFACE}
+    leave = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+    # Of Open MPI's own collectives, `han` collapses on such hosts: an honest rival does without.
+    chosen = {"pml": "ob1", "btl": "tcp,self,sm", "btl_tcp_if_include": NETWORK, "coll": "^han"}
+    return leave | {f"OMPI_MCA_{name}": value for name, value in chosen.items()} | eager_defaults()
+
+
+def _refuse() -> None:
+    here = launchers.launched(os.environ)
+    if here.size > 1:
+        raise UsageError(f"this is rank {here.rank} of {here.size}: netlab starts ranks itself")
+    if (reason := refusal()) is not None:
+        raise UsageError(reason)
+
+
+def _until_it_ends(line: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run the lab in a session of its own; it ends by itself, or when its stdin does.
+
+    The pipe is closed also by the kernel, if this process is killed.
+    """
+    with stop_signals() as receive:
+        process = subprocess.Popen(line, env=environ, stdin=subprocess.PIPE, start_new_session=True)
+        try:
+            stopped: list[int] = []
+            while process.poll() is None and not stopped:
+                stopped = receive()
+        finally:
+            _end(process)
+    return _INTERRUPTED if stopped else process.returncode
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let the lab end; `unshare` returns when no process of its PID namespace is left."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        process.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()  # --kill-child takes the rest along
+        process.wait()

@@ -1,0 +1,193 @@
+"""netlab: command lines as tables; real hosts that see each other, and of which nothing stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from hpctrain.cluster.launch import Mpi
+from hpctrain.cluster.netlab import Lab, bits_of, command, environment, refusal
+from hpctrain.cluster.netns import shape
+from hpctrain.collectives.chunks import SEGMENT_BYTES
+from hpctrain.errors import UsageError
+
+OPENMPI = Mpi("Open MPI", "5", "/opt/libmpi.so", "/opt/mpiexec")
+MPICH = Mpi("MPICH", "5", "/opt/libmpi.so", "/opt/mpiexec")
+MARK = "HPCTRAIN_TEST_NETLAB"
+
+
+@cache
+def refused() -> str | None:
+    return refusal()
+
+
+@pytest.fixture
+def permitted():
+    if refused():
+        pytest.skip(refused())
+
+
+@pytest.mark.parametrize(
+    "word, bits",
+    [("1gbit", 10**9), ("2.5Gbit", 25 * 10**8), ("100mbit", 10**8), ("5000kbit", 5 * 10**6)],
+)
+def test_speeds(word, bits):
+    assert bits_of(word) == bits
+
+
+@pytest.mark.parametrize("word", ["", "1", "1gb", "fast", "-1gbit", "0gbit", "1e3mbit", "999gbit"])
+def test_other_speeds_are_refused(word):
+    with pytest.raises(UsageError, match="expected 1mbit to 100gbit"):
+        bits_of(word)
+
+
+@pytest.mark.parametrize("speed, burst", [("10mbit", 65536), ("1gbit", 250000), ("9gbit", 262144)])
+def test_a_burst_is_short(speed, burst):
+    assert f" burst {burst} " in shape(bits_of(speed), "eth0")
+
+
+@pytest.mark.parametrize(
+    "mpi, placed",
+    [
+        (OPENMPI, "--bind-to none --stdin none --host"),
+        (MPICH, "-iface lab -ppn 2 -hosts"),
+    ],
+)
+def test_command(mpi, placed):
+    line = " ".join(command(mpi, Lab(3, 2, 10**9), ["python", "x.py"]))
+    assert line.startswith("/opt/mpiexec ")
+    assert line.endswith(f"{placed} 10.99.0.1:2,10.99.0.2:2,10.99.0.3:2 -n 6 python x.py")
+
+
+@pytest.mark.parametrize("vendor, mpiexec", [("Intel MPI", "/opt/mpiexec"), ("MPICH", None)])
+def test_other_mpis_are_refused(vendor, mpiexec):
+    with pytest.raises(UsageError, match="of Open MPI or MPICH"):
+        command(Mpi(vendor, "1", "", mpiexec), Lab(2, 1, 10**9), ["x"])
+
+
+def test_a_users_own_settings_go_before_ours():
+    given = {"OMPI_MCA_btl": "tcp,self", "UCX_TLS": "tcp", "SLURMD_NODENAME": "n1", "PATH": "/x"}
+    ours = environment(OPENMPI, given)
+    assert ours["OMPI_MCA_btl"] == "tcp,self"
+    assert ours["OMPI_MCA_coll"] == "^han"
+    assert "SLURMD_NODENAME" not in ours  # all hosts would have one name
+    assert environment(MPICH, given)["UCX_TLS"] == "tcp"
+    assert environment(MPICH, {})["UCX_TLS"] == "tcp,self"
+    assert ours["PATH"].endswith(":/x")
+
+
+def test_a_segment_is_sent_unasked():
+    assert int(environment(OPENMPI, {})["OMPI_MCA_btl_tcp_eager_limit"]) > SEGMENT_BYTES
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ("--hosts 0 -- true", "--hosts 0: a netlab has 1 to 64 hosts"),
+        ("--hosts 65 -- true", "--hosts 65"),
+        ("--hosts 2 --ranks-per-host 0 -- true", "at least 1 rank"),
+        ("--hosts 2 --link fast -- true", "--link fast: expected 1mbit to 100gbit"),
+        ("--hosts two -- true", "'two' is not a valid integer"),
+        ("--hosts 2", "Missing argument"),
+        ("-- true", "Missing option '--hosts'"),
+    ],
+)
+def test_bad_input(hpctrain, arguments, said):
+    ended = hpctrain("netlab", *arguments.split())
+    assert (ended.returncode, said in ended.stderr) == (2, True), ended.stderr
+
+
+@pytest.mark.processes
+def test_without_tools_it_is_refused(hpctrain, tmp_path):
+    ended = hpctrain("netlab", "--hosts", 2, "--", "true", env={"PATH": str(tmp_path)})
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "netlab needs Linux with ip, tc" in ended.stderr
+
+
+WHO = """
+import os
+import hpctrain
+world = hpctrain.init()
+told = f"{world.rank} of {world.size} on {world.host} {world.local_rank} in {os.getcwd()}"
+print(told + "\\n", end="")  # in one write: ranks share a terminal
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("permitted")
+def test_ranks_see_as_many_hosts(hpctrain, tmp_path):
+    options = ("netlab", "--hosts", 2, "--ranks-per-host", 2, "--")
+    ended = hpctrain(*options, "python", "-c", WHO)
+    assert ended.returncode == 0, ended.stderr
+    places = ["h1 0", "h1 1", "h2 0", "h2 1"]
+    told = [f"{rank} of 4 on {place} in {tmp_path}" for rank, place in enumerate(places)]
+    assert sorted(ended.stdout.split("\n")) == ["", *told]
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("permitted")
+def test_the_exit_code_is_the_commands(hpctrain):
+    assert hpctrain("netlab", "--hosts", 2, "--", "sh", "-c", "exit 75").returncode == 75
+
+
+def links() -> str:
+    """Return the names of links and namespaces that the machine shows."""
+    shown = [["ip", "-brief", "link"], ["ip", "netns", "list"]]
+    return "".join(subprocess.run(s, capture_output=True, text=True).stdout for s in shown)
+
+
+def marked() -> list[str]:
+    """Return the processes that have our mark in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"{MARK}={os.getpid()}\0".encode() in path.read_bytes():
+                found.append(path.parent.name)
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("permitted")
+@pytest.mark.parametrize(
+    "number, code",
+    [
+        (signal.SIGINT, 130),
+        (signal.SIGTERM, 130),
+        (signal.SIGHUP, 130),
+        (signal.SIGKILL, -signal.SIGKILL),
+    ],
+)
+def test_nothing_stays_behind(start, number, code):
+    before = links()
+    lab = ("-m", "hpctrain", "netlab", "--hosts", 2, "--", "sh", "-c", "hostname; exec sleep 300")
+    job = start(*lab, env={MARK: str(os.getpid())})
+    job.until("h1\n")
+    job.until("h2\n")
+    assert len(marked()) > 4
+    assert links() == before  # nothing of it is seen here, so nothing of it can stay here
+    job.process.send_signal(number)
+    assert job.finish().returncode == code
+    limit = time.monotonic() + 10
+    while marked() and number == signal.SIGKILL and time.monotonic() < limit:
+        time.sleep(0.02)  # nobody is left to wait for the kernel
+    assert marked() == []
+    assert links() == before
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("permitted")
+def test_two_labs_at_once(start):
+    """They have the same addresses and names, each in a world of its own."""
+    lab = ("-m", "hpctrain", "netlab", "--hosts", 2, "--", "sh", "-c", "echo here; exec sleep 1")
+    jobs = [start(*lab) for _ in range(2)]
+    ended = [job.finish() for job in jobs]
+    assert [(e.returncode, e.stdout) for e in ended] == [(0, "here\nhere\n")] * 2
