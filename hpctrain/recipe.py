@@ -20,6 +20,7 @@ from hpctrain import config, data, engines, nn, optim
 from hpctrain.callbacks import EarlyStop
 from hpctrain.errors import UsageError
 from hpctrain.faults import FaultsOptions
+from hpctrain.gradients import compress
 from hpctrain.gradients.reducer import WireOptions
 from hpctrain.metrics import Metric
 from hpctrain.trace import TraceOptions
@@ -218,6 +219,8 @@ def _engine(table: Table, wire: Table) -> Any:
         raise UsageError(f"[engine] {', '.join(sorted(misplaced))}: belongs into [wire]")
     kind = config.pick(engines.ENGINES, table["kind"], "[engine] kind")
     _must_belong(table, kind)
+    if wire_options.compression != "none" and not issubclass(kind, engines.AllReduce):
+        raise UsageError(compress.ALLREDUCE_ALONE.format(table["kind"]))
     return config.read_kind(
         engines.ENGINES, table | (wire if issubclass(kind, WireOptions) else {}), "engine"
     )

@@ -19,6 +19,7 @@ from hpctrain import config
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives import broadcast
 from hpctrain.collectives.recursive_doubling import recursive_doubling
+from hpctrain.engines import compressed
 from hpctrain.engines.engine import (
     Flags,
     Task,
@@ -29,7 +30,7 @@ from hpctrain.engines.engine import (
 from hpctrain.engines.single import Single, SingleOptions
 from hpctrain.engines.update import Replicated, Sharded
 from hpctrain.errors import UsageError
-from hpctrain.gradients import buckets
+from hpctrain.gradients import buckets, compress
 from hpctrain.gradients.reducer import Reducer, WireOptions
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums
@@ -45,7 +46,13 @@ class AllReduceOptions(WireOptions):
     shard_optimizer: bool = False  #: each rank keeps 1/P of the optimizer's state
 
     def __post_init__(self) -> None:
-        """Refuse an algorithm that is not the one of shards."""
+        """Refuse what does not go with shards, and what compression does not go with."""
+        super().__post_init__()
+        if self.shard_optimizer and self.compression != "none":
+            raise UsageError(
+                "[engine] shard_optimizer: ranks exchange ranges of the gradient as it is; "
+                f"expected [wire] compression none, seen {self.compression}"
+            )
         if self.shard_optimizer and self.algorithm not in ("auto", "ring"):
             raise UsageError(
                 "[engine] shard_optimizer: ranks exchange ranges along a ring; expected [wire] "
@@ -84,10 +91,12 @@ class AllReduce:
         self._group = world.group()
         for plane in (arena.param, arena.buffer):
             broadcast(self._group, plane)  # a user's own model may start from random numbers
+        sums = allreduce_named(options.algorithm)
+        self._compressor = compress.build(options, sums, arena, world.size)
         self.update = (
             Sharded(self._group, arena, optimizer, self.times, world.trace)
             if options.shard_optimizer
-            else Replicated(self._group, arena, optimizer, allreduce_named(options.algorithm))
+            else Replicated(self._group, arena, optimizer, self._compressor or sums)
         )
         self._wire = world.group_for("wire")
         reduce, concurrent = self.update.reduce, world.concurrent
@@ -112,6 +121,7 @@ class AllReduce:
         times.wait_s += add("wait for gradients", "wait", waits, arrived)
         waited = times.wait_s
         if not flags.failed:
+            compressed.must_be_finite(self._compressor, task.key.step)
             self.update(gradient)
         updated = add("update", "compute", arrived, perf_counter())
         times.compute_s += updated - (times.wait_s - waited)  # shards wait for each other
@@ -142,11 +152,13 @@ class AllReduce:
 
     def state(self) -> list[Piece]:
         """Return this rank's part of the state."""
-        return self.update.pieces()
+        link = self._group.link
+        return self.update.pieces() + compressed.pieces(self._compressor, link.rank, link.size)
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Take the whole state."""
         self.update.load(arrays)
+        compressed.load(self._compressor, arrays, self._group.link.rank, self._group.link.size)
 
     def close(self) -> None:
         """End the communication thread and free its link; collective."""

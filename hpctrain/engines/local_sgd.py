@@ -52,6 +52,7 @@ from hpctrain.engines.engine import (
 )
 from hpctrain.engines.node import Node
 from hpctrain.errors import UsageError
+from hpctrain.gradients import compress
 from hpctrain.gradients.reducer import WireOptions
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums
@@ -75,6 +76,8 @@ class LocalSgdOptions(WireOptions):
 
     def __post_init__(self) -> None:
         """Refuse options that contradict each other."""
+        if self.compression != "none":
+            raise UsageError(compress.ALLREDUCE_ALONE.format("local-sgd"))
         given = [key for key in ("outer_rate", "outer_momentum") if getattr(self, key) is not None]
         if given and self.outer == "none":
             raise UsageError(

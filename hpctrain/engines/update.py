@@ -26,7 +26,7 @@ from hpctrain.collectives import AllReduceFunction, Group, Operation, all_gather
 from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.ring import all_gather, reduce_scatter
 from hpctrain.engines.engine import BLOCK, Times, fitting, load_into, pieces_of, whole
-from hpctrain.gradients.arena import Arena
+from hpctrain.gradients.arena import Arena, offset_in
 from hpctrain.optim import Optimizer
 from hpctrain.trace import Trace
 
@@ -70,8 +70,7 @@ class Sharded:
 
     def reduce(self, group: Group, x: np.ndarray, op: Operation) -> None:
         """Sum slice `x` of the gradient plane, each element on the rank that updates it."""
-        # A view knows where it lies in the plane by its address alone.
-        before = (_address(x) - _address(self._arena.grad)) // x.itemsize
+        before = offset_in(self._arena.grad, x)
         offsets = [min(max(offset - before, 0), x.size) for offset in self._offsets]
         reduce_scatter(group, x, op, offsets=offsets)
 
@@ -106,7 +105,3 @@ class Sharded:
             everyones = all_gather_bytes(self._group.link, rows.tobytes())
         self._times.wait_s += waiting.seconds
         return np.frombuffer(b"".join(everyones)).reshape(-1, rows.shape[1])
-
-
-def _address(x: np.ndarray) -> int:
-    return int(x.__array_interface__["data"][0])

@@ -77,9 +77,19 @@ def lay_out(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> tuple[tuple
     return tuple(slots), offset
 
 
+def offset_in(plane: np.ndarray, x: np.ndarray) -> int:
+    """Return the element at which view `x` of flat `plane` begins."""
+    # A view knows where it lies in the plane by its address alone.
+    return (_address(x) - _address(plane)) // plane.itemsize
+
+
 def params_sha256(arena: Arena) -> str:
     """Return the hash of all parameters: slots in order, without the gaps."""
     digest = hashlib.sha256()
     for slot in arena.slots:
         digest.update(arena.param[slot.offset : slot.stop].tobytes())
     return digest.hexdigest()
+
+
+def _address(x: np.ndarray) -> int:
+    return int(x.__array_interface__["data"][0])

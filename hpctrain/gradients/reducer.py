@@ -25,6 +25,7 @@ from hpctrain import config
 from hpctrain.collectives import AllReduceFunction, Group
 from hpctrain.errors import HpctrainError
 from hpctrain.gradients.buckets import Bucket
+from hpctrain.gradients.compress import CompressionOptions
 from hpctrain.trace import Trace
 from hpctrain.tuning.select import name_of
 
@@ -32,8 +33,8 @@ JOIN_LIMIT_S = 10.0
 
 
 @config.options
-class WireOptions:
-    """The keys of `[wire]`: which all-reduce, and how much of the gradient travels at once."""
+class WireOptions(CompressionOptions):
+    """The keys of `[wire]`: which all-reduce, how much travels at once, and how small."""
 
     algorithm: str = "auto"
     bucket_bytes: Annotated[int, Field(ge=1)] = 4 << 20

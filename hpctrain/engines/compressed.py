@@ -1,0 +1,72 @@
+"""What compression keeps from step to step, as pieces of a checkpoint; and its word on a gradient.
+
+    compression.residual      | rank 0's plane | rank 1's plane | ... | rank P-1's plane |
+    compression.powersgd_q    what all ranks hold alike: each saves 1/P
+
+A residual is a gradient that is owed. As many ranks as saved take up each its own, and the run goes
+on to the bit. Others take each 1/P of the sum of all: what is owed together stays the same, and so
+it does where the method is another one that keeps residuals.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import numpy as np
+
+from hpctrain.checkpoint import Piece
+from hpctrain.engines.engine import piece_of
+from hpctrain.errors import TrainingError, UsageError
+from hpctrain.gradients.compress import Compressor
+
+log = logging.getLogger(__name__)
+PREFIX = "compression."
+
+
+def must_be_finite(compressor: Compressor | None, step: int) -> None:
+    """Raise TrainingError, on all ranks, if a sum of `step` is not finite; nobody has taken it."""
+    if compressor is not None and not compressor.finite:
+        raise TrainingError(
+            f"the gradient is not finite at step {step}, though the loss is; no rank has taken it, "
+            f"for with compression = '{compressor.__name__}' it would spoil later steps too. "
+            "Lower the rate or lengthen the warm-up"
+        )
+
+
+def pieces(compressor: Compressor | None, rank: int, size: int) -> list[Piece]:
+    """Return this rank's own arrays, and its 1/P of those that all hold."""
+    if compressor is None:
+        return []
+    own = [
+        Piece(PREFIX + name, rank * x.size, size * x.size, x) for name, x in compressor.own.items()
+    ]
+    shared = [piece_of(PREFIX + name, x, rank, size) for name, x in compressor.shared.items()]
+    return own + shared
+
+
+def load(
+    compressor: Compressor | None, arrays: Mapping[str, np.ndarray], rank: int, size: int
+) -> None:
+    """Take what is this rank's; what was not saved, or is of another rank of PowerSGD, stays."""
+    own = compressor.own if compressor else {}
+    shared = compressor.shared if compressor else {}
+    for name, x in own.items():
+        if PREFIX + name in arrays:
+            x[...] = _owed(arrays[PREFIX + name], x.size, rank, size)
+    for name, x in shared.items():
+        if arrays.get(PREFIX + name, x[:0]).size == x.size:
+            x[...] = arrays[PREFIX + name]
+    if rank == 0 and PREFIX + "residual" in arrays and "residual" not in own:
+        log.warning("the gradients that compression kept back before the checkpoint are dropped")
+
+
+def _owed(saved: np.ndarray, length: int, rank: int, size: int) -> np.ndarray:
+    """Return this rank's residual out of those of all ranks that saved."""
+    if saved.size % length:
+        raise UsageError(
+            f"the checkpoint does not fit the recipe: expected residuals of {length} numbers, "
+            f"seen {saved.size} in all; resume with the model that it was made with"
+        )
+    rows: np.ndarray = saved.reshape(-1, length)
+    return rows[rank] if len(rows) == size else rows.sum(axis=0) / size

@@ -1,0 +1,105 @@
+"""Compression: fewer bytes on the wire than the gradient has, by way of any all-reduce.
+
+    none      | 32 bits of every element                        |
+    bf16      | 16 bits of every element    |                     rounded, each hop adds in float32
+    fp16      | 16 bits of every element    |                     and a power of two per bucket
+    top-k     | the largest  |                                    the rest is kept for the next step
+    powersgd  | P | Q |                                           the rest is kept for the next step
+
+Everything else of a step stays as it is: the bucket holds a sum in its own dtype afterwards, the
+same bytes on every rank. What two of the methods keep back is the *residual*: it is added to the
+next gradient, so that nothing is lost, only late (error feedback). It lies in a plane of the
+arena's layout and is saved with the run. See the file of each method for equations and source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from hpctrain import config
+from hpctrain.collectives import AllReduceFunction, Group, Operation
+from hpctrain.errors import UsageError
+from hpctrain.gradients.arena import Arena
+from hpctrain.gradients.compress.powersgd import PowerSgd
+from hpctrain.gradients.compress.sixteen import Bfloat16, Float16
+from hpctrain.gradients.compress.top_k import TopK
+
+#: What a method cannot go with: it sends nothing, or it is MPI's and knows no 16-bit sums.
+REFUSED = {
+    "null": ("bf16", "fp16", "top-k", "powersgd"),
+    "native": ("bf16", "fp16"),
+}
+#: What other engines say.
+ALLREDUCE_ALONE = (
+    "[wire] compression: expected the engine 'allreduce', which sums a gradient in each step; seen "
+    "'{}'; set compression = 'none'"
+)
+#: Which method a key belongs to.
+KEYS = {"compression_ratio": "top-k", "compression_rank": "powersgd"}
+
+
+@config.options
+class CompressionOptions:
+    """How gradients are made smaller for the wire."""
+
+    compression: Literal["none", "bf16", "fp16", "top-k", "powersgd"] = "none"
+    #: the part of each matrix that top-k sends; 0.01 if not given
+    compression_ratio: Annotated[float, Field(gt=0, lt=1)] | None = None
+    #: the rank of the matrices that PowerSGD sends; 4 if not given
+    compression_rank: Annotated[int, Field(ge=1)] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse keys of another method, and algorithms that cannot carry this one."""
+        for key, method in KEYS.items():
+            if getattr(self, key) is not None and self.compression != method:
+                raise UsageError(
+                    f"[wire] {key}: expected compression = '{method}' beside it, seen "
+                    f"'{self.compression}'"
+                )
+        algorithm = getattr(self, "algorithm", "auto")
+        if self.compression in REFUSED.get(algorithm, ()):
+            raise UsageError(
+                f"[wire] compression: expected an algorithm that can carry "
+                f"'{self.compression}', seen '{algorithm}'; take algorithm = 'auto'"
+            )
+
+
+class Compressor:
+    """An all-reduce that sends less; called in one order on all ranks, by one thread."""
+
+    def __init__(self, method: Bfloat16 | Float16 | TopK | PowerSgd, name: str):
+        """Reduce by `method`; `name` is what a trace calls it."""
+        self.own = method.own  #: flat arrays by name that each rank has its own of
+        self.shared = method.shared  #: flat arrays by name that all ranks hold alike
+        self.finite = True  #: whether all sums were, so far; all ranks find the same
+        self.__name__ = name
+        self._method = method
+
+    def __call__(self, group: Group, x: np.ndarray, op: Operation) -> None:
+        """Sum flat `x`, a slice of the gradient plane, in place; `op` is np.add."""
+        with np.errstate(over="ignore", invalid="ignore"):  # the sum is looked at, each time
+            self._method(group, x)
+        # Of the sum, which all ranks hold alike: so nobody needs to be asked.
+        if x.size and not np.isfinite([x.min(), x.max()]).all():
+            self.finite = False
+
+
+def build(
+    options: CompressionOptions, allreduce: AllReduceFunction, arena: Arena, ranks: int
+) -> Compressor | None:
+    """Return what reduces the gradients of `arena` by `options`; None if nothing is compressed.
+
+    Raises UsageError where more would be sent than without.
+    """
+    kind = options.compression
+    methods: dict[str, Callable[[], Bfloat16 | Float16 | TopK | PowerSgd]] = {
+        "bf16": lambda: Bfloat16(allreduce),
+        "fp16": lambda: Float16(allreduce),
+        "top-k": lambda: TopK(allreduce, arena, options.compression_ratio or 0.01, ranks),
+        "powersgd": lambda: PowerSgd(allreduce, arena, options.compression_rank or 4),
+    }
+    return None if kind == "none" else Compressor(methods[kind](), kind)

@@ -1,0 +1,70 @@
+"""Which tensors lie in a bucket, seen by a method that compresses matrices and keeps residuals.
+
+    bucket    | 1.weight ........... |pad| 1.bias |pad| 2.weight ..... |pad| 2.bias |
+    matrices  | compressed           |            | compressed         |
+    whole                                | as it is |                      | as it is |
+
+Vectors (tensors of one dim: biases, scales) are few bytes and travel whole, packed together. So
+does a matrix for which a method has no smaller form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from hpctrain.gradients.arena import Arena, Slot, offset_in
+
+
+@dataclass(frozen=True)
+class Places:
+    """The slots of a bucket that begins at element `start` of the plane."""
+
+    start: int
+    matrices: tuple[Slot, ...]
+    whole: tuple[Slot, ...]
+
+    def of(self, x: np.ndarray, slot: Slot) -> np.ndarray:
+        """Return the view of bucket `x` that is `slot`, flat."""
+        return x[slot.offset - self.start : slot.stop - self.start]
+
+    def pack(self, x: np.ndarray, more: int = 0) -> np.ndarray:
+        """Return a new array of what travels whole, with room for `more` elements behind it."""
+        parts = [self.of(x, slot) for slot in self.whole]
+        return np.concatenate([*parts, np.zeros(more, x.dtype)])
+
+    def unpack(self, packed: np.ndarray, x: np.ndarray) -> None:
+        """Copy what travelled whole back into bucket `x`."""
+        for slot, part in zip(self.whole, slices(slot.size for slot in self.whole), strict=True):
+            self.of(x, slot)[...] = packed[part]
+
+
+class Bookmarks:
+    """The places of every bucket of one plane, looked up by where the bucket lies in memory."""
+
+    def __init__(self, arena: Arena, shrinks: Callable[[Slot], bool]):
+        """`shrinks` tells of a tensor of two dims or more whether it is compressed."""
+        self._arena, self._shrinks = arena, shrinks
+        self._known: dict[tuple[int, int], Places] = {}
+
+    def find(self, x: np.ndarray) -> Places:
+        """Return the places in `x`, a slice of the gradient plane."""
+        start = offset_in(self._arena.grad, x)
+        if (start, x.size) not in self._known:
+            self._known[start, x.size] = self._look(start, start + x.size)
+        return self._known[start, x.size]
+
+    def _look(self, start: int, stop: int) -> Places:
+        here = [slot for slot in self._arena.slots if start <= slot.offset < stop and slot.size]
+        small = [slot for slot in here if len(slot.shape) > 1 and self._shrinks(slot)]
+        whole = [slot for slot in here if slot not in small]
+        return Places(start, tuple(small), tuple(whole))
+
+
+def slices(lengths: Iterable[int]) -> list[slice]:
+    """Return slices of these lengths, one behind the other."""
+    stops = list(accumulate(lengths))
+    return [slice(a, b) for a, b in zip([0, *stops], stops)]  # noqa: B905

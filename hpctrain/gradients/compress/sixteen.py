@@ -1,0 +1,85 @@
+"""16-bit floats on the wire: half the bytes of float32.
+
+A bucket is rounded to 16 bits, summed by any of our algorithms and widened again. Each hop adds in
+float32 and rounds once; whoever owns a sum keeps the rounded value, which is then only copied, so
+all ranks end with the same bytes. With P ranks a sum is rounded P times along the way of a ring,
+log2 P times in a tree: for unit roundoff u (2^-8 for bfloat16, 2^-11 for float16) and rounding to
+nearest,
+
+    |sum - exact| <= P u (1 + u)^P (|g_1| + ... + |g_P|)
+
+bfloat16 has the range of float32. float16 ends at 65,504 and, below 2^-14, loses digits: gradients
+are small and would vanish. So all ranks agree on the largest magnitude m of a bucket, by a message
+of 8 bytes, and send 2^e times the gradient, where 2^e P m < 2^15: even the sum of the largest
+cannot overflow, and 2^-39 of it is still seen. A power of two costs no digits. Source of the
+scaling: Micikevicius et al., "Mixed precision training", 2018, who have one for all.
+"""
+
+from __future__ import annotations
+
+from math import frexp, isfinite
+
+import numpy as np
+
+from hpctrain.collectives import AllReduceFunction, Group
+from hpctrain.collectives import bfloat16 as bf16
+from hpctrain.collectives.group import Scratch
+from hpctrain.collectives.operations import in_float32
+from hpctrain.collectives.recursive_doubling import recursive_doubling
+
+LARGEST = 15  #: a sum of float16 stays below two to this power
+EXPONENT = 100  #: no gradient is multiplied by more than two to this power
+
+
+class Bfloat16:
+    """Sums in bfloat16."""
+
+    def __init__(self, allreduce: AllReduceFunction):
+        self.own: dict[str, np.ndarray] = {}
+        self.shared: dict[str, np.ndarray] = {}
+        self._allreduce, self._scratch = allreduce, Scratch()
+
+    def __call__(self, group: Group, x: np.ndarray) -> None:
+        """Sum flat `x` in place."""
+        small = self._scratch.take(x.size, np.dtype(np.uint16))
+        bf16.narrow(x, small)
+        self._allreduce(group, small, bf16.add)
+        bf16.widen(small, x)
+
+
+class Float16:
+    """Sums in float16, scaled by a power of two."""
+
+    def __init__(self, allreduce: AllReduceFunction):
+        self.own: dict[str, np.ndarray] = {}
+        self.shared: dict[str, np.ndarray] = {}
+        self._allreduce, self._scratch = allreduce, Scratch()
+        self._add = in_float32(np.add)
+
+    def __call__(self, group: Group, x: np.ndarray) -> None:
+        """Sum flat `x` in place; not a number everywhere, where a gradient is not finite."""
+        scale = _scale(_largest(group, x), group.link.size)
+        if scale is None:
+            x[...] = np.nan  # on all ranks: they agree on the largest
+            return
+        small = self._scratch.take(x.size, np.dtype(np.float16))
+        np.multiply(x, scale, out=small, casting="unsafe")
+        self._allreduce(group, small, self._add)
+        np.multiply(small, 1 / scale, out=x, dtype=x.dtype)
+
+
+def _largest(group: Group, x: np.ndarray) -> float:
+    """Return the largest magnitude over all ranks, NaN if there is one."""
+    here = np.array([max(abs(float(x.min())), abs(float(x.max())))] if x.size else [0.0])
+    if x.size and np.isnan(x.max()):
+        here[0] = np.nan  # Python's max may pass over it
+    recursive_doubling(group, here, np.maximum)
+    return float(here[0])
+
+
+def _scale(largest: float, ranks: int) -> float | None:
+    """Return the power of two by which to multiply; None if `largest` is not finite."""
+    if not isfinite(largest):
+        return None
+    _, exponent = frexp(ranks * largest)  # ranks * largest < 2 ** exponent
+    return float(2.0 ** min(LARGEST - exponent, EXPONENT)) if largest else 1.0
