@@ -64,6 +64,14 @@ REFUSED = {
         ["engine.shard_optimizer=true", "wire.algorithm=tree"],
         "[engine] shard_optimizer: ranks exchange ranges along a ring; expected [wire] algorithm",
     ),
+    "shards that are shared": (
+        ["engine.shard_optimizer=true", "engine.share_parameters=true"],
+        "[engine] shard_optimizer: expected without share_parameters, seen both",
+    ),
+    "compressed and shared": (
+        ["engine.share_parameters=true", "wire.compression=bf16"],
+        "[engine] share_parameters: ranks exchange ranges of the gradient as it is",
+    ),
     "no patience": (["early_stop.metric=test_loss"], "[early_stop] patience is missing"),
     "metric": (
         ["early_stop.patience=2", "early_stop.metric=loss"],

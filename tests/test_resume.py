@@ -55,12 +55,22 @@ CHANGES = {
     "resnet": ["model.kind=resnet20", "model.widths=", "model.blocks=1", "model.channels=[4, 6]"],
     "shards": ["engine.shard_optimizer=true", "optimizer.kind=lamb", "optimizer.momentum=",
                "optimizer.rate=0.01"],
+    "shared": ["engine.share_parameters=true", "checkpoint.keep_best=test_loss"],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("change", "size"),
-    [("sgd", 1), ("sgd", 2), ("sgd", 3), ("adamw", 2), ("lamb", 1), ("lamb", 3), ("resnet", 2)],
+    [
+        ("sgd", 1),
+        ("sgd", 2),
+        ("sgd", 3),
+        ("adamw", 2),
+        ("lamb", 1),
+        ("lamb", 3),
+        ("resnet", 2),
+        ("shared", 2),
+    ],
 )
 def test_resumed_runs_end_with_the_same_bytes(tmp_path, stops, monkeypatch, size, change):
     change = CHANGES[change]

@@ -17,7 +17,7 @@ import numpy as np
 
 from hpctrain import config
 from hpctrain.checkpoint import Piece
-from hpctrain.collectives import broadcast
+from hpctrain.collectives import Group, broadcast
 from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.engines import compressed
 from hpctrain.engines.engine import (
@@ -27,6 +27,7 @@ from hpctrain.engines.engine import (
     Work,
     in_step,
 )
+from hpctrain.engines.shared import Shared
 from hpctrain.engines.single import Single, SingleOptions
 from hpctrain.engines.update import Replicated, Sharded
 from hpctrain.errors import UsageError
@@ -44,13 +45,20 @@ class AllReduceOptions(WireOptions):
     """How gradients are summed; a recipe gives the keys that are WireOptions' in `[wire]`."""
 
     shard_optimizer: bool = False  #: each rank keeps 1/P of the optimizer's state
+    share_parameters: bool = False  #: all ranks of a node have one array of parameters
 
     def __post_init__(self) -> None:
-        """Refuse what does not go with shards, and what compression does not go with."""
+        """Refuse options that contradict each other, and what compression does not go with."""
         super().__post_init__()
-        if self.shard_optimizer and self.compression != "none":
+        if self.shard_optimizer and self.share_parameters:
             raise UsageError(
-                "[engine] shard_optimizer: ranks exchange ranges of the gradient as it is; "
+                "[engine] shard_optimizer: expected without share_parameters, seen both; where "
+                "parameters are shared, a rank keeps only a part of the optimizer's state anyway"
+            )
+        own = [key for key in ("shard_optimizer", "share_parameters") if getattr(self, key)]
+        if own and self.compression != "none":
+            raise UsageError(
+                f"[engine] {own[0]}: ranks exchange ranges of the gradient as it is; "
                 f"expected [wire] compression none, seen {self.compression}"
             )
         if self.shard_optimizer and self.algorithm not in ("auto", "ring"):
@@ -92,7 +100,13 @@ class AllReduce:
         for plane in (arena.param, arena.buffer):
             broadcast(self._group, plane)  # a user's own model may start from random numbers
         sums = allreduce_named(options.algorithm)
+        self._wire: Group | None = None  # of the communication thread
         self._compressor = compress.build(options, sums, arena, world.size)
+        self._reducer: Reducer | Shared
+        self.update: Replicated | Sharded | Shared
+        if options.share_parameters:
+            self.update = self._reducer = Shared(world, replica, optimizer, sums, self.times)
+            return
         self.update = (
             Sharded(self._group, arena, optimizer, self.times, world.trace)
             if options.shard_optimizer
@@ -131,7 +145,7 @@ class AllReduce:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent since the start."""
-        return self._group.bytes_sent + self._wire.bytes_sent
+        return self._group.bytes_sent + (self._wire.bytes_sent if self._wire else 0)
 
     def sum(self, numbers: np.ndarray) -> np.ndarray:
         """Return the sums of a few float64 over all ranks, the same on each."""
@@ -163,7 +177,8 @@ class AllReduce:
     def close(self) -> None:
         """End the communication thread and free its link; collective."""
         self._reducer.close()
-        self._wire.free()
+        if self._wire is not None:
+            self._wire.free()
 
     def _vote(self, flags: Flags) -> Flags:
         said = np.array(flags, np.int32)

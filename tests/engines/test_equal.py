@@ -17,12 +17,12 @@ from ranks import on_ranks, run_on
 
 from hpctrain import collectives, data, engines, nn, optim
 from hpctrain.collectives.ring import ring
-from hpctrain.engines import update
+from hpctrain.engines import shared, update
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.trainer import Trainer
 
 ALGORITHMS = ("auto", *(name for name in collectives.ALLREDUCE if name != "null"))
-WAYS = (*ALGORITHMS, "shards")
+WAYS = (*ALGORITHMS, "shards", "shared")
 TOLERANCE = {"float64": 1e-10, "float32": 1e-3}
 MODELS = {
     "mlp": nn.MlpOptions(widths=[64, 24, 10]),
@@ -72,9 +72,11 @@ def planes(arena) -> np.ndarray:
 
 
 def engine(way: str):
-    """Return all-reduce by an algorithm, or with an optimizer in shards."""
+    """Return all-reduce by an algorithm, with an optimizer in shards, or shared parameters."""
     if way == "shards":
         return engines.AllReduce(shard_optimizer=True, bucket_bytes=1024)
+    if way == "shared":
+        return engines.AllReduce(share_parameters=True)
     return engines.AllReduce(algorithm=way, bucket_bytes=1024)
 
 
@@ -107,7 +109,8 @@ def relative_distance(w, model: str, precision: str) -> float:
 @pytest.mark.parametrize("precision", TOLERANCE)
 @on_ranks(2, 3, 4, 5)
 def test_p_ranks_equal_one_rank(ranks, monkeypatch, way, precision, model):
-    monkeypatch.setattr(update, "BLOCK", 512)  # or these small models would be one shard
+    for module in (shared, update):
+        monkeypatch.setattr(module, "BLOCK", 512)  # or these small models would be one shard
     for w, _ in ranks(trained, model, precision, way):
         assert relative_distance(w, model, precision) <= TOLERANCE[precision]
 

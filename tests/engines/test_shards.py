@@ -1,7 +1,8 @@
 """An optimizer in shards: the update of one, for the same bytes on the wire, in 1/P of the memory.
 
-The model has six blocks, which no number of ranks here divides but 2 and 3; with nine, some of the
-shards are empty. That P ranks equal one rank: test_equal.py.
+Shards belong to ranks, or where a node shares its parameters to the ranks of each node. The model
+has six blocks, which no number of ranks here divides but 2 and 3; with nine, some of the shards
+are empty. That P ranks equal one rank: test_equal.py.
 """
 
 from __future__ import annotations
@@ -15,13 +16,19 @@ from ranks import on_ranks, run_on
 from hpctrain import data, engines, nn, optim
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.engines.engine import BLOCK
+from hpctrain.errors import UsageError
+from hpctrain.gradients.arena import params_sha256
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.trainer import Trainer
+from hpctrain.transport.memory import Memory
+from hpctrain.world import World
 
 STEPS, BATCH = 3, 20
 MODEL = nn.MlpOptions(widths=[64, 1024, 256, 10])
 SHARDS = engines.AllReduce(shard_optimizer=True, bucket_bytes=100_000)
+SHARED = engines.AllReduce(share_parameters=True)
 METHODS = {
+    "momentum": optim.sgd(0.1, 0.9, weight_decay=0.1, exempt_vectors=True),
     "clipping": optim.sgd(0.1, 0.9, clip_norm=0.1),
     "adamw": optim.adamw(0.01),
     "lars": optim.lars(1.0, weight_decay=0.1, clip_norm=0.1),
@@ -39,8 +46,8 @@ def trainer_of(world, optimizer, engine=SHARDS, precision="float32") -> Trainer:
     return Trainer(MODEL.build((8, 8), 10), optimizer, engine, precision=precision, world=world)
 
 
-def sharded(world, method: str, precision: str):
-    """Return this rank's gradients, one after the other, its state and all parameters."""
+def sharded(world, method: str, precision: str, engine=SHARDS):
+    """Return this rank's range of the gradient of each step, its state and all parameters."""
     seen, states = [], []
     optimizer = METHODS[method]
 
@@ -53,10 +60,13 @@ def sharded(world, method: str, precision: str):
         return states[0]
 
     spied = optimizer._replace(init=init, update=update)
-    trainer = trainer_of(world, spied, precision=precision)
+    trainer = trainer_of(world, spied, engine, precision)
     trainer.fit(digits(), steps=STEPS, batch=BATCH)
     trainer.close()
-    return seen, states[0], trainer.replica.arena.param
+    every = b"".join(seen)  # in a step, the optimizer may be given one piece after the other
+    size = len(every) // STEPS
+    ranges = [every[i * size : (i + 1) * size] for i in range(STEPS)]
+    return ranges, states[0], trainer.replica.arena.param
 
 
 def joined(link, parts: list[bytes], precision: str) -> list[np.ndarray]:
@@ -70,19 +80,66 @@ def joined(link, parts: list[bytes], precision: str) -> list[np.ndarray]:
 def test_the_update_is_that_of_one_rank(ranks, method, precision):
     """Of the same sum of gradients all shards make the same bytes: parameters and state."""
 
+    ranks(update_of_one_rank, SHARDS, method, precision)
+
+
+def update_of_one_rank(world, engine, method: str, precision: str, hosts: str = ""):
+    """Compare with one rank's update; `hosts` are those of ranks that share, a letter each."""
+    world = World(world.link, tuple(hosts), concurrent=world.concurrent) if hosts else world
+    link = world.main.links[1] if hosts else world.link
+    seen, state, param = sharded(world, method, precision, engine)
+    names = [name for name in state if name != "step"]
+    arena = ModelReplica(MODEL.build((8, 8), 10), 0, np.dtype(precision)).arena
+    alone, start = METHODS[method].init(arena.param), arena.param.copy()
+    for grad in joined(link, seen, precision):
+        METHODS[method].update(grad, alone, arena.param, arena.slots, lambda rows: rows)
+    assert param.tobytes() == arena.param.tobytes() != start.tobytes()
+    assert state["step"] == alone["step"] == STEPS
+    pieces = joined(link, [state[name].tobytes() for name in names], precision)
+    for name, array in zip(names, pieces, strict=True):
+        assert array.tobytes() == alone[name].tobytes()
+    world.must_agree(params_sha256(arena), "parameters")
+
+
+LAYOUTS = {2: ("aa", "ab"), 4: ("aaaa", "aabb"), 5: ("aabbb", "ababb")}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("layout", range(2))
+@on_ranks(2, 4, 5, mpi=(2, 4))
+def test_parameters_of_a_node_get_the_update_of_one_rank(ranks, layout, method):
     def body(world):
-        seen, state, param = sharded(world, method, precision)
-        names = [name for name in state if name != "step"]
-        arena = ModelReplica(MODEL.build((8, 8), 10), 0, np.dtype(precision)).arena
-        alone, start = METHODS[method].init(arena.param), arena.param.copy()
-        for grad in joined(world.link, seen, precision):
-            METHODS[method].update(grad, alone, arena.param, arena.slots, lambda rows: rows)
-        assert param.tobytes() == arena.param.tobytes() != start.tobytes()
-        pieces = joined(world.link, [state[name].tobytes() for name in names], precision)
-        for name, array in zip(names, pieces, strict=True):
-            assert array.tobytes() == alone[name].tobytes()
+        hosts = LAYOUTS[world.size][layout]
+        update_of_one_rank(world, SHARED, method, "float32", hosts)
 
     ranks(body)
+
+
+@on_ranks(3, mpi=(2, 3))
+def test_a_node_has_one_array_of_parameters(ranks):
+    """What one rank writes there, all others read."""
+
+    def body(world):
+        trainer = trainer_of(world, METHODS["momentum"], SHARED)
+        param = trainer.replica.arena.param
+        if world.rank == world.size - 1:
+            param[:] = 7
+        world.link.barrier()
+        assert (param == 7).all()
+        sums = trainer.evaluate(digits())
+        trainer.close()
+        return sums.loss
+
+    assert len(set(ranks(body))) == 1
+
+
+def test_where_no_memory_can_be_shared_all_ranks_say_so():
+    def body(world):
+        world.memory = Memory(world.main.links[1], world.gather, kinds=())
+        with pytest.raises(UsageError, match=r"share_parameters: expected \d+ bytes of memory"):
+            trainer_of(world, METHODS["momentum"], SHARED)
+
+    run_on("threads", 2, body)
 
 
 @on_ranks(2, 3, 4)
@@ -113,12 +170,13 @@ def test_as_many_bytes_as_a_ring_and_a_part_of_the_memory(ranks):
 
 
 ROWS = [("shards", 3, "whole", 2), ("whole", 2, "shards", 4), ("shards", 4, "shards", 2),
-        ("shards", 2, "whole", 1)]  # fmt: skip
+        ("shards", 2, "whole", 1), ("shared", 3, "whole", 1), ("whole", 1, "shared", 2),
+        ("shared", 2, "shared", 4), ("shared", 4, "shards", 3)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("first", "before", "then", "after"), ROWS)
 def test_a_checkpoint_fits_any_number_of_shards(tmp_path, first, before, then, after):
-    ways = {"shards": SHARDS, "whole": engines.AllReduce()}
+    ways = {"shards": SHARDS, "shared": SHARED, "whole": engines.AllReduce()}
 
     def fit(world, way, steps, out=None, resume=False):
         trainer = trainer_of(world, optim.sgd(0.1, 0.9), ways[way], "float64")

@@ -1,0 +1,202 @@
+"""One array of parameters per node: who sums a part of the gradients updates it in the same pass.
+
+Gradients lie in memory that node neighbours see, and so does the one array of parameters. On a
+node of three ranks, `g` the gradient of one rank's share, `G` the sum of all, `w` old and `W` new:
+
+    rank   gradients    block by block: sum and update    the array of all three
+     0     g g g        G . .  ->  W . .                  W W W
+     1     g g g        . G .  ->  . W .
+     2     g g g        . . G  ->  . . W
+
+A block of sums is still in the cache when the optimizer takes it, and is written nowhere. Read
+from memory are (P + 1) n bytes and the optimizer's state, written n and the state: all of it once
+per node, where P replicas read and write it P times. Nothing is gathered and nothing written back.
+
+Several nodes: parts are summed in the node, then over the nodes by the ranks that have the same
+local rank, and each node makes the same update of the same bytes. There are as many parts as the
+smallest node has ranks; further ranks of larger nodes wait. Norms need all sums before the first
+update: there gradients are summed first, then updated. Parts begin at blocks of the optimizer, so
+that any number of ranks makes the update of one.
+
+Three meetings order all reads and writes: the ranks' vote after backward (all gradients are
+there), one of the node after the update (all parameters are), and the next vote again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hpctrain.checkpoint import Piece
+from hpctrain.collectives import AllReduceFunction, all_gather_bytes
+from hpctrain.collectives.chunks import bounds
+from hpctrain.engines.engine import BLOCK, Times, fitting, load_into, pieces_of, whole
+from hpctrain.errors import UsageError
+from hpctrain.gradients.arena import Slot
+from hpctrain.gradients.replica import Replica
+from hpctrain.optim import Optimizer
+from hpctrain.optim.optimizer import State
+from hpctrain.world import World
+
+#: Elements summed and updated at once: with their state they stay in the second-level cache.
+PASS = 32_768
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What one pass touches: views."""
+
+    grads: Sequence[np.ndarray]  #: of all ranks of the node
+    param: np.ndarray
+    state: State
+    slots: Sequence[Slot]
+
+
+class Shared:
+    """Sums gradients and updates parameters, where the ranks of a node share these."""
+
+    def __init__(
+        self,
+        world: World,
+        replica: Replica,
+        optimizer: Optimizer,
+        allreduce: AllReduceFunction,
+        times: Times,
+    ):
+        """Put the parameters, which are equal on all ranks, where all of a node see them.
+
+        `allreduce` sums over nodes. Collective; raises UsageError, on all ranks, if memory cannot
+        be shared.
+        """
+        group, link = world.main, world.main.links[2]
+        self._node, self._across = group.links[1], replace(group, link=link, node=None, across=None)
+        self._link, self._allreduce, self._optimizer = group.link, allreduce, optimizer
+        self._times, self._trace, self.wire_s = times, world.trace, 0.0
+        _share(world, replica)
+        self._arena = arena = replica.arena
+        self._own = own = _range(arena.param.size, min(map(len, group.nodes)), self._node.rank)
+        self._param, self._slots = arena.param[own], _seen_from(own.start, arena.slots)
+        self.state = optimizer.init(self._param)
+        self._grads = [x[own] for x in world.memory.neighbours(arena.grad) or [arena.grad]]
+        self._sum = np.empty(min(PASS, self._param.size), self._param.dtype)
+        self._now = self.state["step"].copy()  # in a pass: the optimizer counts each block
+        self._blocks = [self._block(at) for at in _cut(self._param.size)]
+        self._fused = link.size == 1 and not optimizer.needs_norms
+
+    def ready(self, name: str) -> None:
+        """Take no note of a gradient: sums are made when all are there."""
+
+    def wait(self) -> np.ndarray:
+        """Return this rank's own gradient: the update sums."""
+        return self._arena.grad
+
+    def __call__(self, gradient: np.ndarray) -> None:
+        """Take all ranks' gradients, which are there; return once the node has its parameters."""
+        if self._fused:
+            self._sum_and_update()
+        else:
+            self._sum_then_update(gradient[self._own])
+        with self._trace.span("wait for parameters", "wait") as waiting:
+            self._node.barrier()
+        self._times.wait_s += waiting.seconds
+
+    def pieces(self) -> list[Piece]:
+        """Return this rank's part of the state; each node saves an equal part of a range."""
+        nodes, size = self._across.link, self._arena.param.size
+        offsets = bounds(self._param.size, nodes.size, BLOCK)
+        at = slice(offsets[nodes.rank], offsets[nodes.rank + 1])
+        arrays = {name: x for name, x in self.state.items() if name != "step"}
+        step = {name: self.state[name] for name in self.state.keys() - arrays.keys()}
+        start = self._own.start + at.start
+        own = [Piece(f"optimizer.{name}", start, size, x[at]) for name, x in arrays.items()]
+        return own + pieces_of(self._arena, step, self._link.rank, self._link.size)
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Take the parameters, as all of the node do alike, and our range of the state."""
+        load_into(self._arena, {}, arrays)
+        for name, x in self.state.items():
+            size, at = (1, slice(1)) if name == "step" else (self._arena.param.size, self._own)
+            x[...] = fitting(arrays, f"optimizer.{name}", size)[at]
+
+    def close(self) -> None:
+        """Do nothing: there are no threads."""
+
+    def _block(self, at: slice) -> _Block:
+        state = {name: x[at] for name, x in self.state.items() if name != "step"}
+        slots = [s for s in _seen_from(at.start, self._slots) if s.stop > 0 and s.offset < PASS]
+        grads = [x[at] for x in self._grads]
+        return _Block(grads, self._param[at], {**state, "step": self._now}, slots)
+
+    def _sum_and_update(self) -> None:
+        """Take each block of sums while it is in the cache; it is written nowhere else."""
+        done = int(self.state["step"][0])
+        for block in self._blocks:
+            self._now[0] = done
+            total = _add_up(block.grads, self._sum[: block.param.size])
+            self._optimizer.update(total, block.state, block.param, block.slots, whole)
+        self.state["step"][0] = done + 1
+
+    def _sum_then_update(self, total: np.ndarray) -> None:
+        """Make `total`, our range of our own gradient, the sum of all ranks', and take it."""
+        for at, block in zip(_cut(total.size), self._blocks, strict=True):
+            total[at] = _add_up(block.grads, self._sum[: at.stop - at.start])
+        if self._across.link.size > 1 and total.size:
+            with self._trace.span("sum across nodes", "wait", bytes=total.nbytes) as waiting:
+                self._allreduce(self._across, total, np.add)
+            self._times.wait_s += waiting.seconds
+            self.wire_s += waiting.seconds
+        self._optimizer.update(total, self.state, self._param, self._slots, self._rows_of_all)
+
+    def _rows_of_all(self, rows: np.ndarray) -> np.ndarray:
+        """Return the rows of all ranges, in order, as any node has them; see `Optimizer`."""
+        with self._trace.span("gather norms", "wait") as waiting:
+            everyones = all_gather_bytes(self._node, rows.tobytes())
+        self._times.wait_s += waiting.seconds
+        return np.frombuffer(b"".join(everyones)).reshape(-1, rows.shape[1])
+
+
+def _share(world: World, replica: Replica) -> None:
+    """Let the parameters of a node's ranks lie in one array."""
+    alone, param = world.main.links[1].size == 1, replica.arena.param
+    array = None if alone else world.memory.one_for_all(param.size, param.dtype)
+    world.together(lambda: _must_be_shared(alone or array is not None, param.nbytes))
+    if array is not None:
+        replica.move(param=array)
+
+
+def _must_be_shared(shared: bool, nbytes: int) -> None:
+    if not shared:
+        raise UsageError(
+            f"[engine] share_parameters: expected {nbytes} bytes of memory that all ranks of this "
+            "node see, seen none: neither memfd_create, /dev/shm nor MPI gives it; free memory "
+            "there, or train without share_parameters"
+        )
+
+
+def _range(size: int, parts: int, rank: int) -> slice:
+    """Return the range of a node's rank; that of ranks beyond `parts` is empty, at a block."""
+    offsets = bounds(size, parts, BLOCK)
+    return slice(*offsets[rank : rank + 2]) if rank < parts else slice(0, 0)
+
+
+def _cut(size: int) -> list[slice]:
+    return [slice(i, min(i + PASS, size)) for i in range(0, size, PASS)]
+
+
+def _seen_from(start: int, slots: Sequence[Slot]) -> list[Slot]:
+    """Return the slots with offsets that count from `start`."""
+    return [replace(slot, offset=slot.offset - start) for slot in slots]
+
+
+def _add_up(arrays: Sequence[np.ndarray], out: np.ndarray) -> np.ndarray:
+    """Return the sum of `arrays`, added in their order, in `out`, which is none of them."""
+    first, *others = arrays
+    if not others:
+        out[...] = first
+        return out
+    np.add(first, others[0], out=out)
+    for other in others[1:]:
+        out += other
+    return out
