@@ -54,7 +54,8 @@ class World:
         main = over_nodes(self.link, self.host)
         node = main.links[1]
         self.memory = Memory(node, partial(collectives.all_gather_bytes, node))
-        self.main = replace(main, memory=self.memory)
+        # Ranks that are threads of one process must let each other run.
+        self.main = replace(main, memory=self.memory, spins=self.transport == "mpi")
 
     @property
     def rank(self) -> int:

@@ -1,4 +1,4 @@
-"""Collective operations, written by hand over point-to-point messages.
+"""Collective operations, written by hand over point-to-point messages and node memory.
 
 Every all-reduce is a plain function `f(group, x, op)` that reduces the flat, contiguous array
 `x` in place; `op` is a NumPy ufunc of two arguments such as `np.add`, or called like one.
@@ -12,6 +12,7 @@ import numpy as np
 
 from hpctrain.collectives.agree import all_gather_bytes, all_gather_short
 from hpctrain.collectives.chunks import chunks
+from hpctrain.collectives.direct import direct
 from hpctrain.collectives.double_tree import double_tree
 from hpctrain.collectives.group import Group, over_nodes
 from hpctrain.collectives.halving_doubling import halving_doubling
@@ -31,6 +32,7 @@ ALLREDUCE: dict[str, AllReduceFunction] = {
     "double-tree": double_tree,
     "recursive-doubling": recursive_doubling,
     "halving-doubling": halving_doubling,
+    "direct": direct,
     "native": native,
     "null": null,
 }

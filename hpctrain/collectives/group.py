@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hpctrain.collectives.agree import all_gather_bytes
+from hpctrain.collectives.near import Near, near
 from hpctrain.transport.link import Link
 from hpctrain.transport.memory import Memory
 
@@ -44,6 +45,16 @@ class Group:
     node: Link | None = None  #: to the ranks of our node, in their order
     across: Link | None = None  #: to the ranks that have our local rank, one of each node
     memory: Memory | None = None  #: what `node` sees of each other; None where nothing is shared
+    spins: bool = False  #: whether this thread may look for a flag without letting others run
+    _near: list[Near | None] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    @property
+    def near(self) -> Near | None:
+        """Flags and slots of our node, made on first use: then collective; None without memory."""
+        if not self._near:
+            none = self.node is None or self.memory is None or self.memory.kind is None
+            self._near.append(None if none else near(self.node, self.spins))
+        return self._near[0]
 
     @property
     def links(self) -> list[Link]:

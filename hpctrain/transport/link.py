@@ -7,7 +7,7 @@ peer would leave it pending. Every receive compares the bytes that came with the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,6 +48,9 @@ class Link(Protocol):
 
     def barrier(self) -> None:
         """Return once every rank has called."""
+
+    def wait_for(self, ready: Callable[[], bool], what: bytes) -> None:
+        """Return once `ready()`, which another rank brings about in memory that both see."""
 
     def window(self, nbytes: int) -> Sequence[np.ndarray]:
         """Return all ranks' arrays of zeros, uint8, ours of `nbytes`; all on one node must call."""

@@ -8,6 +8,7 @@ wait that lasts longer than `timeout_s` raises, and a rank that fails ends the o
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
@@ -18,6 +19,7 @@ import numpy as np
 from hpctrain.errors import HungError, TransportError
 
 T = TypeVar("T")
+LOOK_S = 2e-5  # between two looks for what no condition tells
 GRACE_S = 0.5  # between the first rank that fails and the end of the others' waits
 
 
@@ -120,6 +122,14 @@ class LocalLink:
             self.hub.barrier.wait(self.hub.timeout_s)
         except threading.BrokenBarrierError:
             raise self._gave_up("barrier") from None
+
+    def wait_for(self, ready: Callable[[], bool], what: bytes) -> None:
+        """Return once `ready()`: looked at now and then, since nobody tells when it changes."""
+        limit = time.monotonic() + self.hub.timeout_s
+        while not ready():
+            if self.hub.failed.is_set() or time.monotonic() > limit:
+                raise self._gave_up(what.decode())
+            time.sleep(LOOK_S)
 
     def window(self, nbytes: int) -> list[np.ndarray]:
         """Return all ranks' arrays, ours of `nbytes`: threads see each other's memory anyway."""

@@ -46,10 +46,22 @@ class File(NamedTuple):
 
 
 class Region(NamedTuple):
-    """One allocation: its bytes, and all ranks' arrays (uint8), None for our own."""
+    """One allocation: which, its bytes, and all ranks' arrays (uint8), None for our own."""
 
+    number: int
     nbytes: int
     arrays: list[np.ndarray | None]
+
+
+class Place(NamedTuple):
+    """Where an array lies: in which allocation, how many bytes from its start; and all ranks'.
+
+    Ranks may give each other's arrays to one operation if theirs agree in the first two.
+    """
+
+    number: int
+    offset: int
+    arrays: list[np.ndarray]
 
 
 class Memory:
@@ -64,6 +76,7 @@ class Memory:
         """
         self._link, self._gather, self._kinds = link, gather, kinds if link.size > 1 else ()
         self._regions: dict[int, Region] = {}  # by the address of our own array
+        self._made = 0
 
     @property
     def kind(self) -> str | None:
@@ -81,7 +94,8 @@ class Memory:
             return aligned_zeros(length, dtype)
         own, address = arrays[self._link.rank], _address(arrays[self._link.rank])
         others = [None if i == self._link.rank else x for i, x in enumerate(arrays)]
-        self._regions[address] = Region(nbytes, others)
+        self._regions[address] = Region(self._made, nbytes, others)
+        self._made += 1
         # Once no array lies in our pages any more, neighbours' pages need not be mapped either.
         weakref.finalize(own.base, self._regions.pop, address, None)
         return own.view(dtype)
@@ -96,11 +110,18 @@ class Memory:
 
         None if `x` does not lie in an array of `zeros`, which all asked for in the same order.
         """
+        place = self.place(x)
+        return None if place is None else place.arrays
+
+    def place(self, x: np.ndarray) -> Place | None:
+        """Return where our contiguous `x` lies, None if in no array of `zeros`."""
         address = _address(x)
-        for start, region in self._regions.items():
-            if start <= address and address + x.nbytes <= start + region.nbytes:
-                at = slice(address - start, address - start + x.nbytes)
-                return [x if y is None else y[at].view(x.dtype) for y in region.arrays]
+        for start, (number, nbytes, arrays) in self._regions.items():
+            offset = address - start
+            if offset >= 0 and offset + x.nbytes <= nbytes:
+                at = slice(offset, offset + x.nbytes)
+                same = [x if y is None else y[at].view(x.dtype) for y in arrays]
+                return Place(number, offset, same)
         return None
 
     def _share(self, nbytes: int) -> list[np.ndarray] | None:

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -29,6 +29,9 @@ from hpctrain.watch import Entry  # noqa: E402
 CUT_BYTES = 1 << 30
 TAG = 0
 OPERATIONS: dict[np.ufunc, MPI.Op] = {np.add: MPI.SUM, np.minimum: MPI.MIN, np.maximum: MPI.MAX}
+#: Who waits for a word in shared memory first yields its core again and again; after YIELD_S it
+#: sleeps between its looks: a nap is 1/20 of what it has waited then.
+YIELD_S, NAP_S, LOOKS_PER_PROBE = 0.01, 0.0005, 32
 ALL = -1  # the peer, in the watch's record, of a call that waits for every rank
 
 
@@ -91,6 +94,22 @@ class MpiLink:
         """Return once every rank has called."""
         self.entry.enter(b"barrier", ALL, 0)
         self._comm.Barrier()
+        self.entry.leave()
+
+    def wait_for(self, ready: Callable[[], bool], what: bytes) -> None:
+        """Return once `ready()`: the core is offered to others meanwhile, and MPI is kept going.
+
+        Whoever we wait for may itself wait for a message of ours that MPI has not sent yet.
+        """
+        self.entry.enter(what, ALL, 0)
+        nap_at, looks = time.monotonic() + YIELD_S, 0
+        while not ready():
+            os.sched_yield()
+            looks += 1
+            if looks % LOOKS_PER_PROBE == 0:
+                self._comm.Iprobe(self.rank, TAG)
+                if time.monotonic() > nap_at:
+                    time.sleep(NAP_S)
         self.entry.leave()
 
     def window(self, nbytes: int) -> list[np.ndarray]:
