@@ -150,9 +150,7 @@ def _of_node(group: Group) -> Group:
     return Group(group.node, group.scratch)
 
 
-def _all_arrays(
-    group: Group, near: Near, x: np.ndarray, op: Operation
-) -> list[np.ndarray] | None:
+def _all_arrays(group: Group, near: Near, x: np.ndarray, op: Operation) -> list[np.ndarray] | None:
     """Return all ranks' arrays once all may be read; None if `x` was reduced through slots."""
     if x.nbytes > SHORT_BYTES:
         arrays = _agreed(group, near, x)

@@ -52,8 +52,9 @@ class Group:
     def near(self) -> Near | None:
         """Flags and slots of our node, made on first use: then collective; None without memory."""
         if not self._near:
-            none = self.node is None or self.memory is None or self.memory.kind is None
-            self._near.append(None if none else near(self.node, self.spins))
+            shares = self.memory is not None and self.memory.kind is not None
+            found = near(self.node, self.spins) if shares and self.node is not None else None
+            self._near.append(found)
         return self._near[0]
 
     @property

@@ -4,9 +4,9 @@
             [ round, payload | rank 0 ][ round, payload | rank 1 ] ...   for odd rounds
 
 In `exchange` each rank writes its word and waits for the same round in all others'. A rank can be
-one round ahead, no more: for round k + 2 it needs everybody's word of round k + 1, which comes after
-that rank has read all of round k. So two sets of words are enough, and no word is overwritten
-before all have read it.
+one round ahead, no more: for round k + 2 it needs everybody's word of round k + 1, which comes
+after that rank has read all of round k. So two sets of words are enough, and no word is
+overwritten before all have read it.
 
 Why this is right on x86 and on Arm:
 - A word is 64 bits at a multiple of 64 bytes, and a memoryview writes and reads it in one

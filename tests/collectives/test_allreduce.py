@@ -11,7 +11,6 @@ from hpctrain.collectives import (
     ALLREDUCE,
     DTYPES,
     OPERATIONS,
-    Group,
     all_gather_bytes,
     broadcast,
     operation,
@@ -35,7 +34,7 @@ def test_exact_on_integers(ranks, name, word):
     rows = [(dtype, op, expected(size, n, dtype, op)) for dtype in DTYPES for op in OPERATIONS]
 
     def body(world):
-        group = Group(world.link)
+        group = world.main
         for dtype, op, told in rows:
             if name == "native" and world.transport == "mpi" and dtype in INEXACT:
                 continue  # MPI knows no 16-bit floats
@@ -56,7 +55,7 @@ def test_same_bytes_on_all_ranks_and_near_float64(ranks, name):
             return np.random.default_rng(rank).standard_normal(10_007).astype(np.float32)
 
         x = values(world.rank)
-        EVERY[name](Group(world.link), x, np.add)
+        EVERY[name](world.main, x, np.add)
         all_bytes = all_gather_bytes(world.link, x.tobytes())
         assert all(one == all_bytes[0] for one in all_bytes)
         all_values = np.array([values(r) for r in range(world.size)], np.float64)
@@ -71,7 +70,7 @@ def test_broadcast_and_gather(ranks):
     def body(world):
         for root in range(world.size):
             x = vector(world.rank, 100_003, "float64").copy()
-            broadcast(Group(world.link), x, root)
+            broadcast(world.main, x, root)
             np.testing.assert_array_equal(x, vector(root, 100_003, "float64"))
         said = all_gather_bytes(world.link, b"x" * world.rank)
         assert said == [b"x" * rank for rank in range(world.size)]
@@ -87,7 +86,7 @@ def test_a_planted_error_is_seen():
 
     def body(world):
         x = vector(world.rank, 1000, "int64").copy()
-        forgetful(Group(world.link), x, np.add)
+        forgetful(world.main, x, np.add)
         return np.array_equal(x, expected(world.size, 1000, "int64", "sum"))
 
     assert not any(run_on("threads", 4, body))
@@ -111,7 +110,7 @@ def test_16_bit_floats_are_summed_in_float32(ranks, name, dtype):
             for rank in range(world.size)
         ]
         x = values[world.rank].copy()
-        EVERY[name](Group(world.link), x, operation("sum", kind))
+        EVERY[name](world.main, x, operation("sum", kind))
         exact = np.array([one.astype(np.float64) for one in values])
         error = np.abs(x.astype(np.float64) - exact.sum(0))
         bound = (world.size - 1) * unit * np.abs(exact).sum(0)

@@ -10,9 +10,16 @@ from cases import dtype_of, expected, length, vector
 from ranks import THREAD_RANKS, on_ranks, run_on
 
 from hpctrain.collectives import DTYPES, OPERATIONS, direct, operation
-from hpctrain.collectives.direct import all_gather, direct_shared, parts, reduce_scatter
+from hpctrain.collectives.direct import (
+    _say_that_messages_do,
+    all_gather,
+    direct_shared,
+    parts,
+    reduce_scatter,
+)
 from hpctrain.errors import TransportError, UsageError
 from hpctrain.transport.local import run_ranks
+from hpctrain.transport.memory import Memory
 from hpctrain.world import over_threads
 
 LENGTHS = ("0", "1", "P-1", "P", "P+1", "5003", "100003")
@@ -61,5 +68,59 @@ def test_exact_on_integers(ranks, call, where):
                     total = CALLS[call](group, x, operation(op, x.dtype))
                     told = expected(world.size, n, dtype, op)
                     assert total.tobytes() == told.tobytes(), (n, dtype, op)
+
+    ranks(body)
+
+
+@on_ranks(3)
+def test_lengths_that_differ(ranks):
+    """An error on every rank that names the lengths, whichever way each would have gone."""
+
+    def body(world):
+        seen = world.memory.zeros(100_000, np.float32)
+        for lengths in ((10, 10, 20), (10, 50_000, 10), (40_000, 50_000, 10)):
+            x = seen[: lengths[world.rank]]
+            told = "seen " + ", ".join(f"{4 * n} bytes on rank {r}" for r, n in enumerate(lengths))
+            with pytest.raises(TransportError, match=told):
+                direct(world.main, x if world.rank else x.copy(), np.add)
+            x[:] = 1
+            direct(world.main, seen[:30_000], np.add)  # all may go on together
+
+    ranks(body)
+
+
+def test_several_nodes_are_refused():
+    def body(link):
+        with pytest.raises(UsageError, match="seen 2; use hierarchical"):
+            direct(over_threads(link, "aab").main, np.zeros(5), np.add)
+
+    run_ranks(3, body)
+
+
+def test_without_node_memory_messages_do(caplog):
+    _say_that_messages_do.cache_clear()
+
+    def body(world):
+        group = replace(world.main, memory=Memory(world.link, None, kinds=()))
+        for _ in range(2):
+            x = vector(world.rank, 5003, "int64").copy()
+            assert CALLS["direct"](group, x, np.add) is x
+            np.testing.assert_array_equal(x, expected(world.size, 5003, "int64", "sum"))
+        assert group.bytes_sent > 0
+
+    run_on("threads", 3, body)
+    assert [r.getMessage().count("sends messages") for r in caplog.records] == [1]
+
+
+@on_ranks(4)
+def test_no_bytes_are_sent(ranks):
+    def body(world):
+        x, group = world.memory.zeros(50_000, np.float32), world.main
+        direct(group, x, np.add)
+        before = group.bytes_sent
+        for array in (x, x.copy(), x[:10]):
+            direct(group, array, np.add)
+            direct_shared(group, array, np.add)
+        assert group.bytes_sent == before
 
     ranks(body)

@@ -31,7 +31,7 @@ CALLS = {
     **{
         name: lambda group, x, op, root, f=collectives.ALLREDUCE[name]: f(group, x, op)
         for name in collectives.ALLREDUCE
-        if name not in ("native", "null")  # the library's own, and nothing
+        if name not in ("direct", "native", "null")  # no messages, the library's own, and nothing
     },
     "plain-ring": lambda group, x, op, root: plain_ring(group, x, op),
     "reduce-scatter": lambda group, x, op, root: reduce_scatter(group, x, op),
