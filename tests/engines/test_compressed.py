@@ -19,10 +19,10 @@ METHODS = {
 }
 OWES = ("top-k", "powersgd")
 OPTIMIZERS = {
-    "sgd": optim.sgd(rate=0.1, momentum=0.9),
+    "sgd": optim.sgd(rate=0.05, momentum=0.9),
     "clipping": optim.sgd(rate=0.1, momentum=0.9, clip_norm=1.0),
     "adamw": optim.adamw(rate=0.005),
-    "lars": optim.lars(rate=1.0, weight_decay=1e-4, trust=0.02),
+    "lars": optim.lars(rate=0.7, weight_decay=1e-4, trust=0.02),
     "lamb": optim.lamb(rate=0.02),
 }
 MODELS = {
