@@ -18,6 +18,7 @@ import numpy as np
 from hpctrain import config
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives import Group, broadcast
+from hpctrain.collectives.nccl import communicator, nccl
 from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.engines import compressed
 from hpctrain.engines.engine import (
@@ -113,6 +114,8 @@ class AllReduce:
             else Replicated(self._group, arena, optimizer, self._compressor or sums)
         )
         self._wire = world.group_for("wire")
+        if sums is nccl:
+            communicator(self._wire)  # now, before training, it can still be refused
         reduce, concurrent = self.update.reduce, world.concurrent
         self._reducer = Reducer(arena.grad, cut, self._wire, reduce, concurrent, world.trace)
 

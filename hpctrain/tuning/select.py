@@ -6,11 +6,13 @@ import numpy as np
 
 from hpctrain import collectives, config
 from hpctrain.collectives import AllReduceFunction, Group
+from hpctrain.collectives.nccl import nccl
 from hpctrain.collectives.operations import Operation
+from hpctrain.transport.nccl import libraries
 from hpctrain.tuning import cost
 
 #: What a user may type for an all-reduce.
-NAMES = ("auto", *collectives.ALLREDUCE)
+NAMES = ("auto", *collectives.ALLREDUCE, "nccl")
 
 
 def fastest(n: int, ranks: int, machine: cost.Machine = cost.Machine()) -> str:  # noqa: B008
@@ -31,5 +33,10 @@ def name_of(allreduce: AllReduceFunction, group: Group, nbytes: int) -> str:
 
 
 def allreduce_named(name: str) -> AllReduceFunction:
-    """Return the function that people call `name`; raise UsageError with the nearest name."""
-    return config.pick({"auto": auto, **collectives.ALLREDUCE}, name, "algorithm")
+    """Return the function that people call `name`; raise UsageError with the nearest name.
+
+    Also where it is one that needs what is not installed here.
+    """
+    if name == "nccl":
+        libraries()
+    return config.pick({"auto": auto, **collectives.ALLREDUCE, "nccl": nccl}, name, "algorithm")

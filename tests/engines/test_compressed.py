@@ -187,6 +187,7 @@ REFUSED = [
     ("engine.kind=easgd", "engine 'allreduce'.*seen 'easgd'"),
     ("engine.kind=gossip", "engine 'allreduce'.*seen 'gossip'"),
     ("engine.shard_optimizer=true", "shard_optimizer.*expected .* none, seen bf16"),
+    ("engine.share_parameters=true", "share_parameters.*expected .* none, seen bf16"),
     ("wire.algorithm=null", "carry 'bf16', seen 'null'"),
     ("wire.algorithm=native", "carry 'bf16', seen 'native'"),
     ("wire.compression_rank=3", "expected compression = 'powersgd' beside it, seen 'bf16'"),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from ranks import on_ranks, run_on
 
-from hpctrain.collectives import ALLREDUCE, Group, all_gather_bytes, bfloat16
+from hpctrain.collectives import ALLREDUCE, all_gather_bytes, bfloat16
 from hpctrain.errors import UsageError
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients import compress
@@ -38,7 +38,7 @@ class Side:
         grad = self.arena.grad
         self.compressor = compress.build(options, ALLREDUCE[algorithm], self.arena, world.size)
         self.buckets = cut(self.arena.slots, grad.size, grad.itemsize, bucket_bytes)
-        self.group = Group(world.link)
+        self.group = world.group_for("compressed")
         self.reducer = Reducer(grad, self.buckets, self.group, self.compressor, True)
 
     def sum(self, gradients: dict) -> np.ndarray:
@@ -71,7 +71,7 @@ def alike(world, x: np.ndarray) -> bool:
     return len(set(all_gather_bytes(world.link, x.tobytes()))) == 1
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "recursive-doubling", "double-tree"])
+@pytest.mark.parametrize("algorithm", ["ring", "recursive-doubling", "double-tree", "direct"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("method", ROUNDOFF)
 @on_ranks(2, 3, 5)
@@ -254,9 +254,9 @@ def expected_bytes(method: str, p: int, rank: int, plane: int, itemsize: int) ->
 def test_as_many_bytes_as_the_closed_form_says(ranks, method, dtype):
     def body(world):
         side = Side(world, method, dtype, bucket_bytes=10**9)
-        before = world.link.bytes_sent
+        before = side.group.bytes_sent
         side.sum(gradients(world.rank, 0))
-        sent = world.link.bytes_sent - before
+        sent = side.group.bytes_sent - before
         plane, itemsize = side.arena.grad.size, side.arena.grad.itemsize
         assert sent == expected_bytes(method, world.size, world.rank, plane, itemsize)
         assert sent < 0.8 * wire(itemsize, world.size, world.rank, plane)
@@ -292,6 +292,7 @@ REFUSED = [
     ({"compression": "powersgd", "compression_rank": 0}, "compression_rank"),
     *((METHODS[m] | {"algorithm": "null"}, f"carry '{m}', seen 'null'") for m in METHODS),
     *((METHODS[m] | {"algorithm": "native"}, f"carry '{m}', seen 'native'") for m in ROUNDOFF),
+    *((METHODS[m] | {"algorithm": "nccl"}, f"carry '{m}', seen 'nccl'") for m in ROUNDOFF),
 ]
 
 

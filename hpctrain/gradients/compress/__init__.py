@@ -28,10 +28,11 @@ from hpctrain.gradients.compress.powersgd import PowerSgd
 from hpctrain.gradients.compress.sixteen import Bfloat16, Float16
 from hpctrain.gradients.compress.top_k import TopK
 
-#: What a method cannot go with: it sends nothing, or it is MPI's and knows no 16-bit sums.
+#: What a method cannot go with: it sends nothing, or it is not ours and rounds as it likes.
 REFUSED = {
     "null": ("bf16", "fp16", "top-k", "powersgd"),
     "native": ("bf16", "fp16"),
+    "nccl": ("bf16", "fp16"),
 }
 #: What other engines say.
 ALLREDUCE_ALONE = (

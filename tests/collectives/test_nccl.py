@@ -1,0 +1,194 @@
+"""NCCL against a stand-in for CuPy: ids, sizes, dtypes, operations, and what is said without it.
+
+No GPU is needed, so this shows the calls that are made, not that they work on one.
+"""
+
+from __future__ import annotations
+
+import sys
+from threading import Barrier, Lock
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+from ranks import run_on
+
+from hpctrain import collectives, engines, nn, optim, recipe
+from hpctrain.errors import UsageError
+from hpctrain.gradients.replica import Batch, ModelReplica
+from hpctrain.tuning.select import allreduce_named
+
+ID = tuple(range(-128, 0))
+CONSTANTS = {"NCCL_SUM": 0, "NCCL_MAX": 2, "NCCL_MIN": 3, "NCCL_INT32": 2, "NCCL_INT64": 4,
+             "NCCL_FLOAT32": 7, "NCCL_FLOAT64": 8}  # fmt: skip
+UFUNCS = {0: np.add, 2: np.maximum, 3: np.minimum}
+KINDS = {2: np.int32, 4: np.int64, 7: np.float32, 8: np.float64}
+
+
+class DeviceArray:
+    """A copy in memory that only pointers lead to."""
+
+    def __init__(self, x, memory):
+        self._x, self.size = x.copy(), x.size
+        self.data = SimpleNamespace(ptr=id(self._x))
+        memory[self.data.ptr] = self._x
+
+    def get(self, stream, out):
+        out[...] = self._x
+
+
+class Cuda:
+    """What a job's ranks share: the stand-in for the GPUs and for NCCL's network."""
+
+    def __init__(self, ranks: int, devices: int):
+        self.memory, self.joined, self.calls = {}, {}, []
+        self.barrier, self.lock, self.devices = Barrier(ranks), Lock(), devices
+        self.ids = 0
+
+    def get_unique_id(self):
+        self.ids += 1
+        return ID
+
+    def communicator(self, size, shared, rank):
+        assert shared == ID and 0 <= rank < size == self.barrier.parties
+        return SimpleNamespace(allReduce=lambda *call: self.allreduce(rank, *call))
+
+    def allreduce(self, rank, source, target, count, kind, op, stream):
+        x = self.memory[source]
+        assert source == target and count == x.size and x.dtype == KINDS[kind] and stream == 77
+        self.joined[rank] = x.copy()
+        self.barrier.wait(10)
+        total = UFUNCS[op].reduce([self.joined[r] for r in sorted(self.joined)])
+        self.barrier.wait(10)
+        x[...] = total
+        self.calls.append((rank, count))
+
+    def modules(self) -> dict[str, ModuleType]:
+        """Return the modules that Python is to find."""
+        cupy, cuda, nccl = (ModuleType(n) for n in ("cupy", "cupy.cuda", "cupy.cuda.nccl"))
+        vars(nccl).update(CONSTANTS)
+        nccl.get_unique_id, nccl.NcclCommunicator = self.get_unique_id, self.communicator
+        cuda.Device, cuda.Stream, cuda.nccl = Device, Stream, nccl
+        cuda.runtime = SimpleNamespace(getDeviceCount=self.count, CUDARuntimeError=OSError)
+        cupy.cuda, cupy.ndarray = cuda, DeviceArray
+        cupy.asarray = lambda x: DeviceArray(x, self.memory)
+        return {m.__name__: m for m in (cupy, cuda, nccl)}
+
+    def count(self):
+        if self.devices is None:
+            raise OSError("no driver")
+        return self.devices
+
+
+class Device:
+    used: set[int] = set()  # noqa: RUF012  (one stand-in for all tests)
+
+    def __init__(self, number):
+        self.used.add(number)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+class Stream(Device):
+    ptr = 77
+
+    def __init__(self, non_blocking):
+        assert non_blocking
+
+    def synchronize(self):
+        pass
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    def install(ranks: int, devices: int | None) -> Cuda:
+        found = Cuda(ranks, devices)
+        for name, module in found.modules().items():
+            monkeypatch.setitem(sys.modules, name, module)
+        Device.used.clear()
+        return found
+
+    return install
+
+
+@pytest.mark.parametrize("op", ["sum", "min", "max"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
+def test_sums_over_ranks(cuda, dtype, op):
+    fake = cuda(3, 4)
+
+    def body(world):
+        function, group = allreduce_named("nccl"), world.group()
+        for n in (1, 100, 0):
+            x = (np.arange(n) * (world.rank + 1) - 40).astype(dtype)
+            function(group, x, collectives.OPERATIONS[op])
+            rows = [(np.arange(n) * (r + 1) - 40).astype(dtype) for r in range(3)]
+            assert (x == collectives.OPERATIONS[op].reduce(rows)).all()
+
+    run_on("threads", 3, body)
+    assert fake.ids == 1  # one communicator for all calls, of rank 0's id
+    assert sorted(fake.calls) == [(r, n) for r in range(3) for n in (1, 100)]
+    assert Device.used == {0, 1, 2}
+
+
+def replica() -> ModelReplica:
+    return ModelReplica(nn.MlpOptions(widths=[4, 3, 2]).build((4,), 2), 0, np.dtype("float32"))
+
+
+def test_an_engine_sums_by_it(cuda):
+    fake = cuda(2, 2)
+
+    def body(world):
+        engine = engines.AllReduce(algorithm="nccl").build(world, replica(), optim.sgd(0.1))
+        batch = Batch(np.full((2, 4), world.rank, np.float32), np.array([0, 1]))
+        engine.step(engines.Task(batch, 0.25, nn.Key(0, 0, 0)), engines.Flags())
+        engine.close()
+        return engine.replica.arena
+
+    first, second = run_on("threads", 2, body)
+    assert (first.grad == second.grad).all() and first.grad.any()
+    assert len(fake.calls) == 2
+
+
+def test_what_nccl_would_round_in_its_own_way_is_refused(cuda):
+    cuda(1, 1)
+
+    def body(world):
+        x = np.ones(4, np.float16)
+        with pytest.raises(UsageError, match="no arrays of float16"):
+            allreduce_named("nccl")(world.group(), x, collectives.operation("sum", x.dtype))
+
+    run_on("threads", 1, body)
+
+
+def test_more_ranks_than_gpus_are_refused_by_all(cuda):
+    cuda(3, 2)
+
+    def body(world):
+        with pytest.raises(UsageError, match="a GPU for each rank, seen a node with 1 fewer"):
+            engines.AllReduce(algorithm="nccl").build(world, replica(), optim.sgd(0.1))
+
+    run_on("threads", 3, body)
+
+
+@pytest.mark.parametrize("devices", [0, None])
+def test_no_gpu_is_said_before_anything_starts(cuda, devices):
+    cuda(1, devices)
+    with pytest.raises(UsageError, match="CUDA sees none here"):
+        recipe.load("digits", ["wire.algorithm=nccl"])
+
+
+def test_no_cupy_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(UsageError, match=r"pip install 'hpctrain\[cuda12x\]'"):
+        recipe.load("digits", ["wire.algorithm=nccl"])
+
+
+def test_cupy_without_nccl_names_it(cuda, monkeypatch):
+    cuda(1, 1)
+    monkeypatch.setattr(sys.modules["cupy.cuda"], "nccl", SimpleNamespace(available=False))
+    with pytest.raises(UsageError, match=r"nvidia-nccl-cu12.*NcclCommunicator"):
+        allreduce_named("nccl")
