@@ -15,7 +15,12 @@ Examples:
 """
 
 #: name: (file of commands/, function in it)
-SUBCOMMANDS: dict[str, tuple[str, str]] = {}
+SUBCOMMANDS: dict[str, tuple[str, str]] = {
+    "allreduce": ("bench_collectives", "allreduce"),
+    "reduce-scatter": ("bench_collectives", "reduce_scatter"),
+    "all-gather": ("bench_collectives", "all_gather"),
+    "broadcast": ("bench_collectives", "broadcast"),
+}
 LOADERS = {name: partial(load, *place) for name, place in SUBCOMMANDS.items()}
 
 

@@ -8,7 +8,7 @@ peer would leave it pending. Every receive compares the bytes that came with the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,6 +18,13 @@ class Request(Protocol):
 
     def wait(self) -> None:
         """Return when the transfer is done; raise TransportError if the sizes differ."""
+
+
+class NativeCall(NamedTuple):
+    """A call with nothing around it, and the view in which it leaves its result."""
+
+    call: Callable[[], Any]
+    result: np.ndarray
 
 
 class Link(Protocol):
@@ -57,6 +64,12 @@ class Link(Protocol):
 
     def native_allreduce(self, x: np.ndarray, op: Any) -> None:
         """Reduce `x` in place by the library's own all-reduce: yardstick and oracle."""
+
+    def native_call(self, operation: str, x: np.ndarray, op: Any) -> NativeCall:
+        """Return a call of the library's own `operation` on flat `x`, in place: a yardstick.
+
+        "allreduce"; "reduce-scatter" and "all-gather" of equal chunks; "broadcast" from rank 0.
+        """
 
     def free(self) -> None:
         """Give back what this link holds; all its ranks must call, and none may use it after."""

@@ -11,12 +11,14 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import numpy as np
 
 from hpctrain.errors import HungError, TransportError
+from hpctrain.transport.link import NativeCall
 
 T = TypeVar("T")
 LOOK_S = 2e-5  # between two looks for what no condition tells
@@ -141,6 +143,29 @@ class LocalLink:
         x[...] = first
         for other in others:
             op(x, other, out=x)
+
+    def native_call(self, operation: str, x: np.ndarray, op: Any) -> NativeCall:
+        """Return a call that does `operation` on flat `x`; there is no library, but this desk."""
+        chunk = x.size // self.size
+        mine = slice(self.rank * chunk, (self.rank + 1) * chunk)
+
+        def reduce_scatter() -> None:
+            x[mine] = op.reduce([other[mine] for other in self._lay_out(x.copy())])
+
+        def all_gather() -> None:
+            x[:] = np.concatenate(self._lay_out(x[mine].copy()))
+
+        def broadcast() -> None:
+            x[:] = self._lay_out(x.copy())[0]
+
+        calls: dict[str, Callable[[], Any]] = {
+            "allreduce": partial(self.native_allreduce, x, op),
+            "reduce-scatter": reduce_scatter,
+            "all-gather": all_gather,
+            "broadcast": broadcast,
+        }
+        result = x[mine] if operation == "reduce-scatter" else x
+        return NativeCall(calls[operation], result)
 
     def free(self) -> None:
         """Do nothing: a hub goes with its last link."""

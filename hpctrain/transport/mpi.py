@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -23,10 +24,12 @@ mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402  (the settings above must come first)
 
 from hpctrain.errors import TransportError, UsageError  # noqa: E402
+from hpctrain.transport.link import NativeCall  # noqa: E402
 from hpctrain.watch import Entry  # noqa: E402
 
 #: Open MPI refuses counts above 2^31 - 1; longer messages travel in pieces of this many bytes.
 CUT_BYTES = 1 << 30
+LONGEST_BYTES = (1 << 31) - 1  # what Open MPI takes in one call
 TAG = 0
 OPERATIONS: dict[np.ufunc, MPI.Op] = {np.add: MPI.SUM, np.minimum: MPI.MIN, np.maximum: MPI.MAX}
 #: Who waits for a word in shared memory first yields its core again and again; after YIELD_S it
@@ -134,6 +137,30 @@ class MpiLink:
         for piece in cuts(x, self.cut_bytes):
             self._comm.Allreduce(MPI.IN_PLACE, piece, OPERATIONS[op])
         self.entry.leave()
+
+    def native_call(self, operation: str, x: np.ndarray, op: Any) -> NativeCall:
+        """Return a call of MPI's own `operation` on flat `x`; see Link.
+
+        It costs what MPI costs under mpi4py: no look at the array, no note for the watch. Raises
+        UsageError for a dtype that MPI does not reduce, and above what Open MPI takes at once.
+        """
+        if op not in OPERATIONS or x.nbytes > LONGEST_BYTES:
+            raise UsageError(
+                f"MPI's own {operation}: expected int or float of 32 or 64 bits and at most "
+                f"{LONGEST_BYTES} bytes, seen {x.nbytes} bytes of {x.dtype}"
+            )
+        comm, chunk = self._comm, x.size // self.size
+        kind = MPI.Datatype.fromcode(x.dtype.char)
+        whole, chunks = [x, x.size, kind], [x, chunk, kind]
+        here, by = MPI.IN_PLACE, OPERATIONS[op]
+        calls: dict[str, Callable[[], Any]] = {
+            "allreduce": partial(comm.Allreduce, here, whole, by),
+            "reduce-scatter": partial(comm.Reduce_scatter_block, here, chunks, by),
+            "all-gather": partial(comm.Allgather, here, chunks),
+            "broadcast": partial(comm.Bcast, whole, 0),
+        }
+        result = x[:chunk] if operation == "reduce-scatter" else x
+        return NativeCall(calls[operation], result)
 
     def free(self) -> None:
         """Give the communicator back to MPI; all its ranks must call, and none may use it after."""

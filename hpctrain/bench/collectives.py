@@ -1,0 +1,157 @@
+"""`hpctrain bench allreduce` and its like: from what was typed to a table, JSON and a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain import config
+from hpctrain.bench import output, rivals, room, sizes, sweep
+from hpctrain.bench.operations import COLLECTIVES, NATIVE
+from hpctrain.collectives import DTYPES, OPERATIONS
+from hpctrain.errors import UsageError
+from hpctrain.world import World
+
+BUFFERS = {"node": True, "private": False}
+TIMED = (
+    "per round all ranks start at a barrier, make `calls` calls back to back, and the slowest "
+    "rank's time / calls counts; contenders and floor take turns; buffers hold zeros"
+)
+MATPLOTLIB = "--plot needs matplotlib; run: pip install 'hpctrain[report]'"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asked for, checked; MPI is not needed for that."""
+
+    plan: sweep.Plan
+    rivals: tuple[str, ...]
+    json: Path | None
+    plot: Path | None
+
+
+def check(
+    operation: str,
+    sizes_text: str,
+    algorithms: str,
+    rivals_text: str,
+    dtype: str,
+    op: str,
+    buffers: str,
+    iterations: int,
+    warm_up: int,
+    json: Path | None,
+    plot: Path | None,
+) -> Asked:
+    """Return what was asked for; raise UsageError that names what was expected, and the nearest."""
+    collective = COLLECTIVES[operation]
+    wanted = list(listed(algorithms))
+    for name in wanted:
+        config.pick(dict.fromkeys(collective.names), name, "algorithm")
+    plan = sweep.Plan(
+        collective,
+        sizes.parse(sizes_text),
+        wanted,
+        dtype_named(dtype),
+        config.pick({name: name for name in OPERATIONS}, op, "op"),
+        rounds_of("--iterations", iterations, 1),
+        rounds_of("--warm-up", warm_up, 0),
+        config.pick(BUFFERS, buffers, "--buffers"),
+    )
+    others = rivals.names(rivals_text)
+    if not wanted and not others:
+        raise UsageError(f"--algorithms: choose some of {', '.join(collective.names)}")
+    must_draw(plot)
+    return Asked(plan, tuple(others), json, plot)
+
+
+def run(world: World, asked: Asked) -> list[dict[str, Any]]:
+    """Measure, and show and keep what was found; return the rows. Collective."""
+    plan = asked.plan
+    room.check(world, max(plan.sizes), bool(asked.rivals))
+    output.must_be_writable(world, asked.json, asked.plot)
+    joined, skipped = rivals.join(world, asked.rivals)
+    able = {name: one for name, one in joined.items() if _offered(plan, one)}
+    skipped |= _impossible(plan) | {n: _offers_not(plan) for n in joined if n not in able}
+    plan = replace(plan, algorithms=[name for name in plan.algorithms if name not in skipped])
+    about = rivals.about(able, skipped)
+    output.say(world, [f"# {name}: {text}" for name, text in about.items()])
+    title = _title(world, plan)
+    try:
+        teller = output.Teller(world, title, output.COLLECTIVE, len(plan.sizes))
+        rows = teller.each(sweep.run(world, plan, able))
+    finally:
+        for library in joined.values():
+            library.close()
+    kept = output.report(world, rows, buffers=_buffers(world, plan), timed=TIMED, rivals=about)
+    output.write(world, asked.json, kept)
+    if asked.plot is not None and world.rank == 0:
+        import_module("hpctrain.bench.plot").draw(rows, title, asked.plot)
+    return rows
+
+
+def listed(text: str) -> Iterable[str]:
+    """Return the words that `text` lists, each once."""
+    return dict.fromkeys(word.strip() for word in text.split(",") if word.strip())
+
+
+def rounds_of(flag: str, number: int, least: int) -> int:
+    """Return `number`; raise UsageError if it is less than `least`."""
+    if number < least:
+        raise UsageError(f"{flag}: expected at least {least}, seen {number}")
+    return number
+
+
+def dtype_named(name: str) -> np.dtype:
+    """Return the dtype that people call `name`; bfloat16 needs the package ml_dtypes."""
+    config.pick(dict.fromkeys(DTYPES), name, "dtype")
+    if name != "bfloat16":
+        return np.dtype(name)
+    try:
+        return np.dtype(import_module("ml_dtypes").bfloat16)
+    except ImportError:
+        raise UsageError("--dtype bfloat16 needs ml_dtypes: pip install ml_dtypes") from None
+
+
+def must_draw(plot: Path | None) -> None:
+    """Raise UsageError if `plot` has another suffix than .png or .svg, or without matplotlib."""
+    if plot is None:
+        return
+    if plot.suffix not in (".png", ".svg"):
+        raise UsageError(f"--plot: expected a name that ends in .png or .svg, seen '{plot}'")
+    try:
+        import_module("hpctrain.bench.plot")
+    except ImportError as error:
+        raise UsageError(f"{MATPLOTLIB} ({error})") from None
+
+
+def _impossible(plan: sweep.Plan) -> dict[str, str]:
+    """Return why MPI's own collective is left out: it knows no 16-bit floats."""
+    if NATIVE in plan.algorithms and plan.dtype.itemsize == 2:
+        return {NATIVE: f"MPI reduces no {plan.dtype.name}"}
+    return {}
+
+
+def _offered(plan: sweep.Plan, library: rivals.Rival) -> bool:
+    return library.offers(plan.collective.name, plan.dtype)
+
+
+def _offers_not(plan: sweep.Plan) -> str:
+    return f"offers no {plan.collective.name} of {plan.dtype.name} in place"
+
+
+def _buffers(world: World, plan: sweep.Plan) -> str:
+    kind = world.memory.kind if plan.in_node_memory else None
+    return f"node ({kind})" if kind else "private"
+
+
+def _title(world: World, plan: sweep.Plan) -> str:
+    nodes = len(world.group().nodes)
+    where = "1 node" if nodes == 1 else f"{nodes} nodes"
+    reduced = f", {plan.op}" if plan.collective.name in ("allreduce", "reduce-scatter") else ""
+    return f"{plan.collective.name} of {plan.dtype.name}{reduced}, {world.size} ranks on {where}"

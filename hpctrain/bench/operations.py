@@ -1,0 +1,183 @@
+"""The collectives that are measured: who has what before and after, and what counts as bandwidth.
+
+`bytes` is the length of the longest array of a rank, as in nccl-tests: of reduce-scatter what goes
+in, of all-gather what comes out. busbw is algbw times a factor, so that with the best algorithm it
+is the speed of one rank's link, whatever the number of ranks. In a node, so many bytes have to be
+read or written at least: each once that is needed, each once that changes.
+
+    operation        busbw/algbw    bytes in memory, over n    chunk r is
+    allreduce        2(P-1)/P       2P; P+1 if shared
+    reduce-scatter   (P-1)/P        P+1                        the result on rank r
+    all-gather       (P-1)/P        P                          what rank r has before
+    broadcast        1              P
+
+Source of the factors: nccl-tests, doc/PERFORMANCE.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hpctrain import collectives
+from hpctrain.bench import checks
+from hpctrain.collectives import Group, Operation
+from hpctrain.collectives.chunks import bounds
+from hpctrain.collectives.direct import direct_shared
+from hpctrain.collectives.direct import reduce_scatter as direct_reduce_scatter
+from hpctrain.collectives.ring import all_gather, reduce_scatter
+from hpctrain.tuning.select import auto
+
+#: f(group, x, op): works in place; returns the array of the result where that is not `x`.
+Algorithm = Callable[[Group, np.ndarray, Operation], Any]
+NATIVE = "native"  #: the MPI library's own, called with nothing around it
+
+
+class Case(NamedTuple):
+    """One call: on `rank` of `ranks`, with `length` elements of `dtype`, reduced by `op`."""
+
+    rank: int
+    ranks: int
+    length: int
+    dtype: np.dtype
+    op: str
+
+    @property
+    def edges(self) -> list[int]:
+        """Where chunks begin, and the last one ends."""
+        return bounds(self.length, self.ranks)
+
+
+class Part(NamedTuple):
+    """What elements `start` .. of a vector must be: a block of `checks`, within a margin."""
+
+    start: int
+    stop: int
+    wanted: np.ndarray
+    margin: np.ndarray
+
+
+@dataclass(frozen=True)
+class Collective:
+    """An operation and how it is judged."""
+
+    name: str
+    algorithms: Mapping[str, Algorithm]
+    before: Callable[[Case], slice]  #: which elements a rank has before
+    after: Callable[[Case], list[Part]]  #: and what its result is made of
+    busbw: Callable[[int], float]  #: ranks -> busbw / algbw
+    moved: Callable[[int], int]  #: ranks of a node -> bytes in its memory / bytes
+    moved_if_shared: Callable[[int], int] | None = None  #: where the result is one for all
+    equal_chunks: bool = False  #: whether the number of ranks divides the length
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a user may ask for."""
+        return tuple(dict.fromkeys((*self.algorithms, NATIVE)))
+
+    def length(self, nbytes: int, itemsize: int, ranks: int) -> int:
+        """Return the elements of a vector of about `nbytes`, at least one."""
+        step = ranks if self.equal_chunks else 1
+        return -(-max(1, nbytes // itemsize) // step) * step
+
+    def prepare(self, x: np.ndarray, case: Case) -> None:
+        """Fill flat `x` with what a rank has before."""
+        x[:] = 0
+        mine = self.before(case)
+        checks.fill(x[mine], checks.block(case.rank, case.dtype), mine.start)
+
+    def right(self, result: np.ndarray, case: Case) -> bool:
+        """Return whether `result` is right on this rank."""
+        parts = self.after(case)
+        first = parts[0].start
+        return result.size == parts[-1].stop - first and all(
+            checks.agrees(result[a - first : b - first], wanted, margin, a)
+            for a, b, wanted, margin in parts
+        )
+
+
+def _all(case: Case) -> slice:
+    return slice(0, case.length)
+
+
+def _own_chunk(case: Case) -> slice:
+    return slice(*case.edges[case.rank : case.rank + 2])
+
+
+def _all_of_root(case: Case) -> slice:
+    return slice(0, case.length if case.rank == 0 else 0)
+
+
+def _reduced(case: Case, where: slice) -> list[Part]:
+    return [Part(where.start, where.stop, *checks.reduced(case.op, case.ranks, case.dtype))]
+
+
+def _copy_of(case: Case, rank: int, where: slice) -> Part:
+    values = checks.block(rank, case.dtype).astype(np.float64)
+    return Part(where.start, where.stop, values, np.zeros(checks.PERIOD))
+
+
+def _of_all_ranks(case: Case) -> list[Part]:
+    ranks = range(case.ranks)
+    return [_copy_of(case, rank, _own_chunk(case._replace(rank=rank))) for rank in ranks]
+
+
+def _ring_all_gather(group: Group, x: np.ndarray, op: Operation) -> None:
+    all_gather(group, x)
+
+
+def _direct_reduce_scatter(group: Group, x: np.ndarray, op: Operation) -> np.ndarray:
+    """Reduce our chunk; nobody may change its array before all have read it."""
+    own = direct_reduce_scatter(group, x, op, bounds(x.size, group.link.size))
+    if group.near is not None:
+        group.near.flags.exchange()
+    return own
+
+
+def _tree_broadcast(group: Group, x: np.ndarray, op: Operation) -> None:
+    collectives.broadcast(group, x)
+
+
+COLLECTIVES = {
+    one.name: one
+    for one in (
+        Collective(
+            "allreduce",
+            {"auto": auto, **collectives.ALLREDUCE, "direct-shared": direct_shared},
+            before=_all,
+            after=lambda case: _reduced(case, _all(case)),
+            busbw=lambda ranks: 2 * (ranks - 1) / ranks,
+            moved=lambda ranks: 2 * ranks,
+            moved_if_shared=lambda ranks: ranks + 1,
+        ),
+        Collective(
+            "reduce-scatter",
+            {"ring": reduce_scatter, "direct": _direct_reduce_scatter},
+            before=_all,
+            after=lambda case: _reduced(case, _own_chunk(case)),
+            busbw=lambda ranks: (ranks - 1) / ranks,
+            moved=lambda ranks: ranks + 1,
+            equal_chunks=True,
+        ),
+        Collective(
+            "all-gather",
+            {"ring": _ring_all_gather},
+            before=_own_chunk,
+            after=_of_all_ranks,
+            busbw=lambda ranks: (ranks - 1) / ranks,
+            moved=lambda ranks: ranks,
+            equal_chunks=True,
+        ),
+        Collective(
+            "broadcast",
+            {"tree": _tree_broadcast},
+            before=_all_of_root,
+            after=lambda case: [_copy_of(case, 0, _all(case))],
+            busbw=lambda ranks: 1.0,
+            moved=lambda ranks: ranks,
+        ),
+    )
+}

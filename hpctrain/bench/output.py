@@ -1,0 +1,143 @@
+"""What people see of a benchmark, from rank 0: a table, JSON, a bar while it runs.
+
+On a terminal the table comes at the end, below the bar. In a batch log each row is a plain line as
+soon as it is there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from hpctrain import machine, progress
+from hpctrain.bench.sizes import shown
+from hpctrain.errors import UsageError
+from hpctrain.world import World
+
+Row = Mapping[str, Any]
+Column = tuple[str, Callable[[Row], str]]  #: heading, row -> text
+
+
+def microseconds(key: str) -> Callable[[Row], str]:
+    """Return what shows the seconds `key` of a row in microseconds."""
+    return lambda row: f"{row[key] * 1e6:.4g}" if row[key] < 1 else f"{row[key] * 1e6:.0f}"
+
+
+def number(key: str, form: str) -> Callable[[Row], str]:
+    """Return what shows `key` of a row, a dash where there is none."""
+    return lambda row: format(row[key], form) if row.get(key) is not None else "-"
+
+
+SIZE: Column = ("size", lambda row: shown(row["bytes"]))
+WHO: Column = ("algorithm", lambda row: row["algorithm"])
+TIMES: tuple[Column, ...] = tuple(
+    (f"{name} us", microseconds(f"{name}_s")) for name in ("median", "p5", "p95", "p99")
+)
+RIGHT: Column = ("correct", lambda row: "yes" if row["correct"] else "NO")
+COLLECTIVE: tuple[Column, ...] = (
+    SIZE,
+    WHO,
+    *TIMES,
+    ("algbw GB/s", number("algbw", ".3g")),
+    ("busbw GB/s", number("busbw", ".3g")),
+    ("of floor", number("share_of_floor", ".0%")),
+    ("x native", number("times_native", ".2f")),
+    RIGHT,
+)
+
+
+class Teller:
+    """Rank 0's voice: shows rows of `columns` as they come; the others say nothing."""
+
+    def __init__(self, world: World, title: str, columns: Sequence[Column], total: int):
+        """Expect `total` calls of `rows`."""
+        self._columns, self._title, self._speaks = columns, title, world.rank == 0
+        console = progress.console()
+        self._drawn = console.is_terminal and self._speaks
+        self._out = Console(
+            file=sys.stdout, force_terminal=self._drawn, width=console.width if self._drawn else 160
+        )
+        self._table = Table(title=title)
+        for heading, _ in columns:
+            self._table.add_column(heading, justify="left" if heading == "algorithm" else "right")
+        self._bar = Progress(
+            TextColumn(title),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not self._drawn,
+            auto_refresh=False,  # a thread that draws would take a core from those who compute
+        )
+        self._task = self._bar.add_task("", total=total)
+
+    def each(self, found: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """Show groups of rows as they come; return all of them."""
+        self._bar.start()
+        self._say(f"# {self._title}")
+        self._say(self._line([heading for heading, _ in self._columns]))
+        rows: list[dict[str, Any]] = []
+        for group in found:
+            rows += group
+            self._show(group)
+        self._bar.stop()
+        if self._drawn:
+            self._out.print(self._table)
+        return rows
+
+    def _show(self, group: Sequence[Row]) -> None:
+        for row in group:
+            words = [text(row) for _, text in self._columns]
+            self._table.add_row(*words)
+            self._say(self._line(words))
+        self._bar.update(self._task, advance=1, refresh=True)
+
+    def _line(self, words: Sequence[str]) -> str:
+        headings = [heading for heading, _ in self._columns]
+        widths = [18 if h == "algorithm" else max(8, len(h)) for h in headings]
+        left = [h == "algorithm" for h in headings]
+        pairs = zip(words, widths, left, strict=True)
+        return "  ".join(w.ljust(n) if at_left else w.rjust(n) for w, n, at_left in pairs)
+
+    def _say(self, line: str) -> None:
+        if self._speaks and not self._drawn:
+            print(line, flush=True)
+
+
+def report(world: World, rows: Sequence[Row], **about: Any) -> dict[str, Any]:
+    """Return what --json holds: the machine's facts, `about`, and the rows."""
+    return {"machine": machine.facts(world.hosts, world.transport), **about, "rows": list(rows)}
+
+
+def write(world: World, path: Path | None, found: Mapping[str, Any]) -> None:
+    """Let rank 0 write `found` to `path`, if there is one."""
+    if path is not None and world.rank == 0:
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def say(world: World, lines: Iterable[str]) -> None:
+    """Print `lines`, from rank 0."""
+    if world.rank == 0:
+        for line in lines:
+            print(line, flush=True)
+
+
+def must_be_writable(world: World, *paths: Path | None) -> None:
+    """Raise UsageError on all ranks, before anything is measured, if rank 0 cannot write there."""
+
+    def touch() -> None:
+        for path in filter(None, paths):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.open("a").close()
+            except OSError as error:
+                raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+
+    world.together(touch if world.rank == 0 else lambda: None)

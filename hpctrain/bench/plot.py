@@ -1,0 +1,65 @@
+"""Plots of benchmarks: time and bandwidth over size, a line per contender.
+
+Colours are those of Okabe and Ito (2008), which colour-blind people can tell apart; marks differ
+too, so that a print in grey can be read. Bands reach from the 5th to the 95th percentile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure  # not pyplot, which would look for a screen
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from hpctrain.bench.sizes import shown
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+MARKS = "osD^vP*X"
+FEW_TICKS = 9
+Row = Mapping[str, Any]
+
+
+def draw(rows: Sequence[Row], title: str, path: Path, bandwidth: str = "busbw") -> None:
+    """Write the plot of `rows` to `path`, PNG or SVG by its suffix."""
+    figure = Figure((12, 5), layout="constrained")
+    time, speed = figure.subplots(1, 2)
+    names = list(dict.fromkeys(row["algorithm"] for row in rows))
+    for number, name in enumerate(names):
+        own = sorted((row for row in rows if row["algorithm"] == name), key=lambda r: r["bytes"])
+        style = {"color": COLORS[number % 8], "marker": MARKS[number % 8], "markersize": 4}
+        _line(time, own, name, style, "median_s", 1e6)
+        timed = [row for row in own if row[bandwidth]]
+        _line(speed, timed, name, style, bandwidth, 1.0)
+        times = [np.array([row[key] for row in own]) * 1e6 for key in ("p5_s", "p95_s")]
+        sizes = [row["bytes"] for row in own]
+        time.fill_between(sizes, *times, color=style["color"], alpha=0.12, linewidth=0)
+    sizes = sorted({row["bytes"] for row in rows})
+    _axes(time, sizes, "median time of a call [us]")
+    _axes(speed, sizes, f"{bandwidth} [GB/s]")
+    time.legend(fontsize="small")
+    figure.suptitle(title.replace("$", r"\$"))
+    figure.savefig(path, dpi=130)
+
+
+def _line(
+    axes: Axes, rows: Sequence[Row], name: str, style: Mapping[str, Any], key: str, factor: float
+) -> None:
+    values = [row[key] * factor for row in rows]
+    axes.plot([row["bytes"] for row in rows], values, label=name, linewidth=1.5, **style)
+
+
+def _axes(axes: Axes, sizes: Sequence[int], label: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    every = -(-len(sizes) // FEW_TICKS)
+    axes.xaxis.set_major_locator(FixedLocator(list(sizes)[::every]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: shown(round(size))))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.set_xlabel("size")
+    axes.set_ylabel(label)
+    axes.grid(alpha=0.3, which="both")

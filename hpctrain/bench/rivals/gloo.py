@@ -1,0 +1,64 @@
+"""torch.distributed on Gloo, over TCP: what a PyTorch user on CPUs has."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hpctrain.bench.rivals import TIMEOUT_S
+from hpctrain.world import World
+
+OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+class Gloo:
+    """See `hpctrain.bench.rivals.Rival`."""
+
+    def __init__(self, world: World):
+        """Meet the other ranks at a store on rank 0, which takes a port that is free."""
+        torch.set_num_threads(1)
+        limit = timedelta(seconds=TIMEOUT_S)
+        host = "127.0.0.1" if len(set(world.hosts)) == 1 else socket.getfqdn()
+        store, meet = None, partial(dist.TCPStore, world_size=world.size, timeout=limit)
+        if world.rank == 0:
+            store = meet(host, 0, is_master=True, wait_for_workers=False)
+        place = world.gather(f"{host} {store.port}" if store else "")[0].split()
+        store = store or meet(place[0], int(place[1]), is_master=False)
+        dist.init_process_group(
+            "gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit
+        )
+        self.about = f"torch {torch.__version__}, Gloo, 1 thread"
+
+    def offers(self, operation: str, dtype: np.dtype) -> bool:
+        """Return whether torch takes NumPy's arrays of `dtype`, and reduces nothing by halves."""
+        return operation != "reduce-scatter" and dtype.name != "bfloat16"
+
+    def call(self, operation: str, x: np.ndarray, op: str) -> Callable[[], None]:
+        """Return a call on `x`'s own memory."""
+        tensor = torch.from_numpy(x)
+        if operation == "allreduce":
+            return _silently(dist.all_reduce, tensor, OPERATIONS[op])
+        if operation == "broadcast":
+            return _silently(dist.broadcast, tensor, 0)
+        parts = list(tensor.chunk(dist.get_world_size()))
+        return _silently(dist.all_gather, parts, parts[dist.get_rank()])
+
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()
+
+
+def _silently(function: Callable[..., Any], *arguments: Any) -> Callable[[], None]:
+    """Return a call that returns nothing: the result is in place."""
+
+    def call() -> None:
+        function(*arguments)
+
+    return call

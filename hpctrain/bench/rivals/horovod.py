@@ -1,0 +1,46 @@
+"""Horovod over MPI, with PyTorch tensors; built by benchmarks/install_horovod.sh."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import horovod
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+from hpctrain.world import World
+
+OPERATIONS = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
+
+
+class Horovod:
+    """See `hpctrain.bench.rivals.Rival`."""
+
+    def __init__(self, world: World):
+        """Join: Horovod uses the MPI that is already up."""
+        torch.set_num_threads(1)
+        hvd.init()
+        cycle = os.environ.get("HOROVOD_CYCLE_TIME", "1 (default)")
+        self.about = f"horovod {horovod.__version__}, torch {torch.__version__}, cycle {cycle} ms"
+
+    def offers(self, operation: str, dtype: np.dtype) -> bool:
+        """Return whether Horovod does this in place."""
+        return operation in ("allreduce", "broadcast") and dtype.name != "bfloat16"
+
+    def call(self, operation: str, x: np.ndarray, op: str) -> Callable[[], None]:
+        """Return a call on `x`'s own memory; the name lets Horovod's cache know the tensor."""
+        tensor, name = torch.from_numpy(x), f"{operation}-{x.size}"
+
+        def allreduce() -> None:
+            hvd.allreduce_(tensor, op=OPERATIONS[op], name=name)
+
+        def broadcast() -> None:
+            hvd.broadcast_(tensor, 0, name=name)
+
+        return allreduce if operation == "allreduce" else broadcast
+
+    def close(self) -> None:
+        """Leave; MPI stays up."""
+        hvd.shutdown()

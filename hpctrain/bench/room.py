@@ -1,0 +1,43 @@
+"""Whether buffers fit into memory, looked at before they are made: a rank too many is killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpctrain.bench.sizes import shown
+from hpctrain.errors import UsageError
+from hpctrain.world import World
+
+MEMINFO = Path("/proc/meminfo")
+OWN_BUFFERS = 3  #: the one that is reduced, and the two of the floor
+RIVALS_BUFFERS = 2  #: what other libraries copy into
+
+
+def check(world: World, longest: int, rivals: bool, meminfo: Path = MEMINFO) -> None:
+    """Raise UsageError on all ranks if buffers of `longest` bytes do not fit; collective."""
+    world.together(lambda: _check(world, longest, rivals, meminfo))
+
+
+def _check(world: World, longest: int, rivals: bool, meminfo: Path) -> None:
+    ranks = world.hosts.count(world.host)
+    each = longest * (OWN_BUFFERS + RIVALS_BUFFERS * rivals)
+    free = available(meminfo)
+    if free is not None and ranks * each > free:
+        raise UsageError(
+            f"--sizes: {shown(longest)} needs {_gib(each)} in each of {ranks} ranks on "
+            f"{world.host}, {_gib(ranks * each)} in all, but only {_gib(free)} are available; "
+            f"take at most {shown(free // (ranks * (each // longest)) >> 20 << 20)}, or fewer ranks"
+        )
+
+
+def available(meminfo: Path) -> int | None:
+    """Return the bytes that can be had without swapping, None where the system does not say."""
+    for line in meminfo.read_text().splitlines() if meminfo.is_file() else ():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) << 10
+    return None
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.1f} GiB"

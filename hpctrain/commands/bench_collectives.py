@@ -1,0 +1,80 @@
+"""`hpctrain bench allreduce | reduce-scatter | all-gather | broadcast`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpctrain import world
+from hpctrain.bench import collectives
+from hpctrain.bench.operations import COLLECTIVES
+
+DEFAULTS = {
+    "allreduce": "auto,ring,native",
+    "reduce-scatter": "ring,native",
+    "all-gather": "ring,native",
+    "broadcast": "tree,native",
+}
+EPILOG = """\b
+Examples:
+  mpirun -n 4 hpctrain bench {name}
+  mpirun -n 2 hpctrain bench {name} --sizes 4B:128MiB --rivals horovod,gloo
+  srun -n 16 hpctrain bench {name} --sizes 1MiB,64MiB --json out.json --plot out.png
+
+Algorithms: {algorithms}. `native` is the MPI library's own, called in place with nothing around
+it. Rivals that are not installed are named and left out. Columns: docs/benchmarks.md.
+"""
+
+
+def _options(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    file = click.Path(path_type=Path, dir_okay=False)
+    options = [
+        click.option("--sizes", default="4B:128MiB", show_default=True, metavar="SIZES",
+                     help="A doubling range, with *4 a quadrupling one, or a list."),
+        click.option("--algorithms", default=DEFAULTS[name], show_default=True, metavar="NAMES",
+                     help="Which of ours, in the order in which they take turns."),
+        click.option("--rivals", default="", metavar="NAMES",
+                     help="Other libraries: horovod, gloo."),
+        click.option("--dtype", default="float32", show_default=True, metavar="DTYPE",
+                     help="float16, bfloat16, float32, float64, int32 or int64."),
+        click.option("--op", default="sum", show_default=True, metavar="OP",
+                     help="sum, min or max, where anything is reduced."),
+        click.option("--buffers", default="node", show_default=True, metavar="WHERE",
+                     help="node: where neighbours see them, as gradients are; or private."),
+        click.option("--iterations", default=20, show_default=True, metavar="N",
+                     help="How often each is timed."),
+        click.option("--warm-up", default=3, show_default=True, metavar="N",
+                     help="How often before that."),
+        click.option("--json", type=file, metavar="FILE", help="Keep all rows, with the machine."),
+        click.option("--plot", type=file, metavar="FILE", help="Draw them: .png or .svg."),
+    ]  # fmt: skip
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def _command(name: str) -> click.Command:
+    algorithms = ", ".join(COLLECTIVES[name].names)
+
+    @click.command(
+        name,
+        help=f"Time {name} over sizes: ours, the MPI library's, other libraries'.",
+        short_help=f"Time {name} over sizes.",
+        epilog=EPILOG.format(name=name, algorithms=algorithms),
+    )
+    @_options(name)
+    def command(sizes: str, rivals: str, **flags: Any) -> None:
+        asked = collectives.check(name, sizes_text=sizes, rivals_text=rivals, **flags)
+        collectives.run(world.init(), asked)
+
+    return command
+
+
+allreduce, reduce_scatter, all_gather, broadcast = map(_command, DEFAULTS)
