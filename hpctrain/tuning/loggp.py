@@ -10,8 +10,9 @@ seconds per byte (the gap per byte):
     b's processor                                    [ o ][ m gamma ]   receives, then adds
 
 A port is busy with one message at a time, so messages leave g + m G apart; and so they enter. There
-are two kinds of wires: inside a node and between nodes. Ranks of a node that send (or receive)
-between nodes in the same step share its network cards: each message then takes the k-th part.
+are two kinds of wires: inside a node and between nodes. Where k ranks of a node send (or receive)
+between nodes in the same step, they share its network cards, and m G becomes k m G. A wire whose
+two ways hinder each other has another G for steps in which its ends send and receive at once.
 
 With L = g = alpha, o = 0 and G = beta this is the alpha-beta-gamma model of cost.py, exactly.
 
@@ -39,6 +40,12 @@ class Wire:
     overhead: float  #: o, of the processor, at either end
     gap: float  #: g, between two messages of one port
     per_byte: float  #: G
+    both_ways: float | None = None  #: G while the other way is in use too; None: the same
+
+    @property
+    def per_byte_both(self) -> float:
+        """G while the other way is in use too."""
+        return self.per_byte if self.both_ways is None else self.both_ways
 
 
 @dataclass(frozen=True)
@@ -95,20 +102,30 @@ class Clocks:
     ):
         """Start rank r at `start[r]`; its processor takes `slow[r]` times as long as others."""
         self.cluster, self.nodes, self.size = cluster, nodes, len(nodes)
+        self.neighbours = np.bincount(nodes)[nodes]  #: ranks of each rank's node
         self.slow = np.full(self.size, 1.0) * slow
         self.now, self.out_free, self.in_free = (np.full(self.size, 1.0) * start for _ in range(3))
 
     def route(self, senders: Array, receivers: Array) -> Route:
         """Return the route of messages that go at once: those between nodes share the cards."""
         a, b = self.nodes[senders], self.nodes[receivers]
-        crosses, wires = a != b, (self.cluster.inside, self.cluster.between)
+        crosses = a != b
+        both = self._are(receivers)[senders] | self._are(senders)[receivers]
         sharing = np.maximum(_count(a, crosses), _count(b, crosses)) / self.cluster.cards
-        latency, overhead, gap, per_byte = (
-            np.where(crosses, getattr(wires[1], one), getattr(wires[0], one))
-            for one in ("latency", "overhead", "gap", "per_byte")
+        near, far = self.cluster.inside, self.cluster.between
+        per_byte = np.where(
+            both,
+            np.where(crosses, far.per_byte_both, near.per_byte_both),
+            np.where(crosses, far.per_byte, near.per_byte),
         )
-        per_byte = per_byte * np.where(crosses, np.maximum(sharing, 1), 1)
-        return Route(senders, receivers, latency, overhead, gap, per_byte)
+        return Route(
+            senders,
+            receivers,
+            np.where(crosses, far.latency, near.latency),
+            np.where(crosses, far.overhead, near.overhead),
+            np.where(crosses, far.gap, near.gap),
+            per_byte * np.where(crosses, np.maximum(sharing, 1), 1),
+        )
 
     def send(self, route: Route, nbytes: float, count: int = 1) -> Train:
         """Let `count` messages of `nbytes` leave one after the other; wait for none."""
@@ -149,6 +166,18 @@ class Clocks:
         if adds:
             self.now[route.receivers] += nbytes * self.cluster.gamma * self.slow[route.receivers]
 
+    def meet(self) -> None:
+        """Let the ranks of each node wait for each other: flags that are seen after a latency."""
+        inside = self.cluster.inside
+        works = inside.latency + 2 * inside.overhead
+        latest = np.full(int(self.nodes.max()) + 1, -np.inf)
+        np.maximum.at(latest, self.nodes, self.now)
+        self.now = latest[self.nodes] + np.where(self.neighbours > 1, works, 0.0)
+
+    def stream(self, nbytes: Array | float) -> None:
+        """Let all ranks of rank r's node read or write `nbytes[r]` bytes together."""
+        self.now = self.now + self.cluster.memory * nbytes * self.slow
+
     def repeat(self, times: int, step: Callable[[], None], period: int = 1) -> None:
         """Call `step` `times` times, or as often as it takes to know what the rest will do.
 
@@ -168,6 +197,12 @@ class Clocks:
             last = moved
         for _ in range(times):
             step()
+
+    def _are(self, who: Array) -> Array:
+        """Return for each rank whether it is one of `who`."""
+        found = np.zeros(self.size, bool)
+        found[who] = True
+        return found
 
     def _state(self) -> Array:
         return np.stack([self.now, self.out_free, self.in_free])

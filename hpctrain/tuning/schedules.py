@@ -24,18 +24,16 @@ Schedule = Callable[[Clocks, float], None]
 
 def ring(clocks: Clocks, n: float) -> None:
     """Pass chunks of n/P round the ring, P - 1 times adding and P - 1 times as they are."""
-    if clocks.size == 1:
-        return
-    route, chunk = _to_the_right(clocks), n / clocks.size
-    period = int(np.bincount(clocks.nodes).max())  # of the pattern of slow and fast wires
-    add = _in_segments if chunk > SEGMENT_BYTES else _at_once
-    clocks.repeat(clocks.size - 1, lambda: add(clocks, route, chunk), period)
-    clocks.repeat(clocks.size - 1, lambda: clocks.exchange(route, chunk), period)
-
-
-def _to_the_right(clocks: Clocks) -> Route:
     ranks = np.arange(clocks.size)
-    return clocks.route(ranks, (ranks + 1) % clocks.size)
+    period = int(np.bincount(clocks.nodes).max())  # of the pattern of slow and fast wires
+    _ring(clocks, clocks.route(ranks, np.roll(ranks, -1)), n / clocks.size, clocks.size, period)
+
+
+def _ring(clocks: Clocks, route: Route, chunk: float, size: int, period: int) -> None:
+    """Let chunks go round one ring, or several rings alike at once, of `size` ranks."""
+    add = _in_segments if chunk > SEGMENT_BYTES else _at_once
+    clocks.repeat(size - 1, lambda: add(clocks, route, chunk), period)
+    clocks.repeat(size - 1, lambda: clocks.exchange(route, chunk), period)
 
 
 def _at_once(clocks: Clocks, route: Route, chunk: float) -> None:
@@ -144,17 +142,44 @@ def _each_segment(clocks: Clocks, n: float, step: Callable[[float], None]) -> No
         clocks.repeat(count, lambda length=length: step(length))  # type: ignore[misc]
 
 
+def direct(clocks: Clocks, n: float) -> None:
+    """Sum out of all neighbours' memory and write back: 2Pn bytes of a node, which is the world."""
+    clocks.meet()
+    clocks.stream(2 * n * clocks.neighbours)
+    clocks.meet()
+
+
+def hierarchical(clocks: Clocks, n: float) -> None:
+    """Sum in each node's memory, pass the sum round rings between nodes, write it to all.
+
+    One ring per local rank, for its part of the vector; as many as the smallest node has ranks.
+    """
+    clocks.meet()
+    clocks.stream(n * (clocks.neighbours + 1))
+    clocks.meet()
+    nodes, lanes = int(clocks.nodes.max()) + 1, int(clocks.neighbours.min())
+    first = np.searchsorted(clocks.nodes, np.arange(nodes))
+    ranks = np.add.outer(np.arange(lanes), first)
+    route = clocks.route(ranks.ravel(), np.roll(ranks, -1, axis=1).ravel())
+    _ring(clocks, route, n / lanes / nodes, nodes, 1)
+    clocks.meet()
+    clocks.stream(n * (clocks.neighbours + 1))
+    clocks.meet()
+
+
 def segments(n: float) -> Iterator[float]:
     """Yield the bytes of each segment of `n` bytes."""
     for length, count in cut(n):
         yield from [length] * count
 
 
-#: The all-reduces of cost.py by the same names.
+#: By the names that people type.
 SCHEDULES: dict[str, Schedule] = {
     "ring": ring,
     "tree": tree,
     "double-tree": double_tree,
     "recursive-doubling": recursive_doubling,
     "halving-doubling": halving_doubling,
+    "direct": direct,
+    "hierarchical": hierarchical,
 }

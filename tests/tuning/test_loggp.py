@@ -16,6 +16,8 @@ INSIDE, BETWEEN = Wire(9e-7, 2e-7, 1e-7, 1e-10), Wire(5e-6, 4e-7, 9e-7, 8e-10)
 EVEN = 8 * 2520  # bytes that divide by every P here
 GAMMA = 3e-11
 
+MESSAGES = [name for name in SCHEDULES if name not in ("direct", "hierarchical")]
+
 #: (nodes of the ranks, how slow each is, when each starts)
 PLACES = {
     "one rank": ([0], 1, 0),
@@ -30,7 +32,7 @@ PLACES = {
 
 @pytest.mark.parametrize("n", [EVEN, 120 * EVEN, 520 * EVEN], ids=["short", "segments", "long"])
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", MESSAGES)
 def test_every_clock_is_that_of_the_ideal_machine(name, place, n):
     """With a card for every rank no wire is shared: then the ideal machine knows the time too."""
     nodes, slow, start = PLACES[place]
@@ -51,7 +53,7 @@ def test_every_clock_is_that_of_the_ideal_machine(name, place, n):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 37, 64])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", MESSAGES)
 def test_the_closed_forms(name, ranks):
     """Exact, but for trees in which what one child sends hides behind what another's is added."""
     machine, n = cost.Machine(2e-6, 3e-10, 7e-11), 64 * 37 * 8
@@ -75,6 +77,32 @@ def test_ranks_of_a_node_share_its_cards():
     assert taken == [40, 20, 10]
 
 
+def test_two_ways_at_once_may_take_longer():
+    wire = Wire(0, 0, 0, 1, both_ways=3)
+    alone, both = (Clocks(Cluster(wire, wire, 0, 0), np.zeros(2, int)) for _ in range(2))
+    alone.exchange(alone.route(np.array([0]), np.array([1])), 10)
+    both.exchange(both.route(np.array([0, 1]), np.array([1, 0])), 10)
+    assert (alone.now.max(), both.now.max()) == (10, 30)
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_direct_streams_its_bytes_through_memory(ranks):
+    clocks_ = Clocks(Cluster(Wire(3, 1, 0, 0), BETWEEN, 0, 0.5), np.zeros(ranks, int))
+    SCHEDULES["direct"](clocks_, 100)
+    assert clocks_.now.tolist() == [2 * 5 + 0.5 * 2 * ranks * 100] * ranks
+
+
+@pytest.mark.parametrize(("nodes", "lanes"), [([0, 0, 1, 1], 2), ([0, 1, 1, 1, 2, 2], 1)])
+def test_hierarchical_is_memory_and_a_ring_of_nodes(nodes, lanes):
+    """All rings share the card: together they take as long as one with the whole vector."""
+    n, m, wire = 2520 * 8.0, 1e-3, Wire(1, 0, 1, 0.25)
+    clocks_ = Clocks(Cluster(Wire(0, 0, 0, 0), wire, 0.5, m), np.array(nodes))
+    SCHEDULES["hierarchical"](clocks_, n)
+    count, most = max(nodes) + 1, max(np.bincount(nodes))
+    ring = cost.Machine(1, 0.25 * lanes, 0.5).seconds(cost.ring(n / lanes, count))
+    assert clocks_.now.max() == pytest.approx(ring + 2 * m * (most + 1) * n)
+
+
 @pytest.mark.parametrize("nodes", [np.arange(240) // 8, np.minimum(np.arange(240) // 9, 25)])
 @pytest.mark.parametrize("latency", [0, 1e-3])
 @pytest.mark.parametrize("n", [1e3, 1e9])
@@ -93,7 +121,7 @@ def _step_by_step(self, times, step, period=1):
         step()
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", [*MESSAGES, "hierarchical"])
 def test_65536_ranks(name):
     """A step taken alone, as often as a ring has steps, would take minutes: here, seconds."""
     calls = 0
@@ -108,6 +136,6 @@ def test_65536_ranks(name):
 
     replayed.exchange = counted
     SCHEDULES[name](replayed, 64 << 20)
-    floor = 2 * (64 << 20) * BETWEEN.per_byte * 65535 / 65536 / (8 if name != "ring" else 1)
+    floor = 2 * (64 << 20) * BETWEEN.per_byte * 65535 / 65536 / (1 if name == "ring" else 8)
     assert replayed.now.max() > floor
     assert calls < 200
