@@ -25,6 +25,7 @@ from hpctrain.trace import Trace
 from hpctrain.transport.bind import bind
 from hpctrain.transport.link import Link
 from hpctrain.transport.memory import Memory
+from hpctrain.tuning.select import with_choices
 from hpctrain.watch import Record, Watch, dump_stacks, record_path, write_report
 
 T = TypeVar("T")
@@ -50,12 +51,13 @@ class World:
     memory: Memory = field(init=False)  #: what the ranks of this node see of each other
 
     def __post_init__(self) -> None:
-        """Find the neighbours; collective."""
+        """Find the neighbours, and let rank 0 decide what `auto` takes; collective."""
         main = over_nodes(self.link, self.host)
         node = main.links[1]
         self.memory = Memory(node, partial(collectives.all_gather_bytes, node))
         # Ranks that are threads of one process must let each other run.
-        self.main = replace(main, memory=self.memory, spins=self.transport == "mpi")
+        over_mpi = self.transport == "mpi"
+        self.main = with_choices(replace(main, memory=self.memory, spins=over_mpi), over_mpi)
 
     @property
     def rank(self) -> int:
@@ -77,7 +79,7 @@ class World:
         """Return another thread's group of all ranks; collective."""
         group = over_nodes(self.link.split(0, self.rank), self.host)
         self._noted(purpose, *group.links)
-        return replace(group, memory=self.memory)
+        return replace(group, memory=self.memory, choices=self.main.choices)
 
     def link_for(self, purpose: str, color: int = 0) -> Link:
         """Return another link, to all ranks that give the same `color`; all ranks must call."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hpctrain.collectives.agree import all_gather_bytes
+from hpctrain.collectives.choices import Choices
 from hpctrain.collectives.near import Near, near
 from hpctrain.transport.link import Link
 from hpctrain.transport.memory import Memory
@@ -46,6 +47,7 @@ class Group:
     across: Link | None = None  #: to the ranks that have our local rank, one of each node
     memory: Memory | None = None  #: what `node` sees of each other; None where nothing is shared
     spins: bool = False  #: whether this thread may look for a flag without letting others run
+    choices: Choices | None = None  #: what `auto` takes; None: by the cost model, found anew
     _near: list[Near | None] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property

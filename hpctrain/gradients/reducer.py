@@ -58,8 +58,7 @@ class Reducer:
         self._trace = trace or Trace()
         self._slices = [grad[bucket.start : bucket.stop] for bucket in buckets]
         self._about = [
-            {"bytes": x.nbytes, "algorithm": name_of(allreduce, group, x.nbytes)}
-            for x in self._slices
+            {"bytes": x.nbytes, "algorithm": name_of(allreduce, group, x)} for x in self._slices
         ]
         self._bucket_of = {name: i for i, b in enumerate(buckets) for name in b.names}
         self._names = [bucket.names for bucket in buckets]

@@ -1,35 +1,82 @@
-"""`auto`: from (bytes, ranks) to an algorithm, the same on every rank."""
+"""`auto`: from an array to the algorithm that reduces it, the same on every rank.
+
+Rank 0 decides once, when the World is made: from a table of `hpctrain tune` that fits this machine
+and these ranks, else from the cost model; it broadcasts what it decided, so that ranks with other
+files, or none, still agree. A call then looks up its pick by the length of the array. Where picks
+differ between arrays in node memory and others, ranks first agree on where theirs lie.
+"""
 
 from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 
 from hpctrain import collectives, config
-from hpctrain.collectives import AllReduceFunction, Group
+from hpctrain.collectives import AllReduceFunction, Group, broadcast
+from hpctrain.collectives.choices import Choices
+from hpctrain.collectives.native import native
 from hpctrain.collectives.nccl import nccl
 from hpctrain.collectives.operations import Operation
+from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.transport.nccl import libraries
-from hpctrain.tuning import cost
+from hpctrain.tuning import table
+from hpctrain.tuning.choose import Plan, choices
+from hpctrain.tuning.guess import Layout, guessed, layout_of
 
 #: What a user may type for an all-reduce.
 NAMES = ("auto", *collectives.ALLREDUCE, "nccl")
-
-
-def fastest(n: int, ranks: int, machine: cost.Machine = cost.Machine()) -> str:  # noqa: B008
-    """Return the algorithm that the cost model says is fastest for `n` bytes on `ranks` ranks."""
-    return min(cost.ALLREDUCE, key=lambda name: machine.seconds(cost.ALLREDUCE[name](n, ranks)))
+#: What one more bucket costs beside its time on the wire: the hand-off to the thread that carries
+#: it, and back (benchmarks/overhead.py).
+HAND_OFF_S = 15e-6
+#: Buckets are not longer, however large the plane: the last one waits for no compute.
+LONGEST_BUCKET_BYTES = 64 << 20
 
 
 def auto(group: Group, x: np.ndarray, op: Operation) -> None:
-    """Reduce flat `x` in place by the algorithm that fits its length and the number of ranks."""
-    collectives.ALLREDUCE[fastest(x.nbytes, group.link.size)](group, x, op)
+    """Reduce flat `x` in place by the algorithm that was chosen for its length and place."""
+    taken(group, x, op)(group, x, op)
 
 
-def name_of(allreduce: AllReduceFunction, group: Group, nbytes: int) -> str:
-    """Return the name of what `allreduce` does with `nbytes` bytes; for `auto`, what it takes."""
-    if allreduce is auto:
-        return fastest(nbytes, group.link.size)
-    return getattr(allreduce, "__name__", "unknown").replace("_", "-")
+def taken(group: Group, x: np.ndarray, op: Operation) -> AllReduceFunction:
+    """Return what `auto` takes for `x`; all ranks must call, and all find the same."""
+    pick = (group.choices or _guess(group.link.size)).at(x.nbytes)
+    function = pick.plain
+    if pick.kept is not function and _seen_by_all(group, x):
+        function = pick.kept
+    if function is native and not (type(op) is np.ufunc and x.itemsize > 2):
+        return pick.ours  # MPI reduces neither 16-bit floats nor by functions of ours
+    return function
+
+
+def _seen_by_all(group: Group, x: np.ndarray) -> bool:
+    """Return whether `x` lies in node memory on every rank: a user may have mixed arrays.
+
+    Ranks that chose differently would wait for each other for ever. In a node, flags tell in 1 us.
+    """
+    seen = group.memory is not None and group.memory.place(x) is not None
+    if len(group.nodes) == 1 and group.near is not None:
+        return all(group.near.flags.exchange(int(seen)))
+    vote = np.array([seen], np.int32)
+    recursive_doubling(group, vote, np.minimum)
+    return bool(vote[0])
+
+
+def bound(group: Group, x: np.ndarray, op: Operation, name: str = "auto") -> Callable[[], Any]:
+    """Return a call that reduces flat `x` by algorithm `name`, chosen once; all ranks must call."""
+    function = allreduce_named(name)
+    return partial(taken(group, x, op) if function is auto else function, group, x, op)
+
+
+def name_of(allreduce: AllReduceFunction, group: Group, x: np.ndarray) -> str:
+    """Return the name of what `allreduce` does to the sum of `x`; for `auto`, what it takes."""
+    function = taken(group, x, np.add) if allreduce is auto else allreduce
+    return getattr(function, "__name__", "unknown").replace("_", "-")
 
 
 def allreduce_named(name: str) -> AllReduceFunction:
@@ -40,3 +87,54 @@ def allreduce_named(name: str) -> AllReduceFunction:
     if name == "nccl":
         libraries()
     return config.pick({"auto": auto, **collectives.ALLREDUCE, "nccl": nccl}, name, "algorithm")
+
+
+def bucket_bytes(group: Group, plane_bytes: int) -> int:
+    """Return how long the buckets of a plane of gradients should be, the same on all ranks.
+
+    With buckets of b bytes a plane of n takes n/b (c + t(b)) on the wire, c being the hand-off and
+    t(b) the all-reduce; and the last bucket's t(b) lies bare, since backward is over when it
+    leaves. The sum is least at b = sqrt(n (c + a) / beta) where t(b) = a + beta b, as in any
+    pipeline (e.g. Sanders et al., 2009, on segments); here it is taken over the lengths measured.
+    """
+    known = (group.choices or _guess(group.link.size)).buckets
+    able = [one for one in known if one[0] <= min(plane_bytes, LONGEST_BUCKET_BYTES)] or known[:1]
+    return min(able, key=partial(_bare_seconds, plane_bytes))[0]
+
+
+def _bare_seconds(plane_bytes: int, bucket: tuple[int, float]) -> float:
+    """Return the seconds that buckets of (bytes, seconds per byte) cost at worst."""
+    nbytes, per_byte = bucket
+    return math.ceil(plane_bytes / nbytes) * HAND_OFF_S + (plane_bytes + nbytes) * per_byte
+
+
+def with_choices(group: Group, mpi: bool) -> Group:
+    """Return `group` with what rank 0 chooses for it; `mpi` where MPI joins its ranks; collective.
+
+    Rank 0 looks for a table; where there is one that does not fit, it says so and goes without.
+    """
+    if group.link.size == 1:
+        return replace(group, choices=choices(guessed(layout_of(group, mpi))))
+    said = json.dumps(asdict(_decided(group, mpi))).encode() if group.link.rank == 0 else b""
+    return replace(group, choices=choices(Plan(**json.loads(_from_rank_0(group, said)))))
+
+
+def _decided(group: Group, mpi: bool) -> Plan:
+    """Return the plan of the table that fits, else that of the model."""
+    found = table.of_group(group, mpi)
+    return guessed(layout_of(group, mpi)) if found is None else table.plan_of(found)
+
+
+def _from_rank_0(group: Group, said: bytes) -> bytes:
+    """Return what rank 0 `said`."""
+    length = np.array([len(said)])
+    broadcast(group, length)
+    text = np.frombuffer(said.ljust(int(length[0])), np.uint8).copy()
+    broadcast(group, text)
+    return text.tobytes()
+
+
+@cache
+def _guess(ranks: int) -> Choices:
+    """Return what is taken in a group that no World made."""
+    return choices(guessed(Layout((ranks,))))

@@ -11,7 +11,7 @@ from hpctrain import collectives
 from hpctrain.collectives import Group, linear
 from hpctrain.collectives.chunks import SEGMENT_BYTES
 from hpctrain.collectives.ring import all_gather, plain_ring, reduce_scatter
-from hpctrain.tuning import cost, select
+from hpctrain.tuning import cost
 from hpctrain.tuning.messages import MESSAGES, Call
 
 LENGTHS = ("0", "1", "P-1", "P", "P+1", "100003", "300007")  # the last travels in segments
@@ -98,16 +98,3 @@ def test_segments_of_a_double_tree_overlap(size):
         n = 2 * k * SEGMENT_BYTES
         found = longest_path("double-tree", size, n, cost.Machine(1, 0, 0))
         assert found <= cost.double_tree(n, size).steps
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "ranks", "name"),
-    [
-        (4, 8, "recursive-doubling"),  # the fewest steps
-        (64 << 20, 8, "halving-doubling"),  # the fewest bytes, and fewer steps than a ring
-        (64 << 20, 5, "ring"),  # the fewest bytes: folding would add some
-        (4 << 20, 1000, "halving-doubling"),  # a ring of so many has too many steps
-    ],
-)
-def test_auto_takes_what_the_model_says(nbytes, ranks, name):
-    assert select.fastest(nbytes, ranks) == name

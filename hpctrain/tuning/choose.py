@@ -1,0 +1,120 @@
+"""From times of algorithms over lengths, measured or predicted, to the staircase of `auto`.
+
+    bytes     1 KiB   2 KiB   4 KiB   8 KiB
+    native       3       4       8      16  us
+    direct       6       6       7       9
+    taken     native  native   ......direct      steps where the lines cross, between 2 and 4 KiB
+
+A step to another algorithm is taken only for a gain of more than 5 %: less is noise, and so small
+is the loss. Plain arrays, arrays in node memory and what MPI cannot reduce have a staircase each,
+which are laid over each other in the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated
+
+import pydantic
+
+from hpctrain.collectives import ALLREDUCE
+from hpctrain.collectives.choices import Choices, Pick
+
+HYSTERESIS = 1.05
+FALLBACK = "recursive-doubling"  #: any dtype, any layout: where nothing else is known
+NEVER = ("null",)  #: reduces nothing
+
+Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+Bytes = Annotated[int, pydantic.Field(gt=0)]
+Times = dict[int, dict[str, float]]  #: {bytes: {algorithm: seconds}}
+Steps = tuple[tuple[int, str], ...]  #: ((from how many bytes on, algorithm), ...), first from 0
+Buckets = tuple[tuple[int, float], ...]  #: ((bytes of a bucket, seconds per byte), ...)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The median seconds of an algorithm with arrays of `bytes`, in node memory or plain."""
+
+    algorithm: str
+    in_memory: bool
+    bytes: Bytes
+    seconds: Positive
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a group will take, in words that can be sent: algorithms by their names."""
+
+    plain: Steps
+    kept: Steps
+    ours: Steps
+    buckets: Buckets
+    measured: bool
+
+
+def plan(rows: Iterable[Row], buckets: Buckets, measured: bool) -> Plan:
+    """Return the plan that `rows` suggest."""
+    known = [row for row in rows if row.algorithm in ALLREDUCE and row.algorithm not in NEVER]
+    plain = [row for row in known if not row.in_memory]
+    kept = [row for row in known if row.in_memory] or plain
+    ours = [row for row in plain if row.algorithm != "native"]
+    plain_steps, kept_steps, our_steps = (steps(times(some)) for some in (plain, kept, ours))
+    return Plan(plain_steps, kept_steps, our_steps, buckets, measured)
+
+
+def choices(plan: Plan) -> Choices:
+    """Return the three staircases of `plan` laid over each other."""
+    stairs = (plan.plain, plan.kept, plan.ours)
+    starts = sorted({start for stair in stairs for start, _ in stair})
+    picks = [Pick(*(ALLREDUCE[at(stair, start)] for stair in stairs)) for start in starts]
+    return Choices(tuple(starts[1:]), tuple(picks), plan.buckets, plan.measured)
+
+
+def at(stair: Steps, nbytes: int) -> str:
+    """Return the algorithm for `nbytes` bytes."""
+    return [name for start, name in stair if start <= nbytes][-1]
+
+
+def times(rows: Iterable[Row]) -> Times:
+    """Return the seconds of `rows` by length, ascending, and algorithm."""
+    found: Times = {}
+    for row in sorted(rows, key=lambda row: row.bytes):
+        found.setdefault(row.bytes, {})[row.algorithm] = row.seconds
+    return found
+
+
+def steps(times: Times) -> Steps:
+    """Return where another algorithm becomes the fastest."""
+    taken = taken_at(times)
+    found = [(0, taken[min(taken)] if taken else FALLBACK)]
+    for a, b in pairwise(taken):
+        if taken[a] != taken[b]:
+            found.append((_crossing(times, a, b, taken[a], taken[b]), taken[b]))
+    return tuple(found)
+
+
+def taken_at(times: Times) -> dict[int, str]:
+    """Return the algorithm taken at each length: the one before unless another is 5 % faster."""
+    taken: dict[int, str] = {}
+    last = ""
+    for nbytes, seconds in times.items():
+        best = min(seconds, key=seconds.__getitem__)
+        if seconds.get(last, math.inf) > HYSTERESIS * seconds[best]:
+            last = best
+        taken[nbytes] = last
+    return taken
+
+
+def _crossing(times: Times, a: int, b: int, old: str, new: str) -> int:
+    """Return from how many bytes between `a` and `b` on `new` is faster than `old`.
+
+    Lines between the two lengths, both axes logarithmic; the middle where one was not measured.
+    """
+    share = 0.5
+    if old in times[b] and new in times[a]:
+        before, after = (math.log(times[n][old] / times[n][new]) for n in (a, b))
+        share = min(max(-before / (after - before), 0.0), 1.0) if after > before else 0.0
+    return max(a + 1, round(a * (b / a) ** share))

@@ -1,0 +1,96 @@
+"""What `auto` takes where nothing was measured: the cost model with figures of common machines.
+
+Wrong by a factor where the machine is another; only ratios matter for the choice. Our algorithms
+pay Python's price per message, the MPI library's own does not: below some 30 KiB it is faster in a
+node. `hpctrain tune` replaces all of this by measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from hpctrain.collectives import Group
+from hpctrain.collectives.direct import SHORT_BYTES
+from hpctrain.collectives.near import SLOT_BYTES
+from hpctrain.tuning import cost
+from hpctrain.tuning.choose import Plan, Row, at, plan
+
+#: Lengths at which the model is asked, in bytes.
+SIZES = [1 << i for i in range(2, 31)]
+BUCKETS = [1 << i for i in range(16, 27)]
+
+#: Ours, under Python: in a node through shared memory, between nodes some 10 Gbit/s.
+NODE = cost.Machine(alpha=5e-6, beta=1e-10, gamma=5e-11)
+ACROSS = cost.Machine(alpha=1e-5, beta=1e-9, gamma=5e-11)
+#: The library's own: less per message, more per byte, which it moves by smaller pieces.
+NODE_NATIVE = cost.Machine(alpha=1.5e-6, beta=2.5e-10, gamma=5e-11)
+ACROSS_NATIVE = cost.Machine(alpha=6e-6, beta=2e-9, gamma=5e-11)
+#: `direct`: an exchange of flags and what Python does around it; a byte through memory.
+DIRECT_S, PER_BYTE = 8e-6, 3e-11
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks of each node; whether MPI joins them; whether node neighbours see each other's memory.
+
+    Without a known node, all ranks are thought to be on one.
+    """
+
+    nodes: tuple[int, ...]
+    mpi: bool = False
+    memory: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return sum(self.nodes)
+
+    @property
+    def machine(self) -> cost.Machine:
+        """The figures of the slowest wires."""
+        return NODE if len(self.nodes) == 1 else ACROSS
+
+
+def layout_of(group: Group, mpi: bool) -> Layout:
+    """Return how the ranks of `group` lie; `mpi` where MPI joins them."""
+    nodes = tuple(map(len, group.nodes)) or (group.link.size,)
+    return Layout(nodes, mpi, group.memory is not None and group.memory.kind is not None)
+
+
+@cache
+def guessed(layout: Layout) -> Plan:
+    """Return what the model says for `layout`, the same on every rank."""
+    rows = [row for n in SIZES for row in predicted(layout, n)]
+    first = plan(rows, (), measured=False)
+    seconds = {(row.algorithm, row.bytes): row.seconds for row in rows if row.in_memory}
+    buckets = tuple((n, seconds[at(first.kept, n), n] / n) for n in BUCKETS)
+    return replace(first, buckets=buckets)
+
+
+def predicted(layout: Layout, n: int) -> Iterator[Row]:
+    """Yield what each algorithm that can run takes for arrays of `n` bytes."""
+    for in_memory in (False, True):
+        for name, formula in cost.ALLREDUCE.items():
+            yield Row(name, in_memory, n, layout.machine.seconds(formula(n, layout.ranks)))
+        if layout.mpi:
+            yield Row("native", in_memory, n, _native(layout, n))
+        if layout.memory and len(layout.nodes) == 1:
+            yield Row("direct", in_memory, n, _direct(layout.ranks, in_memory, n))
+
+
+def _native(layout: Layout, n: int) -> float:
+    """Libraries take recursive doubling or Rabenseifner's halving-doubling."""
+    machine = NODE_NATIVE if len(layout.nodes) == 1 else ACROSS_NATIVE
+    formulas = (cost.recursive_doubling, cost.halving_doubling)
+    return min(machine.seconds(formula(n, layout.ranks)) for formula in formulas)
+
+
+def _direct(ranks: int, in_memory: bool, n: int) -> float:
+    """In memory each byte of P arrays is read and written once; through slots all ranks read all.
+
+    A node's ranks share the way to memory: times P either way.
+    """
+    if in_memory and n > SHORT_BYTES:
+        return DIRECT_S + 2 * ranks * n * PER_BYTE
+    return DIRECT_S * -(-n // SLOT_BYTES) + (ranks + 2) * n * PER_BYTE

@@ -1,0 +1,199 @@
+"""The tuning table: what `hpctrain tune` measured on a machine, as JSON, and where it lies.
+
+    ~/.cache/hpctrain/tuning/open-mpi-4-ranks-3f9c2a117b04.json
+                             MPI      ranks   hash of the fingerprint
+
+A table belongs to a fingerprint: CPU, cores, how ranks lie on nodes, which MPI. It holds only as
+long as the algorithms are those that were measured. Whatever does not fit is left alone, with one
+warning: a choice can then be slow, but never wrong. Only rank 0 touches these files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from hpctrain import collectives, machine
+from hpctrain.collectives import Group
+from hpctrain.errors import UsageError
+from hpctrain.tuning import choose, cost
+
+log = logging.getLogger(__name__)
+SCHEMA = 1
+FILE = "HPCTRAIN_TUNING"  #: environment: another file, or another folder of them
+ADVICE = "make one with: mpirun -n RANKS hpctrain tune"
+
+
+@cache
+def sources() -> str:
+    """Return the hash of the algorithms' sources: times of others do not hold for these."""
+    sources = sorted(Path(collectives.__path__[0]).glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Where and among whom was measured."""
+
+    cpu: str
+    cores: int
+    cores_per_rank: int  #: those on which rank 0 may run
+    mpi: str  #: vendor and version
+    layout: str  #: see `layout`
+
+    @property
+    def file(self) -> str:
+        """The name of the table's file: readable, and different for all that differ."""
+        digest = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
+        words = self.mpi.rsplit(maxsplit=1)[0].lower().split()
+        return "-".join((*words, *self.layout.split()[:2], digest)) + ".json"
+
+
+@dataclass(frozen=True)
+class Table:
+    """All that was measured."""
+
+    fingerprint: Fingerprint
+    rows: list[choose.Row]
+    buckets: list[tuple[choose.Bytes, choose.Positive]]  #: (bytes, seconds per byte)
+    node: cost.Machine | None = None  #: between two ranks of a node
+    across: cost.Machine | None = None  #: between two ranks of different nodes
+    algorithms: str = field(default_factory=sources)
+    versions: dict[str, str] = field(default_factory=machine.versions)
+    date: str = field(default_factory=lambda: time.strftime("%Y-%m-%d"))
+    schema: int = SCHEMA
+
+
+class Unfit(Exception):
+    """This table cannot be used; the text says why."""
+
+
+def layout(nodes: Sequence[Sequence[int]]) -> str:
+    """Return in words how ranks lie on nodes: `4 ranks on 2 nodes: 0 1, 2 3`, shortened by hash."""
+    told = ", ".join(" ".join(map(str, ranks)) for ranks in nodes)
+    if len(told) > 60:
+        sizes = sorted({len(ranks) for ranks in nodes})
+        digest = hashlib.sha256(told.encode()).hexdigest()[:12]
+        told = f"{sizes[0]} to {sizes[-1]} each, {digest}"
+    return f"{sum(map(len, nodes))} ranks on {len(nodes)} nodes: {told}"
+
+
+def fingerprint(group: Group, mpi: bool) -> Fingerprint:
+    """Return this rank's fingerprint of `group`."""
+    nodes = group.nodes or (tuple(range(group.link.size)),)
+    joined = machine.mpi() if mpi else "threads none"
+    cores = os.cpu_count() or 1
+    return Fingerprint(_cpu(), cores, len(os.sched_getaffinity(0)), joined, layout(nodes))
+
+
+@cache
+def _cpu() -> str:
+    return machine.cpu()
+
+
+def folder() -> Path:
+    """Return where tables lie, if HPCTRAIN_TUNING does not say otherwise."""
+    cached = os.environ.get("XDG_CACHE_HOME", "")
+    # The standard: a path that is not absolute is to be ignored.
+    root = Path(cached) if os.path.isabs(cached) else Path.home() / ".cache"
+    return root / "hpctrain" / "tuning"
+
+
+def place(fingerprint: Fingerprint) -> Path:
+    """Return where the table of `fingerprint` lies, or would lie."""
+    told = os.environ.get(FILE)
+    path = Path(told) if told else folder()
+    return path / fingerprint.file if not told or path.is_dir() else path
+
+
+def of_group(group: Group, mpi: bool) -> Table | None:
+    """Return the table that fits `group`; None where there is none, and say why if it does not."""
+    here = fingerprint(group, mpi)
+    path = place(here)
+    try:
+        if not path.exists() and os.environ.get(FILE) != str(path):
+            return None  # nobody asked for one
+        return fitting(read(path), here)
+    except Unfit as error:
+        log.warning("tuning table %s is ignored: %s", path, error)
+        return None
+
+
+def fitting(table: Table, here: Fingerprint) -> Table:
+    """Return `table` if it was measured `here`, with these algorithms; raise Unfit otherwise."""
+    for one in fields(Fingerprint):
+        theirs, ours = (getattr(of, one.name) for of in (table.fingerprint, here))
+        if theirs != ours:
+            raise Unfit(f"its {one.name} is '{theirs}', here it is '{ours}'; {ADVICE}")
+    if table.algorithms != sources():
+        raise Unfit(f"it was made for other algorithms than this hpctrain's; {ADVICE}")
+    return table
+
+
+def read(path: Path) -> Table:
+    """Return the table in file `path`; raise Unfit where there is none, or no good one."""
+    try:
+        return parsed(path.read_bytes())
+    except OSError as error:
+        raise Unfit(f"it cannot be read: {error.strerror}; {ADVICE}") from None
+
+
+def parsed(text: bytes) -> Table:
+    """Return the table that `text` is; raise Unfit where it is damaged or of another version."""
+    try:
+        told: Any = json.loads(text)
+        schema = told.get("schema")
+    except (ValueError, AttributeError, RecursionError):
+        raise Unfit(f"it is damaged; {ADVICE}") from None
+    if schema != SCHEMA:
+        raise Unfit(f"its schema is {schema}, this hpctrain reads {SCHEMA}; {ADVICE}")
+    try:
+        return _READER.validate_json(text, strict=True)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Unfit(f"it is damaged: {where}: {first['msg'].lower()}; {ADVICE}") from None
+
+
+def write(table: Table, path: Path) -> None:
+    """Write `table` to file `path`, whole or not at all; raise UsageError where that fails."""
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(json.dumps(asdict(table), indent=1) + "\n")
+        os.replace(aside, path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise UsageError(f"the table cannot be written to {path}: {error.strerror}") from None
+
+
+def must_be_writable(path: Path) -> None:
+    """Raise UsageError unless a table can be written to `path`; nothing is left there."""
+    if path.is_dir():
+        raise UsageError(f"--out: expected a file, seen the folder {path}")
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.touch()
+        aside.unlink()
+    except OSError as error:
+        raise UsageError(f"the table cannot be written to {path}: {error.strerror}") from None
+
+
+def plan_of(table: Table) -> choose.Plan:
+    """Return what `table` suggests."""
+    return choose.plan(table.rows, tuple(table.buckets), measured=True)
+
+
+_READER = pydantic.TypeAdapter(Table)

@@ -1,0 +1,152 @@
+"""`auto`: from times to a staircase, the same on every rank, whatever file each of them sees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cases import dtype_of, expected, vector
+from ranks import on_ranks, run_on
+
+from hpctrain.collectives import ALLREDUCE, Group, operation
+from hpctrain.tuning import choose, guess, select
+from hpctrain.tuning.choose import Row
+
+
+def rows(in_memory: bool = False, **microseconds: dict[int, float]) -> list[Row]:
+    """Return rows of algorithms, `_` standing for `-`: {bytes: us}."""
+    return [
+        Row(name.replace("_", "-"), in_memory, n, t * 1e-6)
+        for name, times in microseconds.items()
+        for n, t in times.items()
+    ]
+
+
+# What was measured -> where the staircase steps.
+STAIRS = [
+    (rows(ring={8: 5}), ((0, "ring"),)),
+    (rows(tree={4: 1, 16: 1}, ring={4: 9, 16: 9}), ((0, "tree"),)),
+    (rows(tree={4: 1, 16: 4}, ring={4: 4, 16: 1}), ((0, "tree"), (8, "ring"))),  # lines cross
+    (rows(tree={4: 1, 16: 4}, ring={16: 1}), ((0, "tree"), (8, "ring"))),  # hopeless at 4
+    (rows(tree={4: 1}, ring={4: 4, 16: 1}), ((0, "tree"), (8, "ring"))),  # left out at 16
+    (rows(tree={4: 1, 16: 1.04}, ring={4: 2, 16: 1}), ((0, "tree"),)),  # 4 % is noise
+    (rows(tree={4: 1, 16: 1.06}, ring={4: 2, 16: 1}), ((0, "tree"), (14, "ring"))),
+    (rows(tree={4: 1, 16: 1, 64: 1}, ring={4: 2, 16: 0.97, 64: 2}), ((0, "tree"),)),
+    (rows(null={4: 1}, ring={4: 9}), ((0, "ring"),)),  # null reduces nothing
+    (rows(nccl={4: 1}, ring={4: 9}), ((0, "ring"),)),  # not an algorithm of this version
+    ([], ((0, "recursive-doubling"),)),
+]
+
+
+@pytest.mark.parametrize(("measured", "steps"), STAIRS)
+def test_steps(measured, steps):
+    assert choose.plan(measured, (), True).plain == steps
+
+
+def test_arrays_in_memory_and_dtypes_of_ours_have_their_own_steps():
+    measured = [
+        *rows(native={4: 1, 4096: 90}, tree={4: 5, 4096: 9}),
+        *rows(True, native={4: 1, 4096: 90}, tree={4: 5, 4096: 9}, ring={4: 50, 4096: 5}),
+    ]
+    plan = choose.plan(measured, (), True)
+    found = choose.choices(plan)
+    told = ("native native tree", "tree native tree", "tree ring tree")
+    named = [[ALLREDUCE[name] for name in row.split()] for row in told]
+    assert [list(pick) for pick in found.picks] == named
+    assert found.at(found.starts[0] - 1) == tuple(named[0])
+    assert found.at(found.starts[0]) == tuple(named[1])
+    assert found.at(1 << 40) == tuple(named[2])
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "ranks", "name"),
+    [
+        (4, 8, "recursive-doubling"),  # the fewest steps
+        (64 << 20, 8, "halving-doubling"),  # the fewest bytes, and fewer steps than a ring
+        (64 << 20, 5, "ring"),  # the fewest bytes: folding would add some
+        (4 << 20, 1000, "halving-doubling"),  # a ring of so many has too many steps
+    ],
+)
+def test_without_a_table_the_model_chooses(nbytes, ranks, name):
+    plan = guess.guessed(guess.Layout((ranks,)))
+    assert choose.at(plan.plain, nbytes) == choose.at(plan.ours, nbytes) == name
+    assert choose.at(guess.guessed(guess.Layout((ranks,), mpi=True)).ours, nbytes) == name
+
+
+def test_the_library_is_taken_for_short_arrays_only():
+    for nodes in ((2,), (4,), (2, 2)):
+        plan = guess.guessed(guess.Layout(nodes, mpi=True))
+        assert choose.at(plan.plain, 4) == "native" != choose.at(plan.plain, 64 << 20)
+
+
+@on_ranks(1, 2, 3, mpi=(1, 3))
+def test_auto_and_a_bound_call_reduce(ranks):
+    """Of every kind of array, also where the pick is one that the dtype does not allow."""
+
+    def body(world):
+        plan = choose.Plan(((0, "native"),), ((0, "ring"),), ((0, "tree"),), (), True)
+        group = Group(world.link, memory=world.memory, choices=choose.choices(plan))
+        for dtype, kept, name in [
+            ("float32", False, "native"),
+            ("float32", True, "ring" if world.size > 1 else "native"),  # nobody to see it
+            ("float16", False, "tree"),
+            ("bfloat16", False, "tree"),
+        ]:
+            x = (
+                world.memory.zeros(1003, dtype_of(dtype))
+                if kept
+                else np.empty(1003, dtype_of(dtype))
+            )
+            op = operation("sum", x.dtype)
+            call = select.bound(group, x, op)
+            for reduce in (call, lambda x=x, op=op: select.auto(group, x, op)):
+                x[:] = vector(world.rank, 1003, dtype)
+                reduce()
+                assert x.tobytes() == expected(world.size, 1003, dtype, "sum").tobytes()
+            assert select.taken(group, x, op) is ALLREDUCE[name]
+            if dtype == "float32":
+                assert select.name_of(select.auto, group, x) == name
+
+    ranks(body)
+
+
+@on_ranks(2, 3, mpi=(3,))
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_ranks_with_arrays_in_different_memory_take_the_same(ranks, nodes):
+    def body(world):
+        plan = choose.Plan(((0, "tree"),), ((0, "ring"),), ((0, "tree"),), (), True)
+        group = replace(world.group(), choices=choose.choices(plan))
+        # Those of another node see no flags of ours.
+        group = replace(group, nodes=group.nodes if nodes == 1 else (*group.nodes, ()))
+        mixed = world.memory.zeros(5, np.float32)
+        for x, name in ((mixed, "ring"), (mixed if world.rank else np.zeros(5), "tree")):
+            assert select.taken(group, x, np.add) is ALLREDUCE[name]
+
+    ranks(body)
+
+
+# bytes of a bucket: seconds per byte -> the bucket of a plane of so many bytes
+MIB = 1 << 20
+BUCKETS = [
+    ({MIB: 1e-9, 4 * MIB: 1e-9, 16 * MIB: 1e-9}, 64 * MIB, MIB),  # flat: the shortest hides best
+    ({MIB: 9e-9, 4 * MIB: 1e-9, 16 * MIB: 1e-9}, 64 * MIB, 4 * MIB),  # where it flattens
+    ({MIB: 9e-9, 4 * MIB: 4e-9, 16 * MIB: 1e-9}, 64 * MIB, 16 * MIB),  # long ones are cheaper
+    ({MIB: 9e-9, 4 * MIB: 4e-9, 16 * MIB: 1e-9}, 4 * MIB, 4 * MIB),  # none longer than the plane
+    ({MIB: 1e-14, 4 * MIB: 1e-14}, 64 * MIB, 4 * MIB),  # hand-offs are all that costs
+    ({MIB: 1e-9}, 100, MIB),
+]
+
+
+@pytest.mark.parametrize(("costs", "plane", "wanted"), BUCKETS)
+def test_bucket_bytes(costs, plane, wanted):
+    plan = choose.Plan(((0, "ring"),), ((0, "ring"),), ((0, "ring"),), tuple(costs.items()), True)
+    assert select.bucket_bytes(Group(None, choices=choose.choices(plan)), plane) == wanted
+
+
+def test_bucket_bytes_of_the_model_grow_with_the_plane():
+    def body(world):
+        return [select.bucket_bytes(world.group(), 1 << i) for i in range(10, 34)]
+
+    found = run_on("threads", 3, body)[2]
+    assert found == sorted(found) and 64 << 10 <= found[0] < found[-1] <= 64 << 20
