@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpctrain.collectives import Group
 from hpctrain.transport.local import run_ranks
 from hpctrain.tuning import cost
 
@@ -75,6 +76,32 @@ class Clocked:
     def add(self, a, b, out):
         np.add(a, b, out=out)
         self.now += self._machine.gamma * self._slow * out.nbytes
+
+
+class Part:
+    """The link to some of the ranks of a clocked one, on the same clock."""
+
+    def __init__(self, link, ranks):
+        self.rank, self.size = ranks.index(link.rank), len(ranks)
+        self._link, self._ranks = link, ranks
+
+    def isend(self, x, to):
+        return self._link.isend(x, self._ranks[to])
+
+    def irecv(self, x, source):
+        return self._link.irecv(x, self._ranks[source])
+
+    def sendrecv(self, x, to, inbox, source):
+        self._link.sendrecv(x, self._ranks[to], inbox, self._ranks[source])
+
+
+def over_hosts(link, hosts):
+    """Return the group of all ranks of a clocked link, of which rank r is on `hosts[r]`."""
+    nodes = tuple(tuple(r for r, h in enumerate(hosts) if h == one) for one in dict.fromkeys(hosts))
+    mine = next(node for node in nodes if link.rank in node)
+    local = mine.index(link.rank)
+    rail = tuple(node[local] for node in nodes if len(node) > local)
+    return Group(link, nodes=nodes, node=Part(link, mine), across=Part(link, rail))
 
 
 class Until:

@@ -16,6 +16,7 @@ from hpctrain.collectives.direct import direct
 from hpctrain.collectives.double_tree import double_tree
 from hpctrain.collectives.group import Group, over_nodes
 from hpctrain.collectives.halving_doubling import halving_doubling
+from hpctrain.collectives.hierarchical import hierarchical
 from hpctrain.collectives.native import native
 from hpctrain.collectives.null import null
 from hpctrain.collectives.operations import DTYPES, OPERATIONS, Operation, operation
@@ -33,6 +34,7 @@ ALLREDUCE: dict[str, AllReduceFunction] = {
     "recursive-doubling": recursive_doubling,
     "halving-doubling": halving_doubling,
     "direct": direct,
+    "hierarchical": hierarchical,
     "native": native,
     "null": null,
 }

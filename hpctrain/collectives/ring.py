@@ -18,9 +18,18 @@ and the segment that is added still lies in the cache.
     wire   [ seg 0 ][ seg 1 ][ seg 2 ][ seg 3 ]
     add             [ seg 0 ][ seg 1 ][ seg 2 ][ seg 3 ]
 
+Between nodes a segment goes on to the right as soon as it is added, or has come, without waiting
+for the rest of its chunk; so all steps of both halves are one stream, and the wire is never idle:
+
+    to the right    [ own 0 ][ own 1 ][ own 2 ][ sum 0 ][ sum 1 ][ sum 2 ][ ...
+    from the left   [ seg 0 ][ seg 1 ][ seg 2 ][ ...
+
+Within a node, where a wire does not idle but costs the cores' own time, long steps are cheaper.
+
 Cost of the all-reduce: 2(P-1) steps, 2n(P-1)/P bytes sent per rank (the least possible), n(P-1)/P
-elements added. Scratch: AHEAD segments; `plain_ring`, which does not cut chunks: one chunk, n/P.
-The sum of a chunk is made along one path and then only copied: all ranks end with the same bytes.
+elements added. Scratch: 2 MiB, the segments whose receive is posted before they are needed;
+`plain_ring`, which does not cut chunks: one chunk, n/P. The sum of a chunk is made along one path
+and then only copied: all ranks end with the same bytes.
 
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 workstations", 2009.
@@ -31,27 +40,37 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import zip_longest
+from typing import NamedTuple
 
 import numpy as np
 
-from hpctrain.collectives.chunks import SEGMENT_BYTES, bounds, segments, slices
+from hpctrain.collectives.chunks import SEGMENT_BYTES, bounds, chunks, segments, slices
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.operations import Operation
 from hpctrain.transport.link import Link, Request
 
 AHEAD = 2  # segments whose receive is posted before they are needed
+#: Between nodes segments are shorter and more: on shaped links of 1 to 10 Gbit/s, 256 KiB and 1 MiB
+#: each lost to them somewhere.
+STREAM_BYTES, STREAM_AHEAD = SEGMENT_BYTES // 2, 2 * AHEAD
 
 
 def ring(group: Group, x: np.ndarray, op: Operation) -> None:
     """Reduce flat `x` in place over all ranks of `group`."""
+    rank, size = group.link.rank, group.link.size
+    chunk = chunks(x, size)
+    if streams(group, chunk):
+        _stream(group, chunk, rank - 1, (size - 1, size - 1), op)
+        return
     reduce_scatter(group, x, op)
     all_gather(group, x)
 
 
 def plain_ring(group: Group, x: np.ndarray, op: Operation) -> None:
     """Reduce flat `x` in place with uncut chunks: what the segments are measured against."""
-    reduce_scatter(group, x, op, segment_bytes=max(x.nbytes, 1))
-    all_gather(group, x)
+    uncut = Group(group.link, group.scratch)
+    reduce_scatter(uncut, x, op, segment_bytes=max(x.nbytes, 1))
+    all_gather(uncut, x)
 
 
 def reduce_scatter(
@@ -67,6 +86,9 @@ def reduce_scatter(
     """
     rank, size = group.link.rank, group.link.size
     chunk = slices(x, offsets or bounds(x.size, size))
+    if streams(group, chunk):
+        _stream(group, chunk, rank - 1, (size - 1, 0), op)
+        return chunk[rank]
     # By the longest of all, not by those at hand: an empty chunk that is cut into segments is no
     # message at all, and so whoever receives it must do alike.
     uncut = max(c.nbytes for c in chunk) <= segment_bytes
@@ -88,8 +110,60 @@ def all_gather(group: Group, x: np.ndarray, offsets: Sequence[int] | None = None
     rank, size = link.rank, link.size
     left, right = _neighbours(link)
     chunk = slices(x, offsets or bounds(x.size, size))
+    if streams(group, chunk):
+        _stream(group, chunk, rank, (0, size - 1), np.add)
+        return
     for step in range(size - 1):
         link.sendrecv(chunk[(rank - step) % size], right, chunk[(rank - 1 - step) % size], left)
+
+
+def streams(group: Group, chunk: Sequence[np.ndarray]) -> bool:
+    """Return whether these chunks travel as one stream: they cross nodes, and are worth cutting."""
+    return len(group.nodes) > 1 and max(c.nbytes for c in chunk) > STREAM_BYTES
+
+
+def _stream(
+    group: Group, chunk: Sequence[np.ndarray], first: int, steps: tuple[int, int], op: Operation
+) -> None:
+    """Send chunks `first`, `first - 1`, ... to the right; those but the first come from the left.
+
+    `steps`: in so many what comes is added, in so many more it is received into place.
+    """
+    link = group.link
+    left, right = _neighbours(link)
+    cut = [list(segments(c, STREAM_BYTES)) or [c] for c in chunk]
+    out = [segment for s in range(sum(steps)) for segment in cut[(first - s) % link.size]]
+    into = [segment for s in range(sum(steps)) for segment in cut[(first - 1 - s) % link.size]]
+    added = sum(len(cut[(first - 1 - s) % link.size]) for s in range(steps[0]))
+    # No more than a chunk has: a segment must have come before it goes on, and its own partial sum
+    # must be out before it is received anew.
+    ahead = min(STREAM_AHEAD, *map(len, cut))
+    inboxes = group.scratch.slots(max(chunk, key=len), ahead, STREAM_BYTES)
+    sends: deque[Request | None] = deque([None] * ahead)
+    coming: deque[_Coming | None] = deque([None] * ahead)
+    for k, (mine, theirs) in enumerate(zip_longest(out, into)):
+        _add(coming.popleft(), op)
+        _wait(sends.popleft())
+        inbox = inboxes[k % ahead] if k < added else None
+        coming.append(None if theirs is None else _receive(link, left, theirs, inbox))
+        sends.append(None if mine is None else link.isend(mine, right))
+    for segment in coming:
+        _add(segment, op)
+    for send in sends:
+        _wait(send)
+
+
+class _Coming(NamedTuple):
+    """A segment on its way, into an inbox from which it is added, or into its place."""
+
+    request: Request
+    inbox: np.ndarray | None
+    into: np.ndarray
+
+
+def _receive(link: Link, source: int, into: np.ndarray, inbox: np.ndarray | None) -> _Coming:
+    inbox = None if inbox is None else inbox[: into.size]
+    return _Coming(link.irecv(into if inbox is None else inbox, source), inbox, into)
 
 
 def _exchange(group: Group, mine: np.ndarray, theirs: np.ndarray, op: Operation) -> None:
@@ -107,25 +181,32 @@ def _exchange_in_segments(
     left, right = _neighbours(link)
     inboxes = group.scratch.slots(theirs, AHEAD, segment_bytes)
     sends: list[Request] = []
-    coming: deque[tuple[Request, np.ndarray, np.ndarray]] = deque()
+    coming: deque[_Coming] = deque()
     pairs = zip_longest(segments(mine, segment_bytes), segments(theirs, segment_bytes))
     for k, (out, into) in enumerate(pairs):
         if len(coming) == AHEAD:
-            _add(*coming.popleft(), op)
+            _add(coming.popleft(), op)
         if into is not None:
-            inbox = inboxes[k % AHEAD][: into.size]
-            coming.append((link.irecv(inbox, left), inbox, into))
+            coming.append(_receive(link, left, into, inboxes[k % AHEAD]))
         if out is not None:
             sends.append(link.isend(out, right))
     for segment in coming:
-        _add(*segment, op)
+        _add(segment, op)
     for send in sends:
         send.wait()
 
 
-def _add(request: Request, inbox: np.ndarray, into: np.ndarray, op: Operation) -> None:
-    request.wait()
-    op(into, inbox, out=into)
+def _add(segment: _Coming | None, op: Operation) -> None:
+    if segment is None:
+        return
+    segment.request.wait()
+    if segment.inbox is not None:
+        op(segment.into, segment.inbox, out=segment.into)
+
+
+def _wait(request: Request | None) -> None:
+    if request is not None:
+        request.wait()
 
 
 def _neighbours(link: Link) -> tuple[int, int]:

@@ -47,6 +47,16 @@ def ring(n: int, ranks: int) -> Cost:
     return Cost(2 * (ranks - 1), 2 * share, share)
 
 
+def hierarchical(n: int, ranks: int, nodes: int = 1) -> Cost:
+    """Return 2(g-1) steps in the node and 2(N-1) between: as many bytes as a ring in fewer steps.
+
+    N nodes with g = P/N ranks each. Source: Cho et al., "BlueConnect", 2019.
+    """
+    inside, between = ring(n, ranks // nodes), ring(n * nodes // ranks, nodes)
+    pairs = zip(vars(inside).values(), vars(between).values(), strict=True)
+    return Cost(*(a + b for a, b in pairs))
+
+
 def tree(n: int, ranks: int) -> Cost:
     """Return 2L steps, each with the whole vector."""
     depth = (ranks - 1).bit_length()

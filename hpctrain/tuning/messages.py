@@ -2,16 +2,20 @@
 
 The other half of the cost model: cost.py tells the longest path when P divides n; this tells
 what one rank counts in `bytes_sent` and `messages_sent`, also where chunks differ by an element.
-P ranks, a vector of n elements, rank r; [a, b] is a message of a elements and one of b. Sources:
-those of the algorithms, in hpctrain/collectives/.
+P ranks, a vector of n elements, rank r; [a, b] is a message of a elements and one of b. Where
+ranks are on several nodes, `nodes` are those of the group. What goes through node memory is no
+message. Sources: those of the algorithms, in hpctrain/collectives/.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
-from hpctrain.collectives.chunks import SEGMENT_BYTES
+from hpctrain.collectives.chunks import SEGMENT_BYTES, bounds
+from hpctrain.collectives.ring import STREAM_BYTES
+from hpctrain.transport.memory import ALIGN_BYTES
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,8 @@ class Call:
     ranks: int
     rank: int
     root: int = 0
+    nodes: tuple[tuple[int, ...], ...] = ()
+    offsets: tuple[int, ...] = ()  #: of the chunks, where they are not even
 
     @property
     def from_root(self) -> int:
@@ -35,11 +41,23 @@ class Call:
 
     def chunk(self, i: int) -> int:
         """Return the elements of chunk i of P."""
-        return self.between(i % self.ranks, i % self.ranks + 1, self.ranks)
+        i %= self.ranks
+        if self.offsets:
+            return self.offsets[i + 1] - self.offsets[i]
+        return self.between(i, i + 1, self.ranks)
 
-    def segments(self, elements: int) -> list[int]:
-        """Return `elements` cut into segments of 1 MiB; none if there are no elements."""
-        step = SEGMENT_BYTES // self.itemsize
+    def exceeds(self, nbytes: int) -> bool:
+        """Return whether the longest chunk has more than `nbytes`."""
+        return max(map(self.chunk, range(self.ranks))) * self.itemsize > nbytes
+
+    @property
+    def streams(self) -> bool:
+        """Whether a ring between nodes is one stream of segments."""
+        return len(self.nodes) > 1 and self.exceeds(STREAM_BYTES)
+
+    def segments(self, elements: int, nbytes: int = SEGMENT_BYTES) -> list[int]:
+        """Return `elements` cut into segments of `nbytes`; none if there are no elements."""
+        step = nbytes // self.itemsize
         return [min(step, elements - start) for start in range(0, elements, step)]
 
 
@@ -47,14 +65,23 @@ Messages = Callable[[Call], list[int]]
 
 
 def reduce_scatter(call: Call) -> list[int]:
-    """Return every chunk but r, in segments."""
-    others = (call.chunk(call.rank + i) for i in range(1, call.ranks))
-    return [segment for chunk in others for segment in call.segments(chunk) or [0]]
+    """Return every chunk but r, in segments if one chunk is that long."""
+    others = [call.chunk(call.rank + i) for i in range(1, call.ranks)]
+    if call.streams:
+        return _streamed(call, others)
+    if not call.exceeds(SEGMENT_BYTES):
+        return others
+    return [segment for chunk in others for segment in call.segments(chunk)]
 
 
 def all_gather(call: Call) -> list[int]:
-    """Return every chunk but that of the right neighbour, r + 1."""
-    return [call.chunk(call.rank + 1 + i) for i in range(1, call.ranks)]
+    """Return every chunk but that of the right neighbour, r + 1; in segments only between nodes."""
+    others = [call.chunk(call.rank + 1 + i) for i in range(1, call.ranks)]
+    return _streamed(call, others) if call.streams else others
+
+
+def _streamed(call: Call, chunks: list[int]) -> list[int]:
+    return [segment for one in chunks for segment in call.segments(one, STREAM_BYTES) or [0]]
 
 
 def ring(call: Call) -> list[int]:
@@ -65,6 +92,24 @@ def ring(call: Call) -> list[int]:
 def plain_ring(call: Call) -> list[int]:
     """Return both halves, uncut."""
     return [call.chunk(call.rank + i) for i in range(1, call.ranks)] + all_gather(call)
+
+
+def hierarchical(call: Call) -> list[int]:
+    """Return a reduce-scatter and an all-gather in the node, and a ring of our rail between nodes.
+
+    Rails are cut at cache lines, as many as the smallest node has ranks. On one node: a ring.
+    """
+    if len(call.nodes) < 2:
+        return ring(call)
+    mine = next(node for node in call.nodes if call.rank in node)
+    local, rails = mine.index(call.rank), min(map(len, call.nodes))
+    cuts = bounds(call.length, rails, ALIGN_BYTES // call.itemsize)
+    cuts += [call.length] * (len(mine) - rails)
+    inside = Call(call.length, call.itemsize, len(mine), local, offsets=tuple(cuts))
+    rail = [b - a for a, b in pairwise(cuts)][local]
+    place = call.nodes.index(mine)
+    between = Call(rail, call.itemsize, len(call.nodes), place, nodes=call.nodes)
+    return ring(inside) + (ring(between) if rail else [])
 
 
 def reduce(call: Call) -> list[int]:
@@ -163,6 +208,7 @@ def all_gather_short(call: Call) -> list[int]:
 MESSAGES: dict[str, Messages] = {
     "ring": ring,
     "plain-ring": plain_ring,
+    "hierarchical": hierarchical,
     "tree": tree,
     "double-tree": double_tree,
     "recursive-doubling": recursive_doubling,

@@ -1,0 +1,78 @@
+"""Hierarchical: sums inside each node, one ring per local rank between nodes, copies inside.
+
+Two nodes of two ranks each; the vector is cut into as many *rails* as the smallest node has ranks,
+and local rank j owns rail j of its node. `2a` means "the sum of two ranks":
+
+    node rank   start   inside: reduce-scatter   between: a ring per rail   inside: all-gather
+      0    0     a b         2a  .                   4a   .                      4a 4b
+      0    1     a b          .  2b                   .  4b                      4a 4b
+                                                ^ ranks 0 and 2 | ranks 1 and 3
+      1    2     a b         2a  .                   4a   .                      4a 4b
+      1    3     a b          .  2b                   .  4b                      4a 4b
+
+Index rule: of g rails, rail j is elements j n/g .. (j + 1) n/g, cut at cache lines. Where a node
+has more than g ranks, those from g on own nothing: they only give and take.
+
+So each byte crosses a node's link as seldom as if the node were one rank: with N nodes 2n(N-1)/N
+bytes leave each node, of 2n(P-1)/P in a flat ring that is well placed. All ranks of a node send at
+once, each to its own peers: all network cards work, and all cores add. Inside, the sums go through
+node memory where the arrays lie there (direct.py), else by messages.
+
+Cost, g ranks on each of N nodes: 2(g-1) steps of n/g bytes inside, 2(N-1) steps of n/gN between.
+A rail's sum is the same on all nodes, as the ring's are, and then only copied: the same bytes.
+
+Source: Cho, Finkler, Kumar, Kung, Saxena and Sreedhar, "BlueConnect: decomposing all-reduce for
+deep learning on heterogeneous network hierarchy", 2019.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from hpctrain.collectives.direct import all_gather, direct, parts, reduce_scatter
+from hpctrain.collectives.group import Group
+from hpctrain.collectives.operations import Operation
+from hpctrain.collectives.ring import ring
+
+
+def hierarchical(group: Group, x: np.ndarray, op: Operation) -> None:
+    """Reduce flat `x` in place over all ranks of `group`; in one node as `direct`, or a ring."""
+    if len(group.nodes) < 2:
+        (ring if group.near is None else direct)(group, x, op)
+        return
+    rail = rails(x, group)
+    mine = _sum_inside(group, x, op, rail)
+    if mine.size:
+        ring(_between(group), mine, op)
+    if _neighbours(group):
+        all_gather(group, x, rail)
+
+
+def rails(x: np.ndarray, group: Group) -> list[int]:
+    """Return the offsets of each local rank's rail, which is empty for those beyond the g-th."""
+    assert group.node is not None
+    count = min(map(len, group.nodes))
+    return parts(x, count) + [x.size] * (group.node.size - count)
+
+
+def _sum_inside(group: Group, x: np.ndarray, op: Operation, rail: list[int]) -> np.ndarray:
+    """Return our rail, summed over our node."""
+    return reduce_scatter(group, x, op, rail) if _neighbours(group) else x
+
+
+def _neighbours(group: Group) -> int:
+    assert group.node is not None
+    return group.node.size - 1
+
+
+def _between(group: Group) -> Group:
+    """Return the group of those that own our rail: one on each node."""
+    assert group.across is not None
+    return Group(group.across, group.scratch, nodes=_one_each(group.across.size))
+
+
+@cache
+def _one_each(count: int) -> tuple[tuple[int, ...], ...]:
+    return tuple((rank,) for rank in range(count))
