@@ -20,6 +20,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "reduce-scatter": ("bench_collectives", "reduce_scatter"),
     "all-gather": ("bench_collectives", "all_gather"),
     "broadcast": ("bench_collectives", "broadcast"),
+    "p2p": ("bench_p2p", "p2p"),
 }
 LOADERS = {name: partial(load, *place) for name, place in SUBCOMMANDS.items()}
 

@@ -1,0 +1,192 @@
+"""`hpctrain bench p2p`: what a link between two ranks does, its latency and its bandwidth.
+
+    ping-pong   there and back, again and again; half of it is the time of one message
+    one-way     a window of messages at once, then one byte back; the time of the window / messages
+
+As OSU's osu_latency and osu_bw do it, over the Link that our algorithms use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain.bench import checks, output, room, sizes
+from hpctrain.bench.collectives import must_draw, rounds_of
+from hpctrain.bench.sweep import calls_per_round
+from hpctrain.collectives import all_gather_bytes
+from hpctrain.errors import UsageError
+from hpctrain.transport.link import Link
+from hpctrain.transport.memory import aligned_zeros
+from hpctrain.tuning.measure import interleaved, spread
+from hpctrain.world import World
+
+LEAST_WINDOW = 8  #: messages on their way at once, also of the longest
+TIMED = (
+    "ping-pong: half the time of `calls` round trips / calls; one-way: the time of a window of "
+    "`calls` messages and a byte back / calls; the slower end counts"
+)
+COLUMNS = (output.SIZE, output.WHO, *output.TIMES, ("GB/s", output.number("algbw", ".3g")),
+           output.RIGHT)  # fmt: skip
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asked for, checked."""
+
+    sizes: Sequence[int]
+    ends: tuple[int, int] | None  #: which two ranks
+    rounds: int
+    warm_up: int
+    json: Path | None
+    plot: Path | None
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Two ranks, seen from any: `peer` is None where this rank looks on."""
+
+    link: Link
+    source: int
+    to: int
+
+    @property
+    def peer(self) -> int | None:
+        return {self.source: self.to, self.to: self.source}.get(self.link.rank)
+
+
+def check(
+    sizes_text: str,
+    ranks: str | None,
+    iterations: int,
+    warm_up: int,
+    json: Path | None,
+    plot: Path | None,
+) -> Asked:
+    """Return what was asked for; raise UsageError."""
+    must_draw(plot)
+    return Asked(
+        sizes.parse(sizes_text),
+        None if ranks is None else _pair(ranks),
+        rounds_of("--iterations", iterations, 1),
+        rounds_of("--warm-up", warm_up, 0),
+        json,
+        plot,
+    )
+
+
+def run(world: World, asked: Asked) -> list[Row]:
+    """Measure, show and keep what was found; return the rows. Collective."""
+    source, to = _ends(world, asked.ends)
+    room.check(world, max(asked.sizes), rivals=False)
+    output.must_be_writable(world, asked.json, asked.plot)
+    title = f"p2p, rank {source} ({world.hosts[source]}) to rank {to} ({world.hosts[to]})"
+    teller = output.Teller(world, title, COLUMNS, len(asked.sizes))
+    rows = teller.each(measure(world, asked, Ends(world.link, source, to)))
+    output.write(world, asked.json, output.report(world, rows, timed=TIMED))
+    if asked.plot is not None and world.rank == 0:
+        import_module("hpctrain.bench.plot").draw(rows, title, asked.plot, "algbw")
+    return rows
+
+
+def measure(world: World, asked: Asked, ends: Ends) -> Iterator[list[Row]]:
+    """Yield both rows of each size; collective."""
+    buffer = aligned_zeros(max(asked.sizes), np.uint8)
+    buffer.fill(0)
+    for size in asked.sizes:
+        x = buffer[:size]
+        calls = max(LEAST_WINDOW, calls_per_round(size))
+        ways = {"ping-pong": _ping_pong(ends, x, calls), "one-way": _window(ends, x, calls)}
+        right = {name: _right(ends, x, call) for name, call in ways.items()}
+        seconds = interleaved(world.link, ways, asked.rounds, asked.warm_up)
+        per_message = {"ping-pong": 2 * calls, "one-way": calls}
+        yield [
+            _row(world, ends, name, size, np.array(taken) / per_message[name])
+            | {"calls": calls, "rounds": asked.rounds, "correct": right[name]}
+            for name, taken in seconds.items()
+        ]
+
+
+def _ping_pong(ends: Ends, x: np.ndarray, calls: int) -> Callable[[], None]:
+    link, peer, first = ends.link, ends.peer, ends.link.rank == ends.source
+
+    def rally() -> None:
+        if peer is None:
+            return
+        for _ in range(calls):
+            if first:
+                link.isend(x, peer).wait()
+                link.irecv(x, peer).wait()
+            else:
+                link.irecv(x, peer).wait()
+                link.isend(x, peer).wait()
+
+    return rally
+
+
+def _window(ends: Ends, x: np.ndarray, calls: int) -> Callable[[], None]:
+    link, peer, first = ends.link, ends.peer, ends.link.rank == ends.source
+    answer = np.zeros(1, np.uint8)
+
+    def rush() -> None:
+        if peer is None:
+            return
+        start = link.isend if first else link.irecv
+        for request in [start(x, peer) for _ in range(calls)]:
+            request.wait()
+        (link.irecv(answer, peer) if first else link.isend(answer, peer)).wait()
+
+    return rush
+
+
+def _right(ends: Ends, x: np.ndarray, call: Callable[[], None]) -> bool:
+    """Return whether what one end has is at the other end after `call`; collective."""
+    values = checks.block(0, np.dtype(np.int32)).view(np.uint8)[: checks.PERIOD]
+    x.fill(0)
+    if ends.link.rank == ends.source:
+        checks.fill(x, values)
+    call()
+    wanted = values.astype(np.float64)
+    right = ends.peer is None or checks.agrees(x, wanted, np.zeros(checks.PERIOD))
+    return all(said == b"\1" for said in all_gather_bytes(ends.link, bytes([right])))
+
+
+def _row(world: World, ends: Ends, name: str, size: int, taken: np.ndarray) -> Row:
+    found = spread(taken.tolist())
+    speed = size / found["median_s"] / 1e9
+    return {
+        "operation": "p2p",
+        "algorithm": name,
+        "bytes": size,
+        "ranks": world.size,
+        "from": ends.source,
+        "to": ends.to,
+        **found,
+        "algbw": speed,
+        "busbw": speed,
+    }
+
+
+def _pair(text: str) -> tuple[int, int]:
+    words = [word.strip() for word in text.split(",")]
+    if len(words) != 2 or not all(word.isdigit() for word in words) or words[0] == words[1]:
+        raise UsageError(f"--ranks: expected two different ranks such as 0,1, seen '{text}'")
+    return int(words[0]), int(words[1])
+
+
+def _ends(world: World, wanted: tuple[int, int] | None) -> tuple[int, int]:
+    """Return the two ranks: those asked for, or the first and one on another node if there is."""
+    if world.size < 2:
+        raise UsageError("p2p needs two ranks, seen 1: mpirun -n 2 hpctrain bench p2p")
+    if wanted is None:
+        nodes = world.group().nodes
+        return 0, nodes[1][0] if len(nodes) > 1 else 1
+    if max(wanted) >= world.size:
+        raise UsageError(f"--ranks: expected ranks below {world.size}, seen {max(wanted)}")
+    return wanted
