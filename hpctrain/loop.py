@@ -25,6 +25,7 @@ from hpctrain.data import Prefetch, Sampler, Samples, in_pieces, share
 from hpctrain.engines import Engine, Flags, Task, replay
 from hpctrain.engines.apart import for_any_engine
 from hpctrain.errors import HpctrainError, SaveError, Stopped, TrainingError, UsageError
+from hpctrain.gradients.blocks import NOTHING, in_order
 from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.journal import Journal
 from hpctrain.keeper import Keeper
@@ -43,6 +44,7 @@ class Plan:
     test: Samples | None
     sampler: Sampler
     targets: int  #: per sample
+    blocks: int  #: parts of a batch; see hpctrain.engines.blocks_of
     interval: int  #: steps per row of metrics
     evaluate_every: int  #: steps; the model is also evaluated at the end
     prefetch: int
@@ -51,21 +53,25 @@ class Plan:
     about: dict[str, Any]  #: what checkpoints keep of the model
 
 
-def evaluate(engine: Engine, samples: Samples) -> nn.Sums:
-    """Return the sums of loss and right answers over `samples`; each worker does its share."""
+def evaluate(engine: Engine, samples: Samples, blocks: int) -> nn.Sums:
+    """Return the sums of loss and right answers over `samples`; each worker does its share.
+
+    They are added block by block: the workers decide only who computes which.
+    """
     engine.settle()
-    own = np.arange(0)
+    table = np.zeros((blocks, len(NOTHING)))
     if engine.worker is not None:
-        _, own = share(np.arange(len(samples)), engine.worker, engine.workers)
-    sums = sums_over(engine.replica, samples, own)
-    loss, correct, count = engine.sum(np.array(sums, np.float64))
-    return nn.Sums(float(loss), int(correct), int(count))
+        _, mine = share(np.arange(blocks), engine.worker, engine.workers)
+        for block in mine:
+            _, own = share(np.arange(len(samples)), block, blocks)
+            table[block] = list(sums_over(engine.replica, samples, own))
+    return in_order(engine.sum(table.ravel()).reshape(table.shape))
 
 
 def sums_over(replica: Replica, samples: Samples, indexes: np.ndarray) -> nn.Sums:
     """Return the sums over the samples at `indexes`, read a few at a time."""
     pieces = (Batch(*rows) for rows in in_pieces(samples, indexes))
-    return reduce(nn.add, map(replica.evaluate, pieces), nn.Sums(0.0, 0, 0))
+    return reduce(nn.add, map(replica.evaluate, pieces), NOTHING)
 
 
 class _Share(NamedTuple):
@@ -108,7 +114,8 @@ class _Work:
                 pass  # of a step that the others took without this worker
         samples = len(share.batch.y) if self._engine.asynchronous else share.samples
         scale = 1.0 / max(samples * self._plan.targets, 1)
-        return Task(share.batch, scale, nn.Key(self._plan.sampler.seed, step, share.first))
+        key = nn.Key(self._plan.sampler.seed, step, share.first, samples=share.samples)
+        return Task(share.batch, scale, key)
 
     def done(self, step: int, sums: nn.Sums) -> None:
         """Tell the journal."""
@@ -135,7 +142,7 @@ class _Work:
         sampler, engine = self._plan.sampler, self._engine
         assert engine.worker is not None  # who only serves asks for no tasks
         indexes = sampler.batch_indexes(step)
-        first, own = share(indexes, engine.worker, engine.workers)
+        first, own = share(indexes, engine.worker, engine.workers, self._plan.blocks)
         epoch, _ = sampler.place(step)
         return _Share(step, first, Batch(*self._plan.train.rows(own, epoch)), len(indexes))
 
@@ -257,7 +264,7 @@ class Loop:
         if self.plan.test is None:
             return None
         with self.world.trace.span("evaluate", "other"):
-            return evaluate(self.engine, self.plan.test)
+            return evaluate(self.engine, self.plan.test, self.plan.blocks)
 
 
 def _counted(arrays: Mapping[str, np.ndarray], ratio: float) -> dict[str, np.ndarray]:

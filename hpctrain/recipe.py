@@ -221,9 +221,14 @@ def _engine(table: Table, wire: Table) -> Any:
     _must_belong(table, kind)
     if wire_options.compression != "none" and not issubclass(kind, engines.AllReduce):
         raise UsageError(compress.ALLREDUCE_ALONE.format(table["kind"]))
-    return config.read_kind(
-        engines.ENGINES, table | (wire if issubclass(kind, WireOptions) else {}), "engine"
-    )
+    known = {option.name for option in fields(kind)}
+    if wire_options.reduction == "ordered" and "reduction" not in known:
+        raise UsageError(
+            f"[wire] reduction: 'ordered' belongs to allreduce and single, seen with "
+            f"{table['kind']}; take --engine allreduce, or reduction = 'fast'"
+        )
+    keys = {key: value for key, value in wire.items() if key in known}
+    return config.read_kind(engines.ENGINES, table | keys, "engine")
 
 
 def _must_belong(table: Table, kind: Any) -> None:

@@ -62,6 +62,7 @@ class Trainer:
         self.engine: Engine = self.world.together(
             lambda: engine.build(self.world, replica, optimizer)
         )
+        self._blocks = engines.blocks_of(engine, self.engine.workers)
         self.world.together(lambda: self._must_compute(faults.slow_rank))
 
     def fit(
@@ -120,6 +121,7 @@ class Trainer:
                 evaluate,
                 sampler,
                 targets=self.replica.model.targets,
+                blocks=self._blocks,
                 interval=interval_steps or sampler.steps_per_epoch,
                 evaluate_every=evaluate_steps or (evaluate_epochs or 1) * sampler.steps_per_epoch,
                 prefetch=worth_reading_ahead(train) if prefetch is None else prefetch,
@@ -146,7 +148,7 @@ class Trainer:
 
     def evaluate(self, samples: Samples) -> nn.Sums:
         """Return the sums of loss and right answers over `samples`; each rank does its share."""
-        return loops.evaluate(self.engine, samples)
+        return loops.evaluate(self.engine, samples, self._blocks)
 
     def _slowed(self, faults: FaultsOptions) -> Replica:
         faults.check(self.world.size)
@@ -169,12 +171,13 @@ class Trainer:
         self.world.must_agree(taken, f"the SHA-256 of the weights at {path}")
 
     def _sampler(self, train: Samples, batch: int) -> Sampler:
-        size = self.engine.workers
-        if min(len(train), batch) < size:
+        whom, then = "workers", "start fewer ranks"
+        if self._blocks != self.engine.workers:
+            whom, then = "blocks of an ordered sum", "set [wire] blocks lower"
+        if (least := min(len(train), batch)) < self._blocks:
             what = "training samples" if len(train) < batch else "samples per batch"
             raise UsageError(
-                f"{min(len(train), batch)} {what} for {size} workers: each needs at least one; "
-                "start fewer ranks"
+                f"{least} {what} for {self._blocks} {whom}: each needs at least one; {then}"
             )
         return Sampler(len(train), batch, self.seed)
 

@@ -28,12 +28,16 @@ def order(seed: int, epoch: int, n: int) -> np.ndarray:
     return np.argsort(np.random.Philox(key=key, counter=_STREAM).random_raw(n), kind="stable")
 
 
-def share(indexes: np.ndarray, rank: int, size: int) -> tuple[int, np.ndarray]:
+def share(
+    indexes: np.ndarray, rank: int, size: int, blocks: int | None = None
+) -> tuple[int, np.ndarray]:
     """Return (first, own): the contiguous cut of a batch that `rank` of `size` ranks works on.
 
-    `first` is the place of `own[0]` in the batch; shares differ by one sample at most.
+    `first` is the place of `own[0]` in the batch; shares differ by one sample at most. With
+    `blocks` it is these that are alike, as many for any number of ranks, and a share is whole ones.
     """
-    first, end = (len(indexes) * r // size for r in (rank, rank + 1))
+    parts = blocks or size
+    first, end = (len(indexes) * (r * parts // size) // parts for r in (rank, rank + 1))
     return first, indexes[first:end]
 
 

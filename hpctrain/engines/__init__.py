@@ -11,6 +11,7 @@ from hpctrain.engines.ps_async import PsAsyncOptions as PsAsync
 from hpctrain.engines.ps_sync import PsSyncOptions as PsSync
 from hpctrain.engines.roles import ServerOptions
 from hpctrain.engines.single import SingleOptions as Single
+from hpctrain.gradients.blocks import ReductionOptions
 
 #: The options of each regime by the name that people type; `build` makes the engine.
 ENGINES = {
@@ -27,6 +28,13 @@ ENGINES = {
 def workers_of(options: Any, ranks: int) -> int:
     """Return how many of `ranks` compute gradients; raise UsageError if the regime does not fit."""
     return len(options.roles(ranks).workers) if isinstance(options, ServerOptions) else ranks
+
+
+def blocks_of(options: Any, workers: int) -> int:
+    """Return the parts that a batch is cut into, of which each worker has whole ones: one each,
+    or as many on any number of workers where sums are ordered."""
+    tree = options.tree(workers) if isinstance(options, ReductionOptions) else None
+    return tree.blocks if tree else workers
 
 
 def updates_per_step(options: Any, ranks: int) -> float:
@@ -50,6 +58,7 @@ __all__ = [
     "Task",
     "Times",
     "Work",
+    "blocks_of",
     "updates_per_step",
     "workers_of",
 ]

@@ -28,6 +28,7 @@ from hpctrain.engines.engine import (
     Work,
     in_step,
 )
+from hpctrain.engines.ordered import sums_of
 from hpctrain.engines.shared import Shared
 from hpctrain.engines.single import Single, SingleOptions
 from hpctrain.engines.update import Replicated, Sharded
@@ -37,7 +38,7 @@ from hpctrain.gradients.reducer import Reducer, WireOptions
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
-from hpctrain.tuning.select import allreduce_named
+from hpctrain.tuning.select import all_gather_named
 from hpctrain.world import World
 
 
@@ -62,6 +63,13 @@ class AllReduceOptions(WireOptions):
                 f"[engine] {own[0]}: ranks exchange ranges of the gradient as it is; "
                 f"expected [wire] compression none, seen {self.compression}"
             )
+        if self.share_parameters and self.reduction == "ordered":
+            raise UsageError(
+                "[engine] share_parameters: ranks add what their neighbours have, in the order of "
+                "ranks; expected [wire] reduction 'fast', seen 'ordered'"
+            )
+        if self.reduction == "ordered":
+            all_gather_named(self.algorithm)  # some cannot
         if self.shard_optimizer and self.algorithm not in ("auto", "ring"):
             raise UsageError(
                 "[engine] shard_optimizer: ranks exchange ranges along a ring; expected [wire] "
@@ -71,7 +79,8 @@ class AllReduceOptions(WireOptions):
     def build(self, world: World, replica: Replica, optimizer: Optimizer) -> AllReduce | Single:
         """Return this rank's engine; collective. Alone there is nothing to sum."""
         if world.size == 1:
-            return SingleOptions().build(world, replica, optimizer)
+            alone = SingleOptions(reduction=self.reduction, blocks=self.blocks)
+            return alone.build(world, replica, optimizer)
         return AllReduce(world, replica, optimizer, self)
 
 
@@ -94,13 +103,14 @@ class AllReduce:
         cut = buckets.cut(arena.slots, arena.grad.size, arena.grad.itemsize, options.bucket_bytes)
         said = f"{options}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
         world.must_agree(said, "model and options")
-        self.replica, self.times, self.algorithm = replica, Times(), options.algorithm
+        self.times, self.algorithm = Times(), options.algorithm
         self.workers, self.worker = world.size, world.rank
         self._trace = world.trace
         self._group = world.group()
         for plane in (arena.param, arena.buffer):
             broadcast(self._group, plane)  # a user's own model may start from random numbers
-        sums = allreduce_named(options.algorithm)
+        self._sums = sums_of(replica, options, world.rank, world.size)
+        self.replica, sums = self._sums.replica, self._sums.allreduce
         self._wire: Group | None = None  # of the communication thread
         self._compressor = compress.build(options, sums, arena, world.size)
         self._reducer: Reducer | Shared
@@ -109,7 +119,9 @@ class AllReduce:
             self.update = self._reducer = Shared(world, replica, optimizer, sums, self.times)
             return
         self.update = (
-            Sharded(self._group, arena, optimizer, self.times, world.trace)
+            Sharded(
+                self._group, arena, optimizer, self.times, world.trace, self._sums.reduce_scatter
+            )
             if options.shard_optimizer
             else Replicated(self._group, arena, optimizer, self._compressor or sums)
         )
@@ -133,6 +145,7 @@ class AllReduce:
         computed = add("forward, backward", "compute", start, waits)
         times.compute_s += computed - (times.wait_s - waited)  # a layer may have waited on its way
         flags = self._vote(flags.seen_by(self._group.link.rank, sums))
+        sums = self._sums.of_the_step(sums, self.sum)
         gradient = self._reducer.wait()
         arrived = perf_counter()
         times.wait_s += add("wait for gradients", "wait", waits, arrived)

@@ -78,6 +78,12 @@ class LocalSgdOptions(WireOptions):
         """Refuse options that contradict each other."""
         if self.compression != "none":
             raise UsageError(compress.ALLREDUCE_ALONE.format("local-sgd"))
+        super().__post_init__()
+        if self.reduction == "ordered":
+            raise UsageError(
+                "[wire] reduction: expected 'fast', seen 'ordered': ranks that train apart take "
+                "other steps on another number of ranks; take --engine allreduce"
+            )
         given = [key for key in ("outer_rate", "outer_momentum") if getattr(self, key) is not None]
         if given and self.outer == "none":
             raise UsageError(

@@ -24,6 +24,7 @@ from hpctrain.engines.engine import (
     whole,
 )
 from hpctrain.errors import UsageError
+from hpctrain.gradients.blocks import InBlocks, ReductionOptions
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
@@ -32,8 +33,8 @@ from hpctrain.world import World
 
 
 @config.options
-class SingleOptions:
-    """One device has nothing to choose."""
+class SingleOptions(ReductionOptions):
+    """One device has nothing to choose but the order of its sums."""
 
     def build(self, world: World, replica: Replica, optimizer: Optimizer) -> Single:
         """Return the engine of the only rank there is."""
@@ -42,7 +43,8 @@ class SingleOptions:
                 f"engine 'single' trains on one rank, but {world.size} were started; start one, "
                 "or choose --engine allreduce"
             )
-        return Single(replica, optimizer, world.trace)
+        tree = self.tree(1)
+        return Single(InBlocks(replica, tree, 0) if tree else replica, optimizer, world.trace)
 
 
 class Single:

@@ -16,19 +16,22 @@ number of ranks makes the same update of the same sum. Source: Rajbhandari, Rasl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives import AllReduceFunction, Group, Operation, all_gather_bytes
 from hpctrain.collectives.chunks import bounds
-from hpctrain.collectives.ring import all_gather, reduce_scatter
+from hpctrain.collectives.ring import all_gather
 from hpctrain.engines.engine import BLOCK, Times, fitting, load_into, pieces_of, whole
 from hpctrain.gradients.arena import Arena, offset_in
 from hpctrain.optim import Optimizer
 from hpctrain.trace import Trace
+
+ReduceScatter = Callable[..., Any]
 
 
 class Replicated:
@@ -57,10 +60,20 @@ class Sharded:
     """Each rank updates its own range of the parameters, and receives the others."""
 
     def __init__(
-        self, group: Group, arena: Arena, optimizer: Optimizer, times: Times, trace: Trace
+        self,
+        group: Group,
+        arena: Arena,
+        optimizer: Optimizer,
+        times: Times,
+        trace: Trace,
+        sums: ReduceScatter,
     ):
-        """Keep the state of this rank's range, which may be empty; `times` learns of waits."""
+        """Keep the state of this rank's range, which may be empty; `times` learns of waits.
+
+        `sums(group, x, op, offsets=...)` brings the sum of each range to its rank.
+        """
         self._group, self._arena, self._optimizer = group, arena, optimizer
+        self._sums = sums
         self._times, self._trace = times, trace
         rank, size = group.link.rank, group.link.size
         self._offsets = bounds(arena.param.size, size, BLOCK)
@@ -72,7 +85,7 @@ class Sharded:
         """Sum slice `x` of the gradient plane, each element on the rank that updates it."""
         before = offset_in(self._arena.grad, x)
         offsets = [min(max(offset - before, 0), x.size) for offset in self._offsets]
-        reduce_scatter(group, x, op, offsets=offsets)
+        self._sums(group, x, op, offsets=offsets)
 
     def __call__(self, gradient: np.ndarray) -> None:
         """Take a gradient that is summed in this rank's range; fill in the other ranges."""

@@ -23,7 +23,8 @@ from pydantic import Field
 
 from hpctrain import config
 from hpctrain.collectives import AllReduceFunction, Group
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.gradients.blocks import ReductionOptions
 from hpctrain.gradients.buckets import Bucket
 from hpctrain.gradients.compress import CompressionOptions
 from hpctrain.trace import Trace
@@ -33,11 +34,21 @@ JOIN_LIMIT_S = 10.0
 
 
 @config.options
-class WireOptions(CompressionOptions):
-    """The keys of `[wire]`: which all-reduce, how much travels at once, and how small."""
+class WireOptions(ReductionOptions, CompressionOptions):
+    """The keys of `[wire]`: which all-reduce, how much travels at once, how small, what order."""
 
     algorithm: str = "auto"
     bucket_bytes: Annotated[int, Field(ge=1)] = 4 << 20
+
+    def __post_init__(self) -> None:
+        """Refuse keys that contradict each other."""
+        ReductionOptions.__post_init__(self)
+        CompressionOptions.__post_init__(self)
+        if self.reduction == "ordered" and self.compression != "none":
+            raise UsageError(
+                "[wire] reduction: 'ordered' adds gradients as they are; expected compression = "
+                f"'none' beside it, seen '{self.compression}'"
+            )
 
 
 class Reducer:

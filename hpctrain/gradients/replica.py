@@ -72,7 +72,7 @@ class ModelReplica:
             start, stop = n * i // pieces, n * (i + 1) // pieces
             x, y = batch.x[start:stop], batch.y[start:stop]
             here = key._replace(first=key.first + start)
-            ready = on_ready if i == pieces - 1 else _more_to_come
+            ready = on_ready if i == pieces - 1 else more_to_come
             one = self.model.gradient(
                 self._params, self._grads, x, y, scale, here, ready, more=i > 0
             )
@@ -100,5 +100,5 @@ class ModelReplica:
         self._grads = self.arena.views(self.arena.grad)
 
 
-def _more_to_come(name: str) -> None:
+def more_to_come(name: str) -> None:
     """Take no note: another micro-batch adds to this gradient."""

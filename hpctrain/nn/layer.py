@@ -34,6 +34,7 @@ class Key(NamedTuple):
     layer: int = 0  #: position of the layer that draws; set by the model
     sum_over_ranks: SumOverRanks | None = None  #: None: this share is the whole batch
     again: bool = False  #: a forward pass made once more; nothing may be counted twice
+    samples: int = 0  #: in the global batch of the step
 
 
 @dataclass(frozen=True)

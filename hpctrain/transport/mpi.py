@@ -31,7 +31,12 @@ from hpctrain.watch import Entry  # noqa: E402
 CUT_BYTES = 1 << 30
 LONGEST_BYTES = (1 << 31) - 1  # what Open MPI takes in one call
 TAG = 0
-OPERATIONS: dict[np.ufunc, MPI.Op] = {np.add: MPI.SUM, np.minimum: MPI.MIN, np.maximum: MPI.MAX}
+OPERATIONS: dict[np.ufunc, MPI.Op] = {
+    np.add: MPI.SUM,
+    np.minimum: MPI.MIN,
+    np.maximum: MPI.MAX,
+    np.bitwise_or: MPI.BOR,
+}
 #: Who waits for a word in shared memory first yields its core again and again; after YIELD_S it
 #: sleeps between its looks: a nap is 1/20 of what it has waited then.
 YIELD_S, NAP_S, LOOKS_PER_PROBE = 0.01, 0.0005, 32

@@ -22,8 +22,11 @@ from hpctrain.collectives import AllReduceFunction, Group, broadcast
 from hpctrain.collectives.choices import Choices
 from hpctrain.collectives.native import native
 from hpctrain.collectives.nccl import nccl
+from hpctrain.collectives.null import null
 from hpctrain.collectives.operations import Operation
+from hpctrain.collectives.ordered import ALL_GATHERS, AllGather, joined_by
 from hpctrain.collectives.recursive_doubling import recursive_doubling
+from hpctrain.errors import UsageError
 from hpctrain.transport.nccl import libraries
 from hpctrain.tuning import table
 from hpctrain.tuning.choose import Plan, choices
@@ -87,6 +90,17 @@ def allreduce_named(name: str) -> AllReduceFunction:
     if name == "nccl":
         libraries()
     return config.pick({"auto": auto, **collectives.ALLREDUCE, "nccl": nccl}, name, "algorithm")
+
+
+def all_gather_named(name: str) -> AllGather:
+    """Return how `name` brings finished chunks to all ranks; raise UsageError if it cannot."""
+    allreduce = allreduce_named(name)
+    if allreduce in (null, nccl):  # one sends nothing, the other knows no bits
+        raise UsageError(
+            "[wire] reduction is 'ordered', whose chunks the algorithm cannot gather: expected "
+            f"one of ours, or native, seen {name}"
+        )
+    return ALL_GATHERS.get(name) or joined_by(allreduce)
 
 
 def bucket_bytes(group: Group, plane_bytes: int) -> int:
