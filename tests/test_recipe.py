@@ -91,6 +91,31 @@ REFUSED = {
     "fast": (["faults.slow_factor=0.5"], "[faults] slow_factor: input should be greater than or"),
     "jitter": (["faults.jitter=-1"], "[faults] jitter: input should be greater than or equal to 0"),
     "init": (["model.init=3"], "[model] init: expected a path, seen 3"),
+    "reduction": (
+        ["wire.reduction=exact"],
+        "[wire] reduction: input should be 'fast'",
+    ),
+    "blocks of no order": (["wire.blocks=4"], "[wire] blocks: expected reduction = 'ordered'"),
+    "blocks of one": (
+        ["engine.kind=single", "wire.blocks=4"],
+        "[wire] blocks: expected reduction = 'ordered' beside it, seen 'fast'",
+    ),
+    "no blocks": (
+        ["wire.reduction=ordered", "wire.blocks=0"],
+        "[wire] blocks: input should be greater than or equal to 1, seen 0",
+    ),
+    "ordered by nothing": (
+        ["wire.reduction=ordered", "wire.algorithm=null"],
+        "reduction is 'ordered', which the algorithm null cannot be",
+    ),
+    "ordered servers": (
+        ["wire.reduction=ordered", "engine.kind=ps-sync"],
+        "[wire] reduction: 'ordered' belongs to allreduce and single, seen with ps-sync",
+    ),
+    "ordered apart": (
+        ["wire.reduction=ordered", "engine.kind=local-sgd"],
+        "[wire] reduction: expected 'fast', seen 'ordered': ranks that train apart",
+    ),
     "bucket": (["wire.bucket_bytes=0"], "[wire] bucket_bytes: input should be greater than"),
 }
 

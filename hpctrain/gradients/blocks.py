@@ -2,7 +2,8 @@
 
 The global batch of n samples is cut into B *virtual blocks*: block b has the samples nb/B ..
 n(b + 1)/B - 1, rounded down, for any number of ranks. Each is computed by itself, so the matrices
-have the same shapes wherever it is computed, and the gradients of blocks are added in the tree of
+have the same shapes wherever it is computed, by one BLAS thread if the user asked for no other
+number: with another BLAS adds in another order. The gradients of blocks are added in the tree of
 `collectives/ordered.py`. One rank, four blocks; what is added as soon as it can be:
 
     arena.grad   block 0     block 1     block 2     block 3
@@ -28,6 +29,7 @@ from hpctrain.collectives.ordered import Node, Tree
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.replica import Batch, Replica, more_to_come
+from hpctrain.transport.bind import one_blas_thread
 
 BLOCKS = 8  # if no number is given
 NOTHING = nn.Sums(0.0, 0, 0)
@@ -68,6 +70,7 @@ class InBlocks:
                 "computed in blocks: expected a model without BatchNorm; take LayerNorm, or "
                 "reduction = 'fast'"
             )
+        one_blas_thread()
         #: Sums of each block of the step, (blocks, 3); zeros where others compute
         self.table = np.zeros((tree.blocks, len(NOTHING)))
         self._replica, self._tree, self._run = replica, tree, tree.run(rank)

@@ -46,6 +46,15 @@ def bind(launched: Launched, cores_available: Sequence[int] | None = None) -> Bi
     return binding
 
 
+def one_blas_thread() -> None:
+    """Limit the BLAS of this process to one thread, unless the user asked for a number.
+
+    Cores per rank depend on the number of ranks, and how BLAS adds on how many threads it has.
+    """
+    if _limiters or _asked_threads(os.environ) is None:  # what is asked for may be our own limit
+        _limit(1)
+
+
 def plan(
     launched: Launched, allowed: Collection[int], online: Sequence[int], environ: Mapping[str, str]
 ) -> Binding:

@@ -102,6 +102,21 @@ def all_gather(n: int, ranks: int) -> Cost:
     return Cost(ranks - 1, n * (ranks - 1) / ranks, 0)
 
 
+def ordered_reduce_scatter(n: int, ranks: int) -> Cost:
+    """Return P-1 steps to the owner of each chunk, n(P-1)/P bytes, all of them added.
+
+    Where each rank holds one node of the tree; with m of them m times as much.
+    """
+    return reduce_scatter(n, ranks)
+
+
+def doubling(n: int, ranks: int) -> Cost:
+    """Return log2 P steps, n(P-1)/P bytes; round the ring if P is no power of two."""
+    if ranks & (ranks - 1):
+        return all_gather(n, ranks)
+    return Cost(ranks.bit_length() - 1, n * (ranks - 1) / ranks, 0)
+
+
 def reduce(n: int, ranks: int) -> Cost:
     """Return L steps up a binomial tree, each with the whole vector, which is added."""
     depth = (ranks - 1).bit_length()
@@ -137,6 +152,8 @@ COLLECTIVES: dict[str, Callable[[int, int], Cost]] = {
     **ALLREDUCE,
     "reduce-scatter": reduce_scatter,
     "all-gather": all_gather,
+    "ordered-reduce-scatter": ordered_reduce_scatter,
+    "doubling": doubling,
     "reduce": reduce,
     "broadcast": broadcast,
     "gather": direct,

@@ -10,10 +10,11 @@ message. Sources: those of the algorithms, in hpctrain/collectives/.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hpctrain.collectives.chunks import SEGMENT_BYTES, bounds
+from hpctrain.collectives.ordered import SCRATCH_BYTES
 from hpctrain.collectives.ring import STREAM_BYTES
 from hpctrain.transport.memory import ALIGN_BYTES
 
@@ -29,6 +30,7 @@ class Call:
     root: int = 0
     nodes: tuple[tuple[int, ...], ...] = ()
     offsets: tuple[int, ...] = ()  #: of the chunks, where they are not even
+    blocks: int | None = None  #: of an ordered sum; P if not given
 
     @property
     def from_root(self) -> int:
@@ -184,6 +186,44 @@ def _block(call: Call, i: int, d: int, core: int) -> int:
     return call.between(i // d * d, i // d * d + d, core)
 
 
+def ordered_reduce_scatter(call: Call) -> list[int]:
+    """Return every chunk but r, m times, in segments: m is the number of nodes that r holds."""
+    blocks = call.blocks or call.ranks
+    at = [rank * blocks // call.ranks for rank in range(call.ranks + 1)]
+    nodes = [_nodes(a, b, blocks) for a, b in pairwise(at)]
+    step = max(1, SCRATCH_BYTES // (call.itemsize * sum(nodes)))
+    others = (call.chunk(call.rank + i) for i in range(1, call.ranks))
+    cut = [min(step, chunk - start) for chunk in others for start in range(0, chunk, step)]
+    return cut * nodes[call.rank]
+
+
+def _nodes(first: int, last: int, blocks: int) -> int:
+    """Return into how few nodes of the tree blocks `first` .. `last` - 1 fit.
+
+    From `first` on one can cover 2^k blocks if 2^k divides it, fewer where there are no more.
+    """
+    count = 0
+    while first < last:
+        width = first & -first or 1 << blocks.bit_length()
+        while min(first + width, blocks) > last:
+            width //= 2
+        first, count = first + width, count + 1
+    return count
+
+
+def doubling(call: Call) -> list[int]:
+    """Return our own d chunks for d = 1, 2, .. P/2; round the ring if P is no power of two."""
+    if call.ranks & (call.ranks - 1):
+        return all_gather(call)
+    return [_block(call, call.rank, 1 << k, call.ranks) for k in range(call.ranks.bit_length() - 1)]
+
+
+def broadcasts(call: Call) -> list[int]:
+    """Return each rank's chunk as often as in a broadcast from it."""
+    of_each = (replace(call, length=call.chunk(i), root=i) for i in range(call.ranks))
+    return [segment for one in of_each for segment in broadcast(one)]
+
+
 def gather(call: Call) -> list[int]:
     """Return the own chunk; the root has none to send."""
     return [call.chunk(call.rank)] * (call.rank != call.root)
@@ -215,6 +255,9 @@ MESSAGES: dict[str, Messages] = {
     "halving-doubling": halving_doubling,
     "reduce-scatter": reduce_scatter,
     "all-gather": all_gather,
+    "ordered-reduce-scatter": ordered_reduce_scatter,
+    "doubling": doubling,
+    "broadcasts": broadcasts,
     "reduce": reduce,
     "broadcast": broadcast,
     "gather": gather,

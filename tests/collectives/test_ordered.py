@@ -1,0 +1,157 @@
+"""Sums over blocks: the bits of one tree, whoever holds the blocks and however they travel."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+from cases import length
+from ranks import THREAD_RANKS, on_ranks, run_on
+
+from hpctrain.collectives import ALLREDUCE, Group, ordered
+from hpctrain.collectives.ordered import Node, Tree
+from hpctrain.errors import UsageError
+from hpctrain.tuning.messages import MESSAGES, Call
+from hpctrain.tuning.select import NAMES, all_gather_named
+
+GATHERS = {name: all_gather_named(name) for name in NAMES if name != "null"}
+LENGTHS = ("0", "1", "P-1", "P", "P+1", "10007")
+BLOCKS = ("P", "P+1", "8", "12", "13", "32")  # as many as ranks, and more than are needed
+
+
+def counts(size: int) -> list[int]:
+    """Return numbers of blocks that `size` ranks can hold."""
+    return sorted({n for word in BLOCKS if (n := length(word, size)) >= size})
+
+
+def partial_of(block: int, n: int, dtype: str) -> np.ndarray:
+    """Return numbers of very different sizes, so that any other order gives other bits."""
+    draw = np.random.default_rng(block)
+    return (draw.standard_normal(n) * 10.0 ** draw.integers(-6, 6, n)).astype(dtype)
+
+
+def by_hand(first: int, last: int, leaf) -> np.ndarray:
+    """Return the sum of the blocks `first` .. `last` - 1 from the root of the tree down."""
+    if last - first == 1:
+        return leaf(first)
+    half = 1 << (last - first - 1).bit_length() - 1  # the largest power of two below their number
+    return by_hand(first, first + half, leaf) + by_hand(first + half, last, leaf)
+
+
+def summed(world, blocks: int, n: int, dtype: str, gather) -> bytes:
+    group = Group(world.link)
+    own = [partial_of(block, n, dtype) for block in Tree(blocks, world.size).run(world.rank)]
+    return ordered.sum_of_blocks(group, own, blocks, gather).tobytes()
+
+
+@on_ranks(*THREAD_RANKS)
+@pytest.mark.parametrize("name", GATHERS)
+def test_the_bits_of_the_tree(ranks, name):
+    """For every number of ranks, of blocks and every length: so P and algorithm change no bit."""
+
+    def body(world):
+        for dtype in ("float32", "float64"):
+            for blocks in counts(world.size):
+                for word in LENGTHS:
+                    n = length(word, world.size)
+                    told = by_hand(0, blocks, partial(partial_of, n=n, dtype=dtype)).tobytes()
+                    assert summed(world, blocks, n, dtype, GATHERS[name]) == told, (blocks, n)
+
+    ranks(body)
+
+
+@on_ranks(*THREAD_RANKS)
+def test_a_long_vector_travels_in_segments(ranks, monkeypatch):
+    monkeypatch.setattr(ordered, "SCRATCH_BYTES", 4096)
+
+    def body(world):
+        for blocks in counts(world.size):
+            told = by_hand(0, blocks, partial(partial_of, n=5000, dtype="float64")).tobytes()
+            found = summed(world, blocks, 5000, "float64", ordered.doubling)
+            assert found == told
+            assert world.size == 1 or world.link.messages_sent > world.size
+
+    ranks(body)
+
+
+@on_ranks(*THREAD_RANKS)
+def test_bytes_and_messages(ranks):
+    """As many as the closed form says, whatever the number of blocks; few where P is 2, 4, 8."""
+
+    def body(world):
+        link, size = world.link, world.size
+        for blocks in counts(size):
+            tree = Tree(blocks, size)
+            for n in (0, 1, size + 1, 300_007):
+                x = np.zeros(n)
+                own = [x.copy() for _ in tree.held[world.rank]]
+                before = link.bytes_sent, link.messages_sent
+                ordered.reduce_scatter(Group(link), tree, own, x, np.add)
+                sent = link.bytes_sent - before[0], link.messages_sent - before[1]
+                call = Call(n, x.itemsize, size, world.rank, blocks=blocks)
+                told = MESSAGES["ordered-reduce-scatter"](call)
+                assert sent == (sum(told) * x.itemsize, len(told)), (blocks, n)
+
+    ranks(body)
+
+
+@pytest.mark.parametrize("blocks", range(1, 40))
+def test_nodes_that_a_rank_holds(blocks):
+    """One where all is a power of two; else no more than the docs say, and all blocks, once."""
+    for size in range(1, blocks + 1):
+        held = Tree(blocks, size).held
+        assert [b for nodes in held for n in nodes for b in range(n.start, n.stop)] == list(
+            range(blocks)
+        )
+        most = max(map(len, held))
+        assert most <= 2 * np.log2(blocks / size) + 2
+        if not blocks & (blocks - 1) and not size & (size - 1):
+            assert most == 1
+
+
+def in_the_order_of_ranks(self, nodes: list[Node], node: Node, op) -> None:
+    """What a sum would be that each rank makes of its own blocks first."""
+    if nodes:
+        op(nodes[0].x, node.x, out=nodes[0].x)
+        nodes[0] = nodes[0]._replace(stop=node.stop)
+    else:
+        nodes.append(node)
+
+
+def test_a_planted_error_is_seen(monkeypatch):
+    monkeypatch.setattr(Tree, "join", in_the_order_of_ranks)
+    told = by_hand(0, 8, partial(partial_of, n=1000, dtype="float32")).tobytes()
+    for size in (1, 2, 4):
+        found = run_on("threads", size, lambda w: summed(w, 8, 1000, "float32", GATHERS["ring"]))
+        assert all(one != told for one in found)
+
+
+def test_refused():
+    with pytest.raises(UsageError, match=r"blocks is 3, but 4 ranks .* set blocks to 4 or more"):
+        Tree(3, 4)
+    with pytest.raises(UsageError, match="which the algorithm null cannot be"):
+        all_gather_named("null")
+    with pytest.raises(UsageError, match="did you mean 'ring'"):
+        all_gather_named("rign")
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("name", [name for name in ALLREDUCE if name != "null"])
+def test_gathered_bits_are_those_of_the_owner(ranks, name):
+    """Also of numbers that an addition of zero would change."""
+
+    def body(world):
+        for dtype, kind in (("float16", "u2"), ("float32", "u4"), ("float64", "u8")):
+            told = np.frombuffer(np.random.default_rng(0).bytes(808), kind).copy()
+            told[::7] = 1 << 8 * told.itemsize - 1  # -0.0
+            x, size = told.copy().view(dtype), world.size
+            at = [x.size * r // size for r in range(size + 1)]
+            own = slice(at[world.rank], at[world.rank + 1])
+            mine = x[own].copy()
+            x.view(told.dtype)[...] = 12345
+            x[own] = mine
+            GATHERS[name](Group(world.link), x)
+            assert x.tobytes() == told.tobytes(), dtype
+
+    ranks(body)
