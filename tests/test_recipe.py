@@ -108,6 +108,14 @@ REFUSED = {
         ["wire.reduction=ordered", "wire.algorithm=null"],
         "reduction is 'ordered', which the algorithm null cannot be",
     ),
+    "ordered and compressed": (
+        ["wire.reduction=ordered", "wire.compression=bf16"],
+        "adds gradients as they are; expected compression = 'none' beside it, seen 'bf16'",
+    ),
+    "ordered and shared": (
+        ["wire.reduction=ordered", "engine.share_parameters=true"],
+        "[engine] share_parameters: ranks add what their neighbours have, in the order of ranks",
+    ),
     "ordered servers": (
         ["wire.reduction=ordered", "engine.kind=ps-sync"],
         "[wire] reduction: 'ordered' belongs to allreduce and single, seen with ps-sync",

@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpctrain.collectives.chunks import bounds, chunks
+from hpctrain.collectives.direct import all_gather as from_neighbours
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.operations import Operation
 from hpctrain.collectives.ring import all_gather as round_the_ring
@@ -208,6 +209,21 @@ def broadcasts(group: Group, x: np.ndarray) -> None:
         broadcast(group, chunk, root)
 
 
+def through_memory(group: Group, x: np.ndarray) -> None:
+    """Fill flat `x` with all chunks, read where node neighbours have them.
+
+    Without node memory they go round the ring. Raises UsageError where there are several nodes.
+    """
+    if len(group.nodes) > 1:
+        raise UsageError(
+            f"algorithm direct works inside one node, seen {len(group.nodes)}; use auto"
+        )
+    if group.near is None:
+        round_the_ring(group, x)
+    else:
+        from_neighbours(group, x, bounds(x.size, group.link.size))
+
+
 def joined_by(allreduce: Callable[[Group, np.ndarray, Operation], None]) -> AllGather:
     """Return the all-gather that any all-reduce can do: or, over bits that one rank alone sets.
 
@@ -231,4 +247,5 @@ ALL_GATHERS: dict[str, AllGather] = {
     "halving-doubling": doubling,
     "recursive-doubling": doubling,
     "tree": broadcasts,
+    "direct": through_memory,
 }

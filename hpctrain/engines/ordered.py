@@ -72,4 +72,3 @@ def sums_of(replica: Replica, options: WireOptions, rank: int, size: int) -> Any
     if tree := options.tree(size):
         return OrderedSums(replica, tree, rank, all_gather_named(options.algorithm))
     return AnySums(replica, allreduce_named(options.algorithm))
-

@@ -9,11 +9,13 @@ import pytest
 from cases import length
 from ranks import THREAD_RANKS, on_ranks, run_on
 
-from hpctrain.collectives import ALLREDUCE, Group, ordered
+from hpctrain.collectives import ALLREDUCE, ordered
 from hpctrain.collectives.ordered import Node, Tree
 from hpctrain.errors import UsageError
+from hpctrain.transport.local import run_ranks
 from hpctrain.tuning.messages import MESSAGES, Call
 from hpctrain.tuning.select import NAMES, all_gather_named
+from hpctrain.world import over_threads
 
 GATHERS = {name: all_gather_named(name) for name in NAMES if name != "null"}
 LENGTHS = ("0", "1", "P-1", "P", "P+1", "10007")
@@ -40,7 +42,7 @@ def by_hand(first: int, last: int, leaf) -> np.ndarray:
 
 
 def summed(world, blocks: int, n: int, dtype: str, gather) -> bytes:
-    group = Group(world.link)
+    group = world.group()
     own = [partial_of(block, n, dtype) for block in Tree(blocks, world.size).run(world.rank)]
     return ordered.sum_of_blocks(group, own, blocks, gather).tobytes()
 
@@ -87,7 +89,7 @@ def test_bytes_and_messages(ranks):
                 x = np.zeros(n)
                 own = [x.copy() for _ in tree.held[world.rank]]
                 before = link.bytes_sent, link.messages_sent
-                ordered.reduce_scatter(Group(link), tree, own, x, np.add)
+                ordered.reduce_scatter(world.group(), tree, own, x, np.add)
                 sent = link.bytes_sent - before[0], link.messages_sent - before[1]
                 call = Call(n, x.itemsize, size, world.rank, blocks=blocks)
                 told = MESSAGES["ordered-reduce-scatter"](call)
@@ -151,7 +153,16 @@ def test_gathered_bits_are_those_of_the_owner(ranks, name):
             mine = x[own].copy()
             x.view(told.dtype)[...] = 12345
             x[own] = mine
-            GATHERS[name](Group(world.link), x)
+            GATHERS[name](world.group(), x)
             assert x.tobytes() == told.tobytes(), dtype
 
     ranks(body)
+
+
+def test_direct_is_for_one_node():
+    def body(link):
+        world = over_threads(link, ("a", "b"))
+        with pytest.raises(UsageError, match="algorithm direct works inside one node, seen 2"):
+            GATHERS["direct"](world.group(), np.zeros(8))
+
+    run_ranks(2, body)

@@ -164,7 +164,7 @@ def test_a_planted_error_is_seen(monkeypatch, plant, size):
         assert "seen a share of" in str(error)  # the cut is not what the blocks expect
 
 
-ALGORITHMS = ("ring", "tree", "halving-doubling", "auto")
+ALGORITHMS = ("ring", "tree", "halving-doubling", "direct", "auto")
 
 
 @cache
