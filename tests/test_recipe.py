@@ -106,7 +106,7 @@ REFUSED = {
     ),
     "ordered by nothing": (
         ["wire.reduction=ordered", "wire.algorithm=null"],
-        "reduction is 'ordered', which the algorithm null cannot be",
+        "reduction is 'ordered', whose chunks the algorithm cannot gather",
     ),
     "ordered and compressed": (
         ["wire.reduction=ordered", "wire.compression=bf16"],

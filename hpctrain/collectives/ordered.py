@@ -4,26 +4,26 @@ Float addition is not associative, so the order has to be fixed by something tha
 the vector is a sum over B *blocks*, and these are added in one binary tree, whoever holds them.
 Six blocks:
 
-    level 3            012345            node i of level k covers the blocks from i 2^k on, 2^k of
-                      /      \\           them as far as there are any. It is left + right; one that
-    level 2       0123        45         has no right child is its left child, unchanged
+    level 3            012345            subtotal i of level k covers 2^k blocks from i 2^k on, or as
+                      /      \\           many as there are. It is left + right; one that has no
+    level 2       0123        45         right child is its left child, unchanged
                  /    \\      /
     level 1     01    23    45
                /  \\  /  \\  /  \\
     blocks     0  1  2  3  4  5
 
-Rank r of P holds the blocks rB/P .. (r + 1)B/P - 1, rounded down. It adds up the nodes of which it
-holds all blocks, and is left with m of them: one if P and B are powers of two, else at most
-2 log2(B/P) + 2. Three ranks, whose chunks are a b c; `01a` is node 01 of chunk a:
+Rank r of P holds the blocks rB/P .. (r + 1)B/P - 1, rounded down. It adds up the subtotals whose
+blocks it holds all, and is left with m of them: one if P and B are powers of two, else at most
+2 log2(B/P) + 2. Three ranks, whose chunks are a b c; `01a` is chunk a of 01:
 
     rank   holds          sends to 0    to 1          to 2          adds up
      0     01                           01b           01c           a: 01 + 23, 0123 + 45
      1     23             23a                         23c           b: the same
      2     45             45a           45b                         c: the same
 
-Every node goes straight to the owner of each chunk, and the owner adds in the order of the tree.
+Each goes straight to the owner of each chunk, and the owner adds in the order of the tree.
 Cost: P - 1 steps, m n(P-1)/P bytes sent per rank: with m = 1 those of a ring, in as few messages.
-Scratch: segments of all nodes that come in, SCRATCH_BYTES at most. How finished chunks then reach
+Scratch: segments of all that come in, SCRATCH_BYTES at most. How finished chunks then reach
 everybody changes no bit of them: n(P-1)/P bytes round the ring, or in log2 P steps by doubling.
 """
 
@@ -51,7 +51,7 @@ SCRATCH_BYTES = 2 << 20
 AllGather = Callable[[Group, np.ndarray], None]
 
 
-class Node(NamedTuple):
+class Subtotal(NamedTuple):
     """The sum `x` of the blocks `start` .. `stop` - 1."""
 
     start: int
@@ -78,29 +78,29 @@ class Tree:
         """Return the blocks that `rank` holds."""
         return range(rank * self.blocks // self.ranks, (rank + 1) * self.blocks // self.ranks)
 
-    def join(self, nodes: list[Node], node: Node, op: Operation) -> None:
-        """Put `node` behind the last of `nodes`, and add up what is complete by it.
+    def join(self, subtotals: list[Subtotal], subtotal: Subtotal, op: Operation) -> None:
+        """Put `subtotal` behind the last of `subtotals`, and add up what is complete by it.
 
         A sum is written into the array of its left child.
         """
-        while nodes and self.siblings(nodes[-1], node):
-            left = nodes.pop()
-            op(left.x, node.x, out=left.x)
-            node = Node(left.start, node.stop, left.x)
-        nodes.append(node)
+        while subtotals and self.siblings(subtotals[-1], subtotal):
+            left = subtotals.pop()
+            op(left.x, subtotal.x, out=left.x)
+            subtotal = Subtotal(left.start, subtotal.stop, left.x)
+        subtotals.append(subtotal)
 
-    def siblings(self, left: Node, right: Node) -> bool:
-        """Return whether two nodes that follow each other are the children of one."""
+    def siblings(self, left: Subtotal, right: Subtotal) -> bool:
+        """Return whether two subtotals that follow each other are the children of one."""
         width = left.stop - left.start
         return left.start % (2 * width) == 0 and right.stop == min(left.stop + width, self.blocks)
 
     @cached_property
-    def held(self) -> list[list[Node]]:
+    def held(self) -> list[list[Subtotal]]:
         """What is left of each rank's blocks once it has added up what it can; without arrays."""
-        held: list[list[Node]] = [[] for _ in range(self.ranks)]
-        for rank, nodes in enumerate(held):
+        held: list[list[Subtotal]] = [[] for _ in range(self.ranks)]
+        for rank, subtotals in enumerate(held):
             for block in self.run(rank):
-                self.join(nodes, Node(block, block + 1, None), _no_arrays)
+                self.join(subtotals, Subtotal(block, block + 1, None), _no_arrays)
         return held
 
 
@@ -115,10 +115,10 @@ def sum_of_blocks(
     `partials` are those of this rank's blocks, see `Tree.run`; they are spoilt, and the sum lies
     in the last.
     """
-    tree, nodes = Tree(blocks, group.link.size), list[Node]()
+    tree, subtotals = Tree(blocks, group.link.size), list[Subtotal]()
     for block, x in zip(tree.run(group.link.rank), partials, strict=True):
-        tree.join(nodes, Node(block, block + 1, x), np.add)
-    reduce_scatter(group, tree, [node.x for node in nodes], partials[-1], np.add)
+        tree.join(subtotals, Subtotal(block, block + 1, x), np.add)
+    reduce_scatter(group, tree, [subtotal.x for subtotal in subtotals], partials[-1], np.add)
     all_gather(group, partials[-1])
     return partials[-1]
 
@@ -166,11 +166,11 @@ def _sum_segments(
     for request in come:
         request.wait()
     arrays[link.rank] = [one[here] for one in own]
-    nodes: list[Node] = []
+    subtotals: list[Subtotal] = []
     for rank, theirs in enumerate(tree.held):
-        for node, array in zip(theirs, arrays[rank], strict=True):
-            tree.join(nodes, node._replace(x=array), op)
-    x[here] = nodes[0].x
+        for subtotal, array in zip(theirs, arrays[rank], strict=True):
+            tree.join(subtotals, subtotal._replace(x=array), op)
+    x[here] = subtotals[0].x
     for request in gone:
         request.wait()
 

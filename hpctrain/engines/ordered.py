@@ -52,7 +52,7 @@ class OrderedSums:
     ) -> None:
         """Sum slice `x` of the gradient plane, each rank its own chunk of it."""
         start = offset_in(self.replica.arena.grad, x)
-        own = self.replica.nodes(slice(start, start + x.size))
+        own = self.replica.subtotals(slice(start, start + x.size))
         ordered.reduce_scatter(group, self._tree, own, x, op, offsets)
 
     def ordered(self, group: Group, x: np.ndarray, op: Operation) -> None:

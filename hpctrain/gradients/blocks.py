@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import Field
 
 from hpctrain import config, nn
-from hpctrain.collectives.ordered import Node, Tree
+from hpctrain.collectives.ordered import Subtotal, Tree
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.replica import Batch, Replica, more_to_come
@@ -76,7 +76,7 @@ class InBlocks:
         self._replica, self._tree, self._run = replica, tree, tree.run(rank)
         self._slots = {slot.name: slot for slot in replica.arena.slots}
         self._planes: list[np.ndarray] = []
-        self._nodes: list[Node] = []
+        self._subtotals: list[Subtotal] = []
 
     @property
     def arena(self) -> Arena:
@@ -94,7 +94,7 @@ class InBlocks:
     def gradient(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
-        """Leave the sums of all blocks in `nodes`, the last in `arena.grad`; see Replica.
+        """Leave the sums of all blocks in `subtotals`, the last in `arena.grad`; see Replica.
 
         Returns the totals of this rank's blocks, in order.
         """
@@ -105,7 +105,7 @@ class InBlocks:
                 f"blocks {run.start} .. {run.stop - 1} of {samples} samples: expected samples "
                 f"{cuts[0]} .. {cuts[-1]} of the share, seen a share of {len(batch.y)}"
             )
-        self._nodes = []
+        self._subtotals = []
         for block, (start, stop) in zip(run, pairwise(cuts), strict=True):
             here = key._replace(first=key.first + start, sum_over_ranks=_refuse)
             last = block == run[-1]
@@ -116,18 +116,18 @@ class InBlocks:
                 self._keep(block)
         return in_order(self.table)
 
-    def nodes(self, at: slice) -> list[np.ndarray]:
+    def subtotals(self, at: slice) -> list[np.ndarray]:
         """Return elements `at` of the sums that this rank has, in the order of blocks."""
-        return [node.x[at] for node in self._nodes]
+        return [subtotal.x[at] for subtotal in self._subtotals]
 
     def _keep(self, block: int) -> None:
         """Add the gradient of `block` to what waits for it, or keep it for the next."""
         grad = self.arena.grad
-        self._tree.join(self._nodes, Node(block, block + 1, grad), np.add)
-        if self._nodes[-1].x is grad:
+        self._tree.join(self._subtotals, Subtotal(block, block + 1, grad), np.add)
+        if self._subtotals[-1].x is grad:
             plane = self._spare()
             plane[...] = grad
-            self._nodes[-1] = self._nodes[-1]._replace(x=plane)
+            self._subtotals[-1] = self._subtotals[-1]._replace(x=plane)
 
     def _last(self, block: int) -> list[np.ndarray]:
         """Put the last block behind the others; return the planes to be added to it, in order."""
@@ -136,8 +136,8 @@ class InBlocks:
         def note(left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
             added.append(left)
 
-        self._tree.join(self._nodes, Node(block, block + 1, self.arena.grad), note)
-        self._nodes[-1] = self._nodes[-1]._replace(x=self.arena.grad)
+        self._tree.join(self._subtotals, Subtotal(block, block + 1, self.arena.grad), note)
+        self._subtotals[-1] = self._subtotals[-1]._replace(x=self.arena.grad)
         return added
 
     def _finish(
@@ -152,7 +152,7 @@ class InBlocks:
 
     def _spare(self) -> np.ndarray:
         """Return a plane in which nothing is kept."""
-        kept = [node.x for node in self._nodes]
+        kept = [subtotal.x for subtotal in self._subtotals]
         for plane in self._planes:
             if not any(plane is x for x in kept):
                 return plane

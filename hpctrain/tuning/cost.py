@@ -105,7 +105,7 @@ def all_gather(n: int, ranks: int) -> Cost:
 def ordered_reduce_scatter(n: int, ranks: int) -> Cost:
     """Return P-1 steps to the owner of each chunk, n(P-1)/P bytes, all of them added.
 
-    Where each rank holds one node of the tree; with m of them m times as much.
+    Where each rank holds one subtotal; with m of them m times as much.
     """
     return reduce_scatter(n, ranks)
 

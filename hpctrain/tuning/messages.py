@@ -187,18 +187,18 @@ def _block(call: Call, i: int, d: int, core: int) -> int:
 
 
 def ordered_reduce_scatter(call: Call) -> list[int]:
-    """Return every chunk but r, m times, in segments: m is the number of nodes that r holds."""
+    """Return every chunk but r, m times, in segments: m is the number of subtotals that r holds."""
     blocks = call.blocks or call.ranks
     at = [rank * blocks // call.ranks for rank in range(call.ranks + 1)]
-    nodes = [_nodes(a, b, blocks) for a, b in pairwise(at)]
-    step = max(1, SCRATCH_BYTES // (call.itemsize * sum(nodes)))
+    subtotals = [_subtotals(a, b, blocks) for a, b in pairwise(at)]
+    step = max(1, SCRATCH_BYTES // (call.itemsize * sum(subtotals)))
     others = (call.chunk(call.rank + i) for i in range(1, call.ranks))
     cut = [min(step, chunk - start) for chunk in others for start in range(0, chunk, step)]
-    return cut * nodes[call.rank]
+    return cut * subtotals[call.rank]
 
 
-def _nodes(first: int, last: int, blocks: int) -> int:
-    """Return into how few nodes of the tree blocks `first` .. `last` - 1 fit.
+def _subtotals(first: int, last: int, blocks: int) -> int:
+    """Return into how few subtotals of the tree blocks `first` .. `last` - 1 fit.
 
     From `first` on one can cover 2^k blocks if 2^k divides it, fewer where there are no more.
     """

@@ -9,15 +9,16 @@ import pytest
 from cases import length
 from ranks import THREAD_RANKS, on_ranks, run_on
 
-from hpctrain.collectives import ALLREDUCE, ordered
-from hpctrain.collectives.ordered import Node, Tree
+from hpctrain.collectives import ordered
+from hpctrain.collectives.ordered import Subtotal, Tree
 from hpctrain.errors import UsageError
 from hpctrain.transport.local import run_ranks
 from hpctrain.tuning.messages import MESSAGES, Call
 from hpctrain.tuning.select import NAMES, all_gather_named
 from hpctrain.world import over_threads
 
-GATHERS = {name: all_gather_named(name) for name in NAMES if name != "null"}
+OURS = [name for name in NAMES if name not in ("null", "nccl")]
+GATHERS = {name: all_gather_named(name) for name in OURS}
 LENGTHS = ("0", "1", "P-1", "P", "P+1", "10007")
 BLOCKS = ("P", "P+1", "8", "12", "13", "32")  # as many as ranks, and more than are needed
 
@@ -99,11 +100,11 @@ def test_bytes_and_messages(ranks):
 
 
 @pytest.mark.parametrize("blocks", range(1, 40))
-def test_nodes_that_a_rank_holds(blocks):
+def test_subtotals_that_a_rank_holds(blocks):
     """One where all is a power of two; else no more than the docs say, and all blocks, once."""
     for size in range(1, blocks + 1):
         held = Tree(blocks, size).held
-        assert [b for nodes in held for n in nodes for b in range(n.start, n.stop)] == list(
+        assert [b for some in held for one in some for b in range(one.start, one.stop)] == list(
             range(blocks)
         )
         most = max(map(len, held))
@@ -112,13 +113,13 @@ def test_nodes_that_a_rank_holds(blocks):
             assert most == 1
 
 
-def in_the_order_of_ranks(self, nodes: list[Node], node: Node, op) -> None:
+def in_the_order_of_ranks(self, subtotals: list[Subtotal], subtotal: Subtotal, op) -> None:
     """What a sum would be that each rank makes of its own blocks first."""
-    if nodes:
-        op(nodes[0].x, node.x, out=nodes[0].x)
-        nodes[0] = nodes[0]._replace(stop=node.stop)
+    if subtotals:
+        op(subtotals[0].x, subtotal.x, out=subtotals[0].x)
+        subtotals[0] = subtotals[0]._replace(stop=subtotal.stop)
     else:
-        nodes.append(node)
+        subtotals.append(subtotal)
 
 
 def test_a_planted_error_is_seen(monkeypatch):
@@ -132,14 +133,14 @@ def test_a_planted_error_is_seen(monkeypatch):
 def test_refused():
     with pytest.raises(UsageError, match=r"blocks is 3, but 4 ranks .* set blocks to 4 or more"):
         Tree(3, 4)
-    with pytest.raises(UsageError, match="which the algorithm null cannot be"):
+    with pytest.raises(UsageError, match="whose chunks the algorithm cannot gather: .* seen null"):
         all_gather_named("null")
     with pytest.raises(UsageError, match="did you mean 'ring'"):
         all_gather_named("rign")
 
 
 @on_ranks(2, 3, 4)
-@pytest.mark.parametrize("name", [name for name in ALLREDUCE if name != "null"])
+@pytest.mark.parametrize("name", OURS)
 def test_gathered_bits_are_those_of_the_owner(ranks, name):
     """Also of numbers that an addition of zero would change."""
 
