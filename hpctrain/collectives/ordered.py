@@ -4,9 +4,9 @@ Float addition is not associative, so the order has to be fixed by something tha
 the vector is a sum over B *blocks*, and these are added in one binary tree, whoever holds them.
 Six blocks:
 
-    level 3            012345            subtotal i of level k covers 2^k blocks from i 2^k on, or as
-                      /      \\           many as there are. It is left + right; one that has no
-    level 2       0123        45         right child is its left child, unchanged
+    level 3            012345            subtotal i of level k covers 2^k blocks from i 2^k on,
+                      /      \\           or as many as there are. It is left + right; one that has
+    level 2       0123        45         no right child is its left child, unchanged
                  /    \\      /
     level 1     01    23    45
                /  \\  /  \\  /  \\

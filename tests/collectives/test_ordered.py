@@ -133,7 +133,7 @@ def test_a_planted_error_is_seen(monkeypatch):
 def test_refused():
     with pytest.raises(UsageError, match=r"blocks is 3, but 4 ranks .* set blocks to 4 or more"):
         Tree(3, 4)
-    with pytest.raises(UsageError, match="whose chunks the algorithm cannot gather: .* seen null"):
+    with pytest.raises(UsageError, match=r"whose chunks the algorithm cannot gather: .* seen null"):
         all_gather_named("null")
     with pytest.raises(UsageError, match="did you mean 'ring'"):
         all_gather_named("rign")
