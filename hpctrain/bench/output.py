@@ -22,17 +22,22 @@ from hpctrain.errors import UsageError
 from hpctrain.world import World
 
 Row = Mapping[str, Any]
-Column = tuple[str, Callable[[Row], str]]  #: heading, row -> text
+Text = Callable[[Row], str]
+Column = tuple[str, Text]  #: heading, and what shows a row
 
 
-def microseconds(key: str) -> Callable[[Row], str]:
-    """Return what shows the seconds `key` of a row in microseconds."""
-    return lambda row: f"{row[key] * 1e6:.4g}" if row[key] < 1 else f"{row[key] * 1e6:.0f}"
+def microseconds(key: str) -> Text:
+    """Return what shows the seconds `key` of a row in microseconds, a dash where there are none."""
+    return lambda row: "-" if row[key] is None else _four_digits(row[key] * 1e6)
 
 
-def number(key: str, form: str) -> Callable[[Row], str]:
+def number(key: str, form: str) -> Text:
     """Return what shows `key` of a row, a dash where there is none."""
     return lambda row: format(row[key], form) if row.get(key) is not None else "-"
+
+
+def _four_digits(value: float) -> str:
+    return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 SIZE: Column = ("size", lambda row: shown(row["bytes"]))

@@ -45,6 +45,31 @@ def draw(rows: Sequence[Row], title: str, path: Path, bandwidth: str = "busbw") 
     figure.savefig(path, dpi=130)
 
 
+def bars(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Write the plot of training steps: each library's own step, and what communication adds."""
+    batches = sorted({row["batch_per_rank"] for row in rows})
+    figure = Figure((max(6, 5 * len(batches)), 4.5), layout="constrained")
+    places = figure.subplots(1, len(batches), squeeze=False)[0]
+    for axes, batch in zip(places, batches, strict=True):
+        own = [r for r in rows if r["batch_per_rank"] == batch and r["exposed_s"] is not None]
+        names = [row["algorithm"] for row in own]
+        alone = [row["alone_s"] * 1e3 for row in own]
+        whole = [row["median_s"] * 1e3 for row in own]
+        exposed = [w - a for w, a in zip(whole, alone, strict=True)]
+        axes.bar(names, alone, color=COLORS[0], label="the library's step without communication")
+        axes.bar(names, exposed, bottom=alone, color=COLORS[1], label="exposed communication")
+        spread = [[row["median_s"] - row["p5_s"], row["p95_s"] - row["median_s"]] for row in own]
+        axes.errorbar(names, whole, np.array(spread).T * 1e3, fmt="none", color="black", capsize=3)
+        axes.set_title(f"{batch} samples per rank")
+        axes.set_xticks(names, names, rotation=20, ha="right")
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+    places[0].set_ylabel("median time of a step [ms]")
+    places[0].legend(fontsize="small")
+    figure.suptitle(title.replace("$", r"\$"))
+    figure.savefig(path, dpi=130)
+
+
 def _line(
     axes: Axes, rows: Sequence[Row], name: str, style: Mapping[str, Any], key: str, factor: float
 ) -> None:

@@ -21,6 +21,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "all-gather": ("bench_collectives", "all_gather"),
     "broadcast": ("bench_collectives", "broadcast"),
     "p2p": ("bench_p2p", "p2p"),
+    "step": ("bench_step", "step"),
 }
 LOADERS = {name: partial(load, *place) for name, place in SUBCOMMANDS.items()}
 

@@ -6,9 +6,10 @@ when somebody asks for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,6 +17,18 @@ from hpctrain import config
 from hpctrain.world import World
 
 TIMEOUT_S = 60.0
+
+
+#: (samples, labels) -> the summed loss of this rank's share, after one step of training.
+Step = Callable[[np.ndarray, np.ndarray], float]
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A model of dense layers with ReLU between, and how it is trained: by SGD."""
+
+    layers: Sequence[tuple[np.ndarray, np.ndarray]]  #: (inputs, outputs) and (outputs,), to copy
+    sgd: Mapping[str, Any]  #: rate and the like, by PyTorch's names
 
 
 class Rival(Protocol):
@@ -28,6 +41,9 @@ class Rival(Protocol):
 
     def call(self, operation: str, x: np.ndarray, op: str) -> Callable[[], None]:
         """Return a call of `operation` on flat `x` itself."""
+
+    def step(self, dense: Dense, alone: bool) -> Step:
+        """Return what trains `dense` on all ranks; `alone`, without communication."""
 
     def close(self) -> None:
         """Leave the job; collective."""

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.bench.rivals import TIMEOUT_S
+from hpctrain.bench.rivals import TIMEOUT_S, Dense, Step
+from hpctrain.bench.rivals.training import stepper
 from hpctrain.world import World
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -50,9 +52,22 @@ class Gloo:
         parts = list(tensor.chunk(dist.get_world_size()))
         return _silently(dist.all_gather, parts, parts[dist.get_rank()])
 
+    def step(self, dense: Dense, alone: bool) -> Step:
+        """Return a step of DistributedDataParallel, which reduces while backward goes on."""
+        return stepper(dense, _as_it_is if alone else _distributed)
+
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()
+
+
+def _distributed(network: Any, optimizer: Any) -> tuple[Any, Any]:
+    # Gradients lie in the buckets that travel: without this DDP copies them.
+    return DistributedDataParallel(network, gradient_as_bucket_view=True), optimizer
+
+
+def _as_it_is(network: Any, optimizer: Any) -> tuple[Any, Any]:
+    return network, optimizer
 
 
 def _silently(function: Callable[..., Any], *arguments: Any) -> Callable[[], None]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import horovod
 import horovod.torch as hvd
 import numpy as np
 import torch
 
+from hpctrain.bench.rivals import Dense, Step
+from hpctrain.bench.rivals.training import stepper
 from hpctrain.world import World
 
 OPERATIONS = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
@@ -41,6 +44,19 @@ class Horovod:
 
         return allreduce if operation == "allreduce" else broadcast
 
+    def step(self, dense: Dense, alone: bool) -> Step:
+        """Return a step of DistributedOptimizer, which reduces while backward goes on."""
+        return stepper(dense, _as_it_is if alone else _distributed)
+
     def close(self) -> None:
         """Leave; MPI stays up."""
         hvd.shutdown()
+
+
+def _distributed(network: Any, optimizer: Any) -> tuple[Any, Any]:
+    named = network.named_parameters()
+    return network, hvd.DistributedOptimizer(optimizer, named_parameters=named)
+
+
+def _as_it_is(network: Any, optimizer: Any) -> tuple[Any, Any]:
+    return network, optimizer

@@ -1,0 +1,41 @@
+"""`hpctrain bench step`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpctrain import world
+from hpctrain.bench import steps
+
+EPILOG = """\b
+Examples:
+  mpirun -n 2 hpctrain bench step digits --batch-per-rank 64
+  mpirun -n 2 hpctrain bench step benchmarks/mlp-10m.toml --batch-per-rank 32,128 \\
+      --algorithms auto,direct,share-parameters --rivals gloo,horovod --json step.json
+
+`share-parameters` is one array of parameters per node; any other algorithm is that of [wire].
+Steps without communication are always among them. Rivals are PyTorch with DistributedDataParallel
+on Gloo and with Horovod's DistributedOptimizer; they train a dense model by SGD. The schedule of
+the recipe is left out: all train at its rate.
+"""
+FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command(epilog=EPILOG)
+@click.argument("name", metavar="RECIPE")
+@click.option("--algorithms", default="auto,share-parameters", show_default=True, metavar="NAMES",
+              help="Which of ours.")  # fmt: skip
+@click.option("--rivals", default="", metavar="NAMES", help="Other libraries: horovod, gloo.")
+@click.option("--batch-per-rank", "batches", metavar="N,...", help="Default: the recipe's.")
+@click.option("--set", "sets", multiple=True, metavar="TABLE.KEY=VALUE", help="Change the recipe.")
+@click.option("--iterations", default=20, show_default=True, metavar="N", help="How often.")
+@click.option("--warm-up", default=2, show_default=True, metavar="N", help="How often before.")
+@click.option("--json", type=FILE, metavar="FILE", help="Keep all rows, with the machine.")
+@click.option("--plot", type=FILE, metavar="FILE", help="Draw them: .png or .svg.")
+def step(name: str, rivals: str, **flags: Any) -> None:
+    """Time whole training steps of RECIPE's model, beside other libraries."""
+    asked = steps.check(name, rivals_text=rivals, **flags)
+    steps.run(world.init(), asked)
