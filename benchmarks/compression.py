@@ -1,0 +1,157 @@
+"""Claims: on links of 1 Gbit/s compression makes steps faster, and mnist is learned as well.
+
+    python benchmarks/compression.py [steps] [accuracy] [--hosts 2 4] [--link 1gbit] [--rounds 12]
+
+steps     a wide MLP whose gradient fills the wire, on hosts made by `hpctrain netlab`: the same
+          step with each method, all in one job, in turn; `null` sends nothing, so it is compute
+accuracy  the recipe `mnist`, all of its 4,000 training and 1,000 test images and its 12 epochs, but
+          a ResNet-8 of half the channels in place of ResNet-20; 4 ranks, which are threads of one
+          process: what is computed does not depend on what carries the messages
+
+Draw the results with benchmarks/plots/compression.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import threadpoolctl
+from _common import interleaved, paired_ratio, spread, write
+
+from hpctrain import launchers, nn, optim, recipe, runs
+from hpctrain import world as worlds
+from hpctrain.cluster.netlab import Lab, bits_of, netlab
+from hpctrain.engines import AllReduce, Flags, Task
+from hpctrain.gradients.replica import Batch, ModelReplica
+from hpctrain.transport.local import run_ranks
+from hpctrain.world import World
+
+METHODS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16": {"compression": "bf16"},
+    "fp16": {"compression": "fp16"},
+    "top-k 1 %": {"compression": "top-k", "compression_ratio": 0.01},
+    "powersgd rank 4": {"compression": "powersgd", "compression_rank": 4},
+}
+WIDTHS, BATCH_PER_RANK = [784, 2048, 2048, 10], 16
+FASTER = {"bf16": 1.5, "fp16": 1.3, "top-k 1 %": 3.0, "powersgd rank 4": 4.0}
+RANKS, POINTS = 4, 0.015
+SMALL = ["model.blocks=1", "model.channels=[8,16,32]"]
+KEPT = ("test_accuracy", "test_loss", "train_loss", "bytes_sent_per_rank", "params_sha256")
+Row = dict[str, Any]
+
+
+def main() -> int:
+    given = arguments()
+    if launchers.launched(os.environ).size > 1:  # on a host of the netlab
+        measure_steps(worlds.init(), given.link, given.rounds)
+        return 0
+    studies: dict[str, Callable[[], int]] = {
+        "steps": lambda: max(on_hosts(hosts, given) for hosts in given.hosts),
+        "accuracy": lambda: measure_accuracy(given.epochs, given.seeds),
+    }
+    return max(studies[name]() for name in given.studies or studies)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("studies", nargs="*", metavar="steps|accuracy", help="both, if none")
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--link", default="1gbit")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    return parser.parse_args()
+
+
+def on_hosts(hosts: int, given: argparse.Namespace) -> int:
+    """Run this script on each host of a netlab; return the exit code."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # hosts share the cores of this machine
+    here = [sys.executable, __file__, "--link", given.link, "--rounds", str(given.rounds)]
+    return netlab(Lab(hosts, 1, bits_of(given.link)), here)
+
+
+def measure_steps(world: World, link: str, rounds: int) -> None:
+    """Time a step of each method, in turn."""
+    engines = {name: engine_of(world, keys) for name, keys in METHODS.items()}
+    engines["null"] = engine_of(world, {"algorithm": "null"})
+    task, sent = task_of(world), dict.fromkeys(engines, 0)
+
+    def step(name: str) -> None:
+        before = engines[name].bytes_sent
+        engines[name].step(task, Flags())
+        sent[name] = engines[name].bytes_sent - before
+
+    seconds = interleaved(world.link, {name: partial(step, name) for name in engines}, rounds, 2)
+    rows = [
+        {
+            "method": name,
+            "hosts": world.size,
+            **spread(seconds[name]),
+            "faster": paired_ratio(seconds["plain"], seconds[name]),
+            "bytes_per_step": sent[name],
+        }
+        for name in engines
+    ]
+    found = {row["method"]: row["faster"] for row in rows}
+    claims = {f"{m}: {found[m]:.2f} >= {least} x plain": found[m] >= least
+              for m, least in FASTER.items()}  # fmt: skip
+    about = {"link": link, "widths": WIDTHS, "batch_per_rank": BATCH_PER_RANK}
+    write(world, f"compression-steps-{world.size}-hosts", rows, claims, **about)
+
+
+def engine_of(world: World, keys: dict[str, Any]) -> Any:
+    """Return an engine of its own, with a model of its own."""
+    model = nn.MlpOptions(widths=WIDTHS).build((WIDTHS[0],), WIDTHS[-1])
+    replica = ModelReplica(model, 0, np.dtype(np.float32))
+    return AllReduce(**keys).build(world, replica, optim.sgd(rate=1e-4, momentum=0.9))
+
+
+def task_of(world: World) -> Task:
+    rng = np.random.default_rng(world.rank)
+    x = rng.standard_normal((BATCH_PER_RANK, WIDTHS[0]), np.float32)
+    batch = Batch(x, rng.integers(0, WIDTHS[-1], BATCH_PER_RANK))
+    return Task(batch, 1 / (BATCH_PER_RANK * world.size), nn.Key(0, 0, 0))
+
+
+def measure_accuracy(epochs: int, seeds: Sequence[int]) -> int:
+    """Train on mnist with each method and seed."""
+    rows = [row_of(name, epochs, seed) for name in METHODS for seed in seeds]
+    mean = {m: float(np.mean([r["test_accuracy"] for r in rows if r["method"] == m]))
+            for m in METHODS}  # fmt: skip
+    least = mean["plain"] - POINTS
+    claims = {f"{m}: {mean[m]:.4f} >= {least:.4f}, plain less {POINTS}": mean[m] >= least
+              for m in METHODS if m != "plain"}  # fmt: skip
+    write(worlds.init(), "compression-accuracy", rows, claims, ranks=RANKS, model="resnet8",
+          epochs=epochs)  # fmt: skip
+    return 0
+
+
+def row_of(name: str, epochs: int, seed: int) -> Row:
+    """Return what a run came to."""
+    sets = [f"wire.{key}={value}" for key, value in METHODS[name].items()]
+    spec = recipe.load("mnist", [*SMALL, f"run.epochs={epochs}", f"run.seed={seed}", *sets])
+    with tempfile.TemporaryDirectory() as folder, threadpoolctl.threadpool_limits(1):
+        start = perf_counter()
+        summary = run_ranks(
+            RANKS,
+            lambda link: runs.train(spec, worlds.over_threads(link), Path(folder) / "run", False),
+            timeout_s=600,
+        )[0]
+    row = {"method": name, "seed": seed, **{key: summary[key] for key in KEPT}}
+    row["seconds"] = round(perf_counter() - start, 1)
+    print(*(f"{key}={value}" for key, value in row.items()), flush=True)
+    return row
+
+
+if __name__ == "__main__":
+    sys.exit(main())
