@@ -71,7 +71,9 @@ def alike(world, x: np.ndarray) -> bool:
     return len(set(all_gather_bytes(world.link, x.tobytes()))) == 1
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "recursive-doubling", "double-tree", "direct"])
+@pytest.mark.parametrize(
+    "algorithm", ["ring", "recursive-doubling", "double-tree", "direct", "hierarchical"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("method", ROUNDOFF)
 @on_ranks(2, 3, 5)
