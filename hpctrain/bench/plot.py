@@ -38,8 +38,8 @@ def draw(rows: Sequence[Row], title: str, path: Path, bandwidth: str = "busbw") 
         sizes = [row["bytes"] for row in own]
         time.fill_between(sizes, *times, color=style["color"], alpha=0.12, linewidth=0)
     sizes = sorted({row["bytes"] for row in rows})
-    _axes(time, sizes, "median time of a call [us]")
-    _axes(speed, sizes, f"{bandwidth} [GB/s]")
+    axes_over(time, sizes, "median time of a call [us]")
+    axes_over(speed, sizes, f"{bandwidth} [GB/s]")
     time.legend(fontsize="small")
     figure.suptitle(title.replace("$", r"\$"))
     figure.savefig(path, dpi=130)
@@ -77,7 +77,8 @@ def _line(
     axes.plot([row["bytes"] for row in rows], values, label=name, linewidth=1.5, **style)
 
 
-def _axes(axes: Axes, sizes: Sequence[int], label: str) -> None:
+def axes_over(axes: Axes, sizes: Sequence[int], label: str) -> None:
+    """Make both axes logarithmic, with `sizes` along x and `label` along y."""
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     every = -(-len(sizes) // FEW_TICKS)

@@ -8,7 +8,7 @@ from hpctrain.commands._lazy import LazyGroup, load
 
 COMMANDS = {
     name: partial(load, name, name)
-    for name in ("train", "launch", "netlab", "evaluate", "report", "checkpoint", "bench")
+    for name in ("train", "launch", "netlab", "evaluate", "report", "checkpoint", "bench", "tune")
 }
 
 __all__ = ["COMMANDS", "LazyGroup"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cache, partial
 from typing import Any
@@ -37,8 +37,8 @@ NAMES = ("auto", *collectives.ALLREDUCE, "nccl")
 #: What one more bucket costs beside its time on the wire: the hand-off to the thread that carries
 #: it, and back (benchmarks/overhead.py).
 HAND_OFF_S = 15e-6
-#: Buckets are not longer, however large the plane: the last one waits for no compute.
-LONGEST_BUCKET_BYTES = 64 << 20
+#: Above this what a call notes for the watch is nothing beside its work.
+BARE_BYTES = 64 << 10
 
 
 def auto(group: Group, x: np.ndarray, op: Operation) -> None:
@@ -71,9 +71,15 @@ def _seen_by_all(group: Group, x: np.ndarray) -> bool:
 
 
 def bound(group: Group, x: np.ndarray, op: Operation, name: str = "auto") -> Callable[[], Any]:
-    """Return a call that reduces flat `x` by algorithm `name`, chosen once; all ranks must call."""
+    """Return a call that reduces flat `x` by algorithm `name`, chosen once; all ranks must call.
+
+    Of MPI's own all-reduce nothing but mpi4py's call is left: the watch learns nothing of it.
+    """
     function = allreduce_named(name)
-    return partial(taken(group, x, op) if function is auto else function, group, x, op)
+    function = taken(group, x, op) if function is auto else function
+    if function is native and x.nbytes <= BARE_BYTES:
+        return group.link.native_call("allreduce", x, op).call
+    return partial(function, group, x, op)
 
 
 def name_of(allreduce: AllReduceFunction, group: Group, x: np.ndarray) -> str:
@@ -104,15 +110,19 @@ def all_gather_named(name: str) -> AllGather:
 
 
 def bucket_bytes(group: Group, plane_bytes: int) -> int:
-    """Return how long the buckets of a plane of gradients should be, the same on all ranks.
+    """Return how long the buckets of a plane of gradients should be, the same on all ranks."""
+    return bucket_of((group.choices or _guess(group.link.size)).buckets, plane_bytes)
+
+
+def bucket_of(costs: Sequence[tuple[int, float]], plane_bytes: int) -> int:
+    """Return the best length for a plane, of those in `costs`: (bytes, seconds per byte).
 
     With buckets of b bytes a plane of n takes n/b (c + t(b)) on the wire, c being the hand-off and
     t(b) the all-reduce; and the last bucket's t(b) lies bare, since backward is over when it
     leaves. The sum is least at b = sqrt(n (c + a) / beta) where t(b) = a + beta b, as in any
     pipeline (e.g. Sanders et al., 2009, on segments); here it is taken over the lengths measured.
     """
-    known = (group.choices or _guess(group.link.size)).buckets
-    able = [one for one in known if one[0] <= min(plane_bytes, LONGEST_BUCKET_BYTES)] or known[:1]
+    able = [one for one in costs if one[0] <= plane_bytes] or costs[:1]
     return min(able, key=partial(_bare_seconds, plane_bytes))[0]
 
 

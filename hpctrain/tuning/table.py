@@ -86,7 +86,8 @@ def layout(nodes: Sequence[Sequence[int]]) -> str:
         sizes = sorted({len(ranks) for ranks in nodes})
         digest = hashlib.sha256(told.encode()).hexdigest()[:12]
         told = f"{sizes[0]} to {sizes[-1]} each, {digest}"
-    return f"{sum(map(len, nodes))} ranks on {len(nodes)} nodes: {told}"
+    where = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
+    return f"{sum(map(len, nodes))} ranks on {where}: {told}"
 
 
 def fingerprint(group: Group, mpi: bool) -> Fingerprint:
@@ -115,6 +116,30 @@ def place(fingerprint: Fingerprint) -> Path:
     told = os.environ.get(FILE)
     path = Path(told) if told else folder()
     return path / fingerprint.file if not told or path.is_dir() else path
+
+
+def newest(ranks: int) -> Path:
+    """Return the file with the newest table of this CPU, of `ranks` ranks if there are several.
+
+    Raises UsageError where there is none.
+    """
+    told = os.environ.get(FILE)
+    root = Path(told) if told else folder()
+    if told and not root.is_dir():
+        return root
+    found = [path for path in root.glob("*.json") if _of_here(path, ranks)]
+    if not found:
+        of = f" of {ranks} ranks" if ranks > 1 else ""
+        raise UsageError(f"there is no tuning table{of} of this machine in {root}; {ADVICE}")
+    return max(found, key=lambda path: path.stat().st_mtime)
+
+
+def _of_here(path: Path, ranks: int) -> bool:
+    try:
+        here = read(path).fingerprint
+    except Unfit:
+        return False
+    return here.cpu == _cpu() and (ranks == 1 or here.layout.startswith(f"{ranks} ranks "))
 
 
 def of_group(group: Group, mpi: bool) -> Table | None:

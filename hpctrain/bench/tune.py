@@ -1,0 +1,126 @@
+"""`hpctrain tune`: from what was typed to a tuning table on disk, shown and drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from hpctrain import progress
+from hpctrain.bench import room, sizes, tuned
+from hpctrain.bench.collectives import must_draw, rounds_of
+from hpctrain.errors import UsageError
+from hpctrain.tuning import sweep, table
+from hpctrain.tuning.choose import Row
+from hpctrain.tuning.constants import constants
+from hpctrain.tuning.table import Table
+from hpctrain.world import World
+
+SIZES = "4B:64MiB"
+ROUNDS, LIMIT_S = 25, 40.0  #: as many rounds as fit into the time
+CONSTANT_ROUNDS, BUCKET_ROUNDS = 5, 3
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asked for, checked; MPI is not needed for that."""
+
+    sizes: list[int]
+    rounds: int
+    limit_s: float
+    out: Path | None
+    plot: Path | None
+
+
+def check(sizes_text: str | None, rounds: int | None, out: Path | None, plot: Path | None) -> Asked:
+    """Return what was asked for; raise UsageError that names what was expected.
+
+    Who asks for so many rounds gets them, however long they take.
+    """
+    asked = sizes.parse(SIZES if sizes_text is None else sizes_text)
+    if asked[0] < 1:
+        raise UsageError(f"--sizes: {sizes.EXPECTED}, seen '{sizes_text}'")
+    must_draw(plot)
+    if rounds is None:
+        return Asked(asked, ROUNDS, LIMIT_S, out, plot)
+    least = sweep.LEAST_ROUNDS
+    return Asked(asked, rounds_of("--rounds", rounds, least), float("inf"), out, plot)
+
+
+def run(world: World, asked: Asked) -> None:
+    """Measure, write the table, show and draw it. Collective; rank 0 touches files and speaks."""
+    if world.size == 1:
+        raise UsageError("one rank has nothing to tune; start more: mpirun -n RANKS hpctrain tune")
+    group, over_mpi = world.group(), world.transport == "mpi"
+    here = table.fingerprint(group, over_mpi)
+    path = asked.out or table.place(here)
+    room.check(world, max(asked.sizes), rivals=False)
+    world.together(lambda: _must_be_writable(world, path, asked.plot))
+    with _bar(world, len(asked.sizes) + 2) as bar:
+        node, across = constants(group, CONSTANT_ROUNDS)
+        rows = list(_told(bar, sweep.sweep(group, asked.sizes, asked.rounds, asked.limit_s)))
+        buckets = list(sweep.buckets(group, rows, max(asked.sizes), BUCKET_ROUNDS))
+        bar.update(bar.task_ids[0], completed=len(asked.sizes) + 2, refresh=True)
+    found = Table(here, rows, buckets, node, across)
+    world.together(lambda: _keep(world, found, path, asked.plot))
+
+
+def show(file: Path | None, ranks: int, plot: Path | None) -> None:
+    """Show the table in `file`, else the newest of this machine; MPI is not needed for that.
+
+    Where there are several `ranks`, the newest of so many.
+
+    Raises UsageError where there is none.
+    """
+    must_draw(plot)
+    path = file or table.newest(ranks)
+    try:
+        found = table.read(path)
+    except table.Unfit as error:
+        raise UsageError(f"--show {path}: {error}") from None
+    tuned.show(found, path)
+    _draw(found, plot)
+
+
+def _must_be_writable(world: World, path: Path, plot: Path | None) -> None:
+    if world.rank == 0:
+        for one in filter(None, (path, plot)):
+            table.must_be_writable(one)
+
+
+def _keep(world: World, found: Table, path: Path, plot: Path | None) -> None:
+    if world.rank == 0:
+        table.write(found, path)
+        tuned.show(found, path)
+        _draw(found, plot)
+
+
+def _draw(found: Table, plot: Path | None) -> None:
+    if plot is not None:
+        import_module("hpctrain.bench.tuned_plot").draw(found, plot)
+
+
+def _bar(world: World, total: int) -> Progress:
+    """Return a bar that only rank 0 draws, and only on a terminal."""
+    console = progress.console()
+    bar = Progress(
+        TextColumn("tune  {task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal or world.rank > 0,
+        auto_refresh=False,  # a thread that draws would take a core from those who are measured
+    )
+    bar.add_task("alpha, beta, gamma", total=total)
+    return bar
+
+
+def _told(bar: Progress, found: Iterator[list[Row]]) -> Iterator[Row]:
+    """Yield the rows of all sizes, and tell of each size that is done."""
+    for rows in found:
+        yield from rows
+        what = f"up to {sizes.shown(rows[0].bytes)}"
+        bar.update(bar.task_ids[0], advance=1, description=what, refresh=True)

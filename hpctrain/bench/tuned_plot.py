@@ -1,0 +1,42 @@
+"""The tuning table as a picture: time over size, what `auto` takes in a ring of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure  # not pyplot, which would look for a screen
+
+from hpctrain.bench.plot import COLORS, MARKS, axes_over
+from hpctrain.bench.tuned import KINDS, kinds
+from hpctrain.tuning import choose
+from hpctrain.tuning.table import Table
+
+
+def draw(found: Table, path: Path) -> None:
+    """Write the plot of `found` to `path`, PNG or SVG by its suffix."""
+    by = kinds(found)
+    figure = Figure((6.5 * len(by), 5.2), layout="constrained")
+    all_axes = figure.subplots(1, len(by), sharey=True, squeeze=False)[0]
+    names = list(dict.fromkeys(row.algorithm for row in found.rows))
+    for axes, (kind, times) in zip(all_axes, by.items(), strict=True):
+        _lines(axes, times, names)
+        axes_over(axes, list(times), "time of a call [us]")
+        axes.label_outer()
+        axes.set_title(KINDS[kind])
+    all_axes[0].legend(fontsize="small")
+    figure.suptitle(f"all-reduce of float32, {found.fingerprint.mpi}, {found.fingerprint.layout}")
+    figure.savefig(path, dpi=130)
+
+
+def _lines(axes: Axes, times: choose.Times, names: list[str]) -> None:
+    """Draw a line per algorithm, and rings where it is taken."""
+    for number, name in enumerate(names):
+        sizes = [nbytes for nbytes, seconds in times.items() if name in seconds]
+        own = [times[nbytes][name] * 1e6 for nbytes in sizes]
+        color, mark = COLORS[number % 8], MARKS[number % 8]
+        axes.plot(sizes, own, label=name, color=color, marker=mark, linewidth=1.3, markersize=3.5)
+    taken = choose.taken_at(times)
+    micros = [times[nbytes][name] * 1e6 for nbytes, name in taken.items()]
+    axes.plot(list(taken), micros, "o", markersize=9, markerfacecolor="none",
+              markeredgecolor="black", label="taken by auto")  # fmt: skip

@@ -1,0 +1,49 @@
+"""`hpctrain tune`: measure which all-reduce is fastest here, for `auto`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from hpctrain import launchers, world
+from hpctrain.bench import tune as tuning
+from hpctrain.errors import UsageError
+
+FILE = click.Path(path_type=Path)
+EPILOG = """\b
+Examples:
+  mpirun -n 4 hpctrain tune
+  mpirun -n 4 hpctrain tune --sizes 1KiB:16MiB --rounds 30 --plot tuning.png
+  hpctrain tune --show
+
+The table lies in $XDG_CACHE_HOME/hpctrain/tuning, by default ~/.cache/hpctrain/tuning; the
+environment variable HPCTRAIN_TUNING names another folder, or one file. `auto` takes it wherever
+machine, MPI and layout of the ranks are the same: see docs/tuning.md.
+"""
+
+
+@click.command(epilog=EPILOG)
+@click.option("--sizes", metavar="SIZES", help=f"Default: {tuning.SIZES}.")
+@click.option("--rounds", type=int, metavar="N", help="Default: as many as fit into a minute.")
+@click.option("--out", type=FILE, metavar="FILE", help="Keep the table there instead.")
+@click.option(
+    "--show",
+    is_flag=False,
+    flag_value="",
+    metavar="[FILE]",
+    help="Measure nothing: show the table in FILE, or the newest of this machine.",
+)
+@click.option("--plot", type=FILE, metavar="FILE", help="Draw it: .png or .svg.")  # fmt: skip
+def tune(
+    sizes: str | None, rounds: int | None, out: Path | None, show: str | None, plot: Path | None
+) -> None:
+    """Measure which all-reduce is fastest here: `auto` then takes it."""
+    if show is None:
+        asked = tuning.check(sizes, rounds, out, plot)
+        tuning.run(world.init(), asked)
+    elif (sizes, rounds, out) != (None, None, None):
+        raise UsageError("--show measures nothing: leave out --sizes, --rounds and --out")
+    elif (here := launchers.launched(os.environ)).rank == 0:
+        tuning.show(Path(show) if show else None, here.size, plot)

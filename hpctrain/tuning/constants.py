@@ -1,0 +1,99 @@
+"""Alpha, beta and gamma of this machine, measured: what the cost model reckons with.
+
+    alpha   half a ping-pong of 8 bytes                  rank a  -- 8 B ->  b
+                                                                <- 8 B --
+    beta    a stream one way, in segments of 1 MiB       rank a  = = = = >  b, then 8 B back
+    gamma   all ranks stream a += b over private arrays, too long for the caches
+
+Between the first two ranks of a node and between the first ranks of two nodes, all others waiting.
+Each is the median over rounds; a round is several calls. The clock is that of measure.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from hpctrain.collectives import Group
+from hpctrain.collectives.chunks import SEGMENT_BYTES
+from hpctrain.transport.link import Link
+from hpctrain.tuning.cost import Machine
+from hpctrain.tuning.measure import timed
+
+PING_PONGS, SEGMENTS = 200, 16
+ADDED_BYTES = 16 << 20
+
+
+Pair = tuple[int, int]
+
+
+def constants(group: Group, rounds: int) -> tuple[Machine | None, Machine | None]:
+    """Return (inside a node, between nodes), None where there is no such pair; collective."""
+    gamma, (inside, across) = _gamma(group.link, rounds), pairs(group)
+    return (
+        _between(group.link, inside, gamma, rounds) if inside else None,
+        _between(group.link, across, gamma, rounds) if across else None,
+    )
+
+
+def pairs(group: Group) -> tuple[Pair | None, Pair | None]:
+    """Return two ranks of one node, and two of different nodes; None where there are none."""
+    nodes = group.nodes or (tuple(range(group.link.size)),)
+    inside = next(((ranks[0], ranks[1]) for ranks in nodes if len(ranks) > 1), None)
+    return inside, (nodes[0][0], nodes[1][0]) if len(nodes) > 1 else None
+
+
+def _between(link: Link, pair: Pair, gamma: float, rounds: int) -> Machine:
+    a, b = pair
+    alpha = _median(link, _ping_pong(link, a, b), rounds) / (2 * PING_PONGS)
+    streamed = _median(link, _stream(link, a, b), rounds)
+    beta = max(streamed - (SEGMENTS + 1) * alpha, streamed / 10) / (SEGMENTS * SEGMENT_BYTES)
+    return Machine(alpha, beta, gamma)
+
+
+def _ping_pong(link: Link, a: int, b: int) -> Callable[[], None]:
+    word = np.zeros(1)
+
+    def first() -> None:
+        for _ in range(PING_PONGS):
+            link.isend(word, b).wait()
+            link.irecv(word, b).wait()
+
+    def second() -> None:
+        for _ in range(PING_PONGS):
+            link.irecv(word, a).wait()
+            link.isend(word, a).wait()
+
+    return {a: first, b: second}.get(link.rank, _look_on)
+
+
+def _stream(link: Link, a: int, b: int) -> Callable[[], None]:
+    segments, word = np.ones((SEGMENTS, SEGMENT_BYTES), np.uint8), np.zeros(1)
+
+    def first() -> None:
+        for request in [link.isend(segment, b) for segment in segments]:
+            request.wait()
+        link.irecv(word, b).wait()
+
+    def second() -> None:
+        for request in [link.irecv(segment, a) for segment in segments]:
+            request.wait()
+        link.isend(word, a).wait()
+
+    return {a: first, b: second}.get(link.rank, _look_on)
+
+
+def _gamma(link: Link, rounds: int) -> float:
+    a, b = np.ones(ADDED_BYTES // 4, np.float32), np.zeros(ADDED_BYTES // 4, np.float32)
+    b.fill(0)  # pages that were never written are all one page, and that one is in the cache
+    return _median(link, lambda: np.add(a, b, out=a), rounds) / ADDED_BYTES
+
+
+def _median(link: Link, function: Callable[[], object], rounds: int) -> float:
+    function()
+    return float(np.median([timed(link, function) for _ in range(rounds)]))
+
+
+def _look_on() -> None:
+    """Wait for the two, in the clock."""
