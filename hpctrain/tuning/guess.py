@@ -25,10 +25,11 @@ BUCKETS = [1 << i for i in range(16, 27)]
 NODE = cost.Machine(alpha=5e-6, beta=1e-10, gamma=5e-11)
 ACROSS = cost.Machine(alpha=1e-5, beta=1e-9, gamma=5e-11)
 #: The library's own: less per message, more per byte, which it moves by smaller pieces.
-NODE_NATIVE = cost.Machine(alpha=1.5e-6, beta=2.5e-10, gamma=5e-11)
+NODE_NATIVE = cost.Machine(alpha=1e-6, beta=1.3e-10, gamma=5e-11)
 ACROSS_NATIVE = cost.Machine(alpha=6e-6, beta=2e-9, gamma=5e-11)
-#: `direct`: an exchange of flags and what Python does around it; a byte through memory.
-DIRECT_S, PER_BYTE = 8e-6, 3e-11
+#: `direct`: exchanges of flags and what Python does around them; a byte read or written in place,
+#: or through slots.
+DIRECT_S, PER_BYTE, PER_BYTE_OF_SLOTS = 4e-6, 1.5e-11, 3e-11
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,6 @@ class Layout:
     @property
     def ranks(self) -> int:
         return sum(self.nodes)
-
-    @property
-    def machine(self) -> cost.Machine:
-        """The figures of the slowest wires."""
-        return NODE if len(self.nodes) == 1 else ACROSS
 
 
 def layout_of(group: Group, mpi: bool) -> Layout:
@@ -71,17 +67,37 @@ def guessed(layout: Layout) -> Plan:
 def predicted(layout: Layout, n: int) -> Iterator[Row]:
     """Yield what each algorithm that can run takes for arrays of `n` bytes."""
     for in_memory in (False, True):
-        for name, formula in cost.ALLREDUCE.items():
-            yield Row(name, in_memory, n, layout.machine.seconds(formula(n, layout.ranks)))
+        for name in cost.ALLREDUCE:
+            if name != "hierarchical":
+                yield Row(name, in_memory, n, _flat(layout, name, n))
+        if len(layout.nodes) > 1 and max(layout.nodes) > 1:
+            yield Row("hierarchical", in_memory, n, _hierarchical(layout, in_memory, n))
         if layout.mpi:
             yield Row("native", in_memory, n, _native(layout, n))
         if layout.memory and len(layout.nodes) == 1:
             yield Row("direct", in_memory, n, _direct(layout.ranks, in_memory, n))
 
 
+def _flat(layout: Layout, name: str, n: int) -> float:
+    """Ranks of a node that send to other nodes at once share its wire; in a ring only one does."""
+    machine = NODE if len(layout.nodes) == 1 else ACROSS
+    if len(layout.nodes) > 1 and name != "ring":
+        machine = replace(machine, beta=machine.beta * max(layout.nodes))
+    return machine.seconds(cost.ALLREDUCE[name](n, layout.ranks))
+
+
+def _hierarchical(layout: Layout, in_memory: bool, n: int) -> float:
+    """Inside as in `direct` or a ring; between nodes a ring of the whole vector, on all rails."""
+    most = max(layout.nodes)
+    seen = in_memory and layout.memory
+    inside = _direct(most, True, n) if seen else NODE.seconds(cost.ring(n, most))
+    return inside + ACROSS.seconds(cost.ring(n, len(layout.nodes)))
+
+
 def _native(layout: Layout, n: int) -> float:
     """Libraries take recursive doubling or Rabenseifner's halving-doubling."""
     machine = NODE_NATIVE if len(layout.nodes) == 1 else ACROSS_NATIVE
+    machine = replace(machine, beta=machine.beta * max(layout.nodes[1:], default=1))
     formulas = (cost.recursive_doubling, cost.halving_doubling)
     return min(machine.seconds(formula(n, layout.ranks)) for formula in formulas)
 
@@ -93,4 +109,4 @@ def _direct(ranks: int, in_memory: bool, n: int) -> float:
     """
     if in_memory and n > SHORT_BYTES:
         return DIRECT_S + 2 * ranks * n * PER_BYTE
-    return DIRECT_S * -(-n // SLOT_BYTES) + (ranks + 2) * n * PER_BYTE
+    return DIRECT_S * -(-n // SLOT_BYTES) + (ranks + 2) * n * PER_BYTE_OF_SLOTS

@@ -42,7 +42,7 @@ class Clock:
 
     group: Group
     limit_s: float
-    start: float = field(default_factory=perf_counter)
+    start: float = field(default_factory=lambda: perf_counter())
 
     def left(self) -> float:
         """Return the seconds that are left; collective."""
@@ -76,14 +76,15 @@ def arrays(group: Group, nbytes: int) -> Arrays:
 
 def able(group: Group) -> dict[str, AllReduceFunction]:
     """Return the algorithms that reduce in `group`; some refuse some layouts; collective."""
-    found = {}
+    found, same = {}, ("hierarchical",) if len(group.nodes) < 2 else ()  # as `direct` there
     for name, function in ALLREDUCE.items():
+        if name in (*choose.NEVER, *same):
+            continue
         try:
             function(group, np.zeros(1, np.float32), np.add)
         except UsageError:  # on all ranks alike: it is said of the layout
             continue
-        if name not in choose.NEVER:
-            found[name] = function
+        found[name] = function
     return found
 
 
@@ -123,8 +124,7 @@ def _one_size(
 ) -> dict[str, list[float]]:
     """Return the seconds of each of `rivals` on `x`; `left` such calls share the time."""
     link, calls = group.link, max(1, min(MOST_CALLS, BATCH_BYTES // x.nbytes))
-    given_s = clock.left() / left
-    until = clock.left() - given_s
+    until = clock.left() * (1 - 1 / left)
     running = {name: partial(function, group, x, np.add) for name, function in rivals.items()}
     for call in running.values():
         call()  # connections and scratch are made on first use

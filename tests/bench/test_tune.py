@@ -1,0 +1,108 @@
+"""`hpctrain tune`, as it is typed: tables, pictures, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ranks import run_on
+
+from hpctrain import world as worlds
+from hpctrain.bench import tune
+from hpctrain.commands.tune import tune as command
+from hpctrain.errors import UsageError
+from hpctrain.tuning import table
+
+AUTO = """
+import sys, numpy as np, hpctrain as ht
+world = ht.init()
+assert world.group().choices.measured == (sys.argv[1] == "measured"), sys.argv
+x = world.memory.zeros(1000, np.float32)
+x[:] = world.rank + 1
+ht.allreduce(x, world=world)
+assert (x == 3).all()
+"""
+
+
+@pytest.mark.processes
+def test_a_table_is_made_shown_drawn_and_used(hpctrain, start, tmp_path):
+    out, plot = tmp_path / "tables" / "mine.json", tmp_path / "mine.png"
+    flags = ("--sizes", "4B:64KiB*64", "--rounds", "3", "--out", out, "--plot", plot)
+    done = hpctrain("tune", *flags, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert "in node memory: takes" in done.stdout and "alpha" in done.stdout
+    assert {row["bytes"] for row in json.loads(out.read_text())["rows"]} == {4, 256, 16384}
+    assert plot.stat().st_size > 10_000
+
+    shown = hpctrain("tune", "--show", out)
+    assert shown.returncode == 0 and shown.stdout == done.stdout
+
+    for env, told in (({table.FILE: str(out)}, "measured"), ({}, "guessed")):
+        used = start("-c", AUTO, told, ranks=2, env=env).finish()
+        assert used.returncode == 0, used.stderr
+
+
+# What is typed -> what is said, with exit code 2 and before MPI is started.
+REFUSED = [
+    (["--sizes", "large"], "--sizes: expected sizes such as 4B:128MiB"),
+    (["--sizes", "0"], "--sizes: expected sizes"),
+    (["--sizes", "8:4"], "from small to large"),
+    (["--rounds", "2"], "--rounds: expected at least 3, seen 2"),
+    (["--plot", "x.pdf"], "ends in .png or .svg"),
+    (["--show", "none.json"], "none.json: it cannot be read"),
+    (["--show", "--rounds", "3"], "--show measures nothing"),
+    (["--show", "here"], "here: it cannot be read: Is a directory"),
+    ([], "one rank has nothing to tune"),
+]
+
+
+@pytest.mark.parametrize(("typed", "said"), REFUSED)
+def test_bad_input(typed, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    with pytest.raises(UsageError, match=said.replace(".", r"\.")):
+        run(typed)
+
+
+def run(typed):
+    """Run the command as a rank that is a thread would."""
+
+    def body(world):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worlds, "init", lambda: world)
+            command.main(typed, standalone_mode=False)
+
+    run_on("threads", 1, body)
+
+
+def test_show_where_there_is_no_table_says_how_to_make_one(tmp_path, monkeypatch):
+    monkeypatch.setenv(table.FILE, str(tmp_path))
+    with pytest.raises(UsageError, match=r"no tuning table of this machine in .*mpirun -n"):
+        run(["--show"])
+
+
+@pytest.mark.parametrize("out", ["file/x.json", "folder"])
+def test_what_cannot_be_written_is_said_before_anything_is_measured(out, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(tune, "constants", None)  # the first that would be measured
+
+    def body(world):
+        asked = tune.check("4B", 3, tmp_path / out, None)
+        with pytest.raises(UsageError, match=r"cannot be written|expected a file"):
+            tune.run(world, asked)
+
+    run_on("threads", 2, body)
+
+
+def test_the_newest_of_so_many_ranks_is_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(table.FILE, str(tmp_path))
+    for ranks in (2, 3):
+        run_on("threads", ranks, lambda world: tune.run(world, tune.check("8B", 3, None, None)))
+    capsys.readouterr()
+    for ranks, shown in ((1, 3), (2, 2), (3, 3)):
+        tune.show(None, ranks, None)
+        assert f"{shown} ranks on 1 node" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="of 9 ranks"):
+        tune.show(None, 9, None)

@@ -1,0 +1,99 @@
+"""What `hpctrain tune` measures: who leaves when, how long it lasts, what becomes of it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from ranks import on_ranks, run_on
+
+from hpctrain.tuning import choose, sweep
+from hpctrain.tuning.choose import Row
+from hpctrain.tuning.constants import constants, pairs
+
+KIB, MIB = 1 << 10, 1 << 20
+#: Seconds of a call, made up: native is best, ring good, tree slow, double-tree hopeless.
+FACTORS = {"native": 1.0, "ring": 1.5, "tree": 3.0, "double-tree": 5.0}
+
+
+def measured(monkeypatch, sizes, rounds=5, limit_s=math.inf, steps=0.0):
+    """Return the rows that one rank finds, and how often each was timed at each size.
+
+    A look at the clock finds `steps` seconds gone since the last.
+    """
+    counts: Counter = Counter()
+    now = iter(np.arange(10_000) * steps)
+
+    def timed(link, call, calls):
+        function, (_, x, _) = call.func, call.args
+        name = function.__name__.replace("_", "-")
+        counts[name, x.nbytes] += 1
+        # The first round is another process's.
+        return 1.0 if counts[name, x.nbytes] == 1 else FACTORS[name] * x.nbytes * 1e-9
+
+    def body(world):
+        monkeypatch.setattr(sweep, "timed", timed)
+        monkeypatch.setattr(sweep, "perf_counter", lambda: float(next(now)))
+        few = {name: choose.ALLREDUCE[name] for name in FACTORS}
+        monkeypatch.setattr(sweep, "able", lambda group: few)
+        return [row for rows in sweep.sweep(world.group(), sizes, rounds, limit_s) for row in rows]
+
+    return run_on("threads", 1, body)[0], counts
+
+
+def test_who_is_slow_leaves_and_who_is_hopeless_stays_away(monkeypatch):
+    rows, counts = measured(monkeypatch, [KIB, MIB, 2 * MIB])
+    for size in (KIB, MIB, 2 * MIB):
+        assert counts["native", size] == counts["ring", size] == 5
+        assert counts["tree", size] == 3
+    # Short arrays tell nothing of long ones; from 1 MiB on they do.
+    assert [counts["double-tree", size] for size in (KIB, MIB, 2 * MIB)] == [3, 3, 0]
+    assert Row("ring", False, MIB, 1.5 * MIB * 1e-9) in rows
+    assert sum(row.bytes == 2 * MIB for row in rows) == 3
+
+
+def test_no_round_is_begun_when_the_time_is_up(monkeypatch):
+    _, counts = measured(monkeypatch, [KIB, MIB], rounds=50, limit_s=30.0, steps=1.0)
+    assert sweep.LEAST_ROUNDS <= counts["native", KIB] < 20
+    assert sweep.LEAST_ROUNDS < counts["native", MIB] < 50
+    _, counts = measured(monkeypatch, [KIB], rounds=50, limit_s=0.0, steps=1.0)
+    assert counts["native", KIB] == sweep.LEAST_ROUNDS
+
+
+@on_ranks(2, 3, mpi=(2, 3))
+def test_all_ranks_find_the_same(ranks):
+    def body(world):
+        group = world.group()
+        found = list(sweep.sweep(group, [4, 70_000], 3, math.inf))
+        rows = [row for rows in found for row in rows]
+        return found, sweep.buckets(group, rows, 200_000, 1), constants(group, 1)
+
+    results = ranks(body)
+    for found, buckets, (node, across) in results:
+        assert (found, buckets, (node, across)) == results[0]
+        assert [{row.bytes for row in rows} for rows in found] == [{4}, {70_000}]
+        names = {(row.algorithm, row.in_memory) for row in found[0]}
+        assert {("direct", True), ("native", False), ("ring", True)} <= names
+        assert not {("null", False), ("hierarchical", False)} & names
+        assert [n for n, _ in buckets] == [64 * KIB, 128 * KIB]
+        assert across is None and min(node.alpha, node.beta, node.gamma) > 0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "inside", "across"),
+    [
+        ([[0, 1]], (0, 1), None),
+        ([[0], [1]], None, (0, 1)),
+        ([[0, 2], [1, 3]], (0, 2), (0, 1)),
+        ([[0], [1, 2]], (1, 2), (0, 1)),
+    ],
+)
+def test_between_whom_alpha_and_beta_are_measured(nodes, inside, across):
+    class Group:
+        pass
+
+    group = Group()
+    group.nodes = nodes
+    assert pairs(group) == (inside, across)
