@@ -95,7 +95,7 @@ def reduce_scatter(
     """
     near, node = group.near, _of_node(group)
     offsets = offsets or parts(x, node.link.size)
-    place = None if near is None else _agreed(group, near, x)
+    place = None if near is None else agreed(group, near, x)
     if place is None:
         return messages.reduce_scatter(node, x, op, offsets=offsets)
     rank = node.link.rank
@@ -112,7 +112,7 @@ def all_gather(group: Group, x: np.ndarray, offsets: Sequence[int] | None = None
     """Fill flat `x` with the parts of all ranks of our node of `group`; our own is in place."""
     near, node = group.near, _of_node(group)
     offsets = offsets or parts(x, node.link.size)
-    place = None if near is None else _agreed(group, near, x)
+    place = None if near is None else agreed(group, near, x)
     if near is None or place is None:
         return messages.all_gather(node, x, offsets)
     for rank, array in enumerate(place):
@@ -153,7 +153,7 @@ def _of_node(group: Group) -> Group:
 def _all_arrays(group: Group, near: Near, x: np.ndarray, op: Operation) -> list[np.ndarray] | None:
     """Return all ranks' arrays once all may be read; None if `x` was reduced through slots."""
     if x.nbytes > SHORT_BYTES:
-        arrays = _agreed(group, near, x)
+        arrays = agreed(group, near, x)
         if arrays is None:
             for segment in segments(x, SLOT_BYTES):
                 _through_slots(near, segment, op)
@@ -170,7 +170,7 @@ def _through_slots(near: Near, x: np.ndarray, op: Operation) -> None:
     _sum(slots, op, x)
 
 
-def _agreed(group: Group, near: Near, x: np.ndarray) -> list[np.ndarray] | None:
+def agreed(group: Group, near: Near, x: np.ndarray) -> list[np.ndarray] | None:
     """Return all ranks' arrays once all may be read; None unless all lie at the same place."""
     place = None if group.memory is None else group.memory.place(x)
     said = near.flags.exchange(_said(_NOWHERE if place is None else place[:2], x))

@@ -21,7 +21,8 @@ blocks it holds all, and is left with m of them: one if P and B are powers of tw
      1     23             23a                         23c           b: the same
      2     45             45a           45b                         c: the same
 
-Each goes straight to the owner of each chunk, and the owner adds in the order of the tree.
+Each goes straight to the owner of each chunk, and the owner adds in the order of the tree. Where
+all ranks see each other's memory and m is 1, the owner reads there (`from_memory`): no messages.
 Cost: P - 1 steps, m n(P-1)/P bytes sent per rank: with m = 1 those of a ring, in as few messages.
 Scratch: segments of all that come in, SCRATCH_BYTES at most. How finished chunks then reach
 everybody changes no bit of them: n(P-1)/P bytes round the ring, or in log2 P steps by doubling.
@@ -29,26 +30,27 @@ everybody changes no bit of them: n(P-1)/P bytes round the ring, or in log2 P st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, partial
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpctrain.collectives.chunks import bounds, chunks
-from hpctrain.collectives.direct import all_gather as from_neighbours
+from hpctrain.collectives.chunks import bounds
+from hpctrain.collectives.direct import agreed
+from hpctrain.collectives.gathers import AllGather, shares_all
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.operations import Operation
 from hpctrain.collectives.ring import all_gather as round_the_ring
-from hpctrain.collectives.tree import broadcast
 from hpctrain.errors import UsageError
 
 SCRATCH_BYTES = 2 << 20
+BLOCK_BYTES = 256 << 10  # of all ranks together, added while they are in the cache
 
-#: Fills flat `x` with every rank's chunk; before, this rank's own is in place.
-AllGather = Callable[[Group, np.ndarray], None]
+#: Returns the array that holds the sum of a left and a right one; it may be one of them.
+Add = Callable[[Any, Any], Any]
 
 
 class Subtotal(NamedTuple):
@@ -57,6 +59,16 @@ class Subtotal(NamedTuple):
     start: int
     stop: int
     x: Any
+
+
+def into_the_left(op: Operation) -> Add:
+    """Return how two arrays are added in place of the first."""
+
+    def add(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        op(left, right, out=left)
+        return left
+
+    return add
 
 
 @dataclass(frozen=True)
@@ -78,16 +90,20 @@ class Tree:
         """Return the blocks that `rank` holds."""
         return range(rank * self.blocks // self.ranks, (rank + 1) * self.blocks // self.ranks)
 
-    def join(self, subtotals: list[Subtotal], subtotal: Subtotal, op: Operation) -> None:
-        """Put `subtotal` behind the last of `subtotals`, and add up what is complete by it.
-
-        A sum is written into the array of its left child.
-        """
+    def join(self, subtotals: list[Subtotal], subtotal: Subtotal, add: Add) -> None:
+        """Put `subtotal` behind the last of `subtotals`, and add up what is complete by it."""
         while subtotals and self.siblings(subtotals[-1], subtotal):
             left = subtotals.pop()
-            op(left.x, subtotal.x, out=left.x)
-            subtotal = Subtotal(left.start, subtotal.stop, left.x)
+            subtotal = Subtotal(left.start, subtotal.stop, add(left.x, subtotal.x))
         subtotals.append(subtotal)
+
+    def sum_of(self, arrays: Sequence[np.ndarray], add: Add) -> np.ndarray:
+        """Return the sum over all blocks, given the arrays of `held` of all ranks, in order."""
+        subtotals: list[Subtotal] = []
+        for subtotal, array in zip(chain.from_iterable(self.held), arrays, strict=True):
+            self.join(subtotals, subtotal._replace(x=array), add)
+        (whole,) = subtotals
+        return whole.x
 
     def siblings(self, left: Subtotal, right: Subtotal) -> bool:
         """Return whether two subtotals that follow each other are the children of one."""
@@ -100,7 +116,7 @@ class Tree:
         held: list[list[Subtotal]] = [[] for _ in range(self.ranks)]
         for rank, subtotals in enumerate(held):
             for block in self.run(rank):
-                self.join(subtotals, Subtotal(block, block + 1, None), _no_arrays)
+                self.join(subtotals, Subtotal(block, block + 1, None), lambda left, right: None)
         return held
 
 
@@ -117,7 +133,7 @@ def sum_of_blocks(
     """
     tree, subtotals = Tree(blocks, group.link.size), list[Subtotal]()
     for block, x in zip(tree.run(group.link.rank), partials, strict=True):
-        tree.join(subtotals, Subtotal(block, block + 1, x), np.add)
+        tree.join(subtotals, Subtotal(block, block + 1, x), into_the_left(np.add))
     reduce_scatter(group, tree, [subtotal.x for subtotal in subtotals], partials[-1], np.add)
     all_gather(group, partials[-1])
     return partials[-1]
@@ -143,6 +159,38 @@ def reduce_scatter(
         _sum_segments(group, tree, own, x, op, segment)
 
 
+def from_memory(
+    group: Group, tree: Tree, own: Sequence[np.ndarray], x: np.ndarray, op: Operation
+) -> None:
+    """Do as `reduce_scatter` without a message, where every rank sees all subtotals.
+
+    They are, where each rank has one alone, and this lies in node memory; else messages do.
+    """
+    one_each = all(len(held) == 1 for held in tree.held) and shares_all(group)
+    arrays = agreed(group, group.near, x) if one_each and group.near is not None else None
+    if arrays is None:
+        reduce_scatter(group, tree, own, x, op)
+        return
+    size, at = group.link.size, bounds(x.size, group.link.size)
+    first, stop = at[group.link.rank], at[group.link.rank + 1]
+    step = max(1, BLOCK_BYTES // (size * x.itemsize))
+    # A row for each addition: what neighbours hold is read and not written.
+    rows = group.scratch.take((size - 1) * step, x.dtype).reshape(size - 1, step)
+    for start in range(first, stop, step):
+        block = slice(start, min(start + step, stop))
+        free = iter(rows[:, : block.stop - start])
+        into_a_row = partial(_into_the_next, op, free)
+        x[block] = tree.sum_of([array[block] for array in arrays], into_a_row)
+
+
+def _into_the_next(
+    op: Operation, free: Iterator[np.ndarray], left: np.ndarray, right: np.ndarray
+) -> np.ndarray:
+    total = next(free)
+    op(left, right, out=total)
+    return total
+
+
 def _sum_segments(
     group: Group,
     tree: Tree,
@@ -166,86 +214,11 @@ def _sum_segments(
     for request in come:
         request.wait()
     arrays[link.rank] = [one[here] for one in own]
-    subtotals: list[Subtotal] = []
-    for rank, theirs in enumerate(tree.held):
-        for subtotal, array in zip(theirs, arrays[rank], strict=True):
-            tree.join(subtotals, subtotal._replace(x=array), op)
-    x[here] = subtotals[0].x
+    in_order = [one for rank in range(link.size) for one in arrays[rank]]
+    x[here] = tree.sum_of(in_order, into_the_left(op))
     for request in gone:
         request.wait()
 
 
 def _inboxes(group: Group, count: int, like: np.ndarray) -> np.ndarray:
     return group.scratch.take(count * like.size, like.dtype).reshape(count, like.size)
-
-
-def _no_arrays(left: None, right: None, out: None) -> None:
-    """Add nothing, where only the shape of the tree is asked for."""
-
-
-def doubling(group: Group, x: np.ndarray) -> None:
-    """Fill flat `x` with all chunks in log2 P steps; round the ring if P is no power of two.
-
-    With distance d = 1, 2, 4, ... the partner is r xor d; each hands over the d chunks it has. The
-    second half of Rabenseifner's all-reduce; see halving_doubling.py.
-    """
-    rank, size = group.link.rank, group.link.size
-    if size & (size - 1):
-        round_the_ring(group, x)
-        return
-    at, distance = bounds(x.size, size), 1
-    while distance < size:
-        mine, theirs = (
-            x[at[first] : at[first + distance]]
-            for first in (r // distance * distance for r in (rank, rank ^ distance))
-        )
-        group.link.sendrecv(mine, rank ^ distance, theirs, rank ^ distance)
-        distance *= 2
-
-
-def broadcasts(group: Group, x: np.ndarray) -> None:
-    """Fill flat `x` with all chunks: each comes down the binomial tree of its owner."""
-    for root, chunk in enumerate(chunks(x, group.link.size)):
-        broadcast(group, chunk, root)
-
-
-def through_memory(group: Group, x: np.ndarray) -> None:
-    """Fill flat `x` with all chunks, read where node neighbours have them.
-
-    Without node memory they go round the ring. Raises UsageError where there are several nodes.
-    """
-    if len(group.nodes) > 1:
-        raise UsageError(
-            f"algorithm direct works inside one node, seen {len(group.nodes)}; use auto"
-        )
-    if group.near is None:
-        round_the_ring(group, x)
-    else:
-        from_neighbours(group, x, bounds(x.size, group.link.size))
-
-
-def joined_by(allreduce: Callable[[Group, np.ndarray, Operation], None]) -> AllGather:
-    """Return the all-gather that any all-reduce can do: or, over bits that one rank alone sets.
-
-    For the bytes of an all-reduce, about twice those of an all-gather.
-    """
-
-    def all_gather(group: Group, x: np.ndarray) -> None:
-        bits = x.view(f"i{x.itemsize}")
-        for rank, chunk in enumerate(chunks(bits, group.link.size)):
-            if rank != group.link.rank:
-                chunk[...] = 0
-        allreduce(group, bits, np.bitwise_or)
-
-    return all_gather
-
-
-#: The all-reduces whose second half is an all-gather that can be had alone.
-ALL_GATHERS: dict[str, AllGather] = {
-    "auto": doubling,
-    "ring": round_the_ring,
-    "halving-doubling": doubling,
-    "recursive-doubling": doubling,
-    "tree": broadcasts,
-    "direct": through_memory,
-}

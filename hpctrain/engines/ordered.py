@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hpctrain.collectives import AllReduceFunction, Group, Operation, ordered
-from hpctrain.collectives.ordered import AllGather, Tree
+from hpctrain.collectives.gathers import IN_MEMORY, AllGather
+from hpctrain.collectives.ordered import Tree
 from hpctrain.collectives.ring import reduce_scatter
 from hpctrain.gradients.arena import offset_in
 from hpctrain.gradients.blocks import NOTHING, InBlocks, in_order
@@ -51,14 +52,18 @@ class OrderedSums:
         self, group: Group, x: np.ndarray, op: Operation, offsets: Sequence[int] | None = None
     ) -> None:
         """Sum slice `x` of the gradient plane, each rank its own chunk of it."""
-        start = offset_in(self.replica.arena.grad, x)
-        own = self.replica.subtotals(slice(start, start + x.size))
-        ordered.reduce_scatter(group, self._tree, own, x, op, offsets)
+        ordered.reduce_scatter(group, self._tree, self._own(x), x, op, offsets)
 
     def ordered(self, group: Group, x: np.ndarray, op: Operation) -> None:
         """Sum slice `x` of the gradient plane, all of it on every rank."""
-        self.reduce_scatter(group, x, op)
+        in_memory = self._all_gather in IN_MEMORY
+        scatter = ordered.from_memory if in_memory else ordered.reduce_scatter
+        scatter(group, self._tree, self._own(x), x, op)
         self._all_gather(group, x)
+
+    def _own(self, x: np.ndarray) -> list[np.ndarray]:
+        start = offset_in(self.replica.arena.grad, x)
+        return self.replica.subtotals(slice(start, start + x.size))
 
     def of_the_step(self, sums: Sums, add: Add) -> Sums:
         """Return the sums of all shares on rank 0, of nothing elsewhere."""

@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import Field
 
 from hpctrain import config, nn
-from hpctrain.collectives.ordered import Subtotal, Tree
+from hpctrain.collectives.ordered import Subtotal, Tree, into_the_left
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.replica import Batch, Replica, more_to_come
@@ -123,7 +123,7 @@ class InBlocks:
     def _keep(self, block: int) -> None:
         """Add the gradient of `block` to what waits for it, or keep it for the next."""
         grad = self.arena.grad
-        self._tree.join(self._subtotals, Subtotal(block, block + 1, grad), np.add)
+        self._tree.join(self._subtotals, Subtotal(block, block + 1, grad), into_the_left(np.add))
         if self._subtotals[-1].x is grad:
             plane = self._spare()
             plane[...] = grad
@@ -133,11 +133,11 @@ class InBlocks:
         """Put the last block behind the others; return the planes to be added to it, in order."""
         added: list[np.ndarray] = []
 
-        def note(left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
+        def note(left: np.ndarray, right: np.ndarray) -> np.ndarray:
             added.append(left)
+            return right
 
         self._tree.join(self._subtotals, Subtotal(block, block + 1, self.arena.grad), note)
-        self._subtotals[-1] = self._subtotals[-1]._replace(x=self.arena.grad)
         return added
 
     def _finish(

@@ -20,11 +20,11 @@ import numpy as np
 from hpctrain import collectives, config
 from hpctrain.collectives import AllReduceFunction, Group, broadcast
 from hpctrain.collectives.choices import Choices
+from hpctrain.collectives.gathers import ALL_GATHERS, AllGather, joined_by
 from hpctrain.collectives.native import native
 from hpctrain.collectives.nccl import nccl
 from hpctrain.collectives.null import null
 from hpctrain.collectives.operations import Operation
-from hpctrain.collectives.ordered import ALL_GATHERS, AllGather, joined_by
 from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.errors import UsageError
 from hpctrain.transport.nccl import libraries

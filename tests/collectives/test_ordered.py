@@ -9,8 +9,8 @@ import pytest
 from cases import length
 from ranks import THREAD_RANKS, on_ranks, run_on
 
-from hpctrain.collectives import ordered
-from hpctrain.collectives.ordered import Subtotal, Tree
+from hpctrain.collectives import gathers, ordered
+from hpctrain.collectives.ordered import Subtotal, Tree, into_the_left
 from hpctrain.errors import UsageError
 from hpctrain.transport.local import run_ranks
 from hpctrain.tuning.messages import MESSAGES, Call
@@ -71,9 +71,37 @@ def test_a_long_vector_travels_in_segments(ranks, monkeypatch):
     def body(world):
         for blocks in counts(world.size):
             told = by_hand(0, blocks, partial(partial_of, n=5000, dtype="float64")).tobytes()
-            found = summed(world, blocks, 5000, "float64", ordered.doubling)
+            found = summed(world, blocks, 5000, "float64", gathers.doubling)
             assert found == told
             assert world.size == 1 or world.link.messages_sent > world.size
+
+    ranks(body)
+
+
+@on_ranks(1, 2, 3, 4, 8)
+@pytest.mark.parametrize("n", [1, 5, 1000, 200_003])
+def test_neighbours_memory_is_read(ranks, n):
+    """The same bits, and where each rank holds one subtotal not a byte is sent."""
+
+    def body(world):
+        group, size = world.group(), world.size
+        for blocks in counts(size):
+            tree, x = Tree(blocks, size), world.memory.zeros(n, np.float32)
+            own = [partial_of(block, n, "float32") for block in tree.run(world.rank)]
+            subtotals: list[Subtotal] = []
+            for block, one in zip(tree.run(world.rank), own, strict=True):
+                tree.join(subtotals, Subtotal(block, block + 1, one), into_the_left(np.add))
+            x[...] = subtotals[-1].x
+            own = [one.x for one in subtotals[:-1]] + [x]
+            assert size == 1 or group.near is not None  # made now: its links send a little
+            before = group.bytes_sent
+            ordered.from_memory(group, tree, own, x, np.add)
+            gathers.through_memory(group, x)
+            told = by_hand(0, blocks, partial(partial_of, n=n, dtype="float32"))
+            assert x.tobytes() == told.tobytes(), blocks
+            if n >= 1000:
+                one_each = max(map(len, tree.held)) == 1
+                assert (group.bytes_sent == before) == (one_each or size == 1)
 
     ranks(body)
 
@@ -113,13 +141,12 @@ def test_subtotals_that_a_rank_holds(blocks):
             assert most == 1
 
 
-def in_the_order_of_ranks(self, subtotals: list[Subtotal], subtotal: Subtotal, op) -> None:
+def in_the_order_of_ranks(self, subtotals: list[Subtotal], subtotal: Subtotal, add) -> None:
     """What a sum would be that each rank makes of its own blocks first."""
     if subtotals:
-        op(subtotals[0].x, subtotal.x, out=subtotals[0].x)
-        subtotals[0] = subtotals[0]._replace(stop=subtotal.stop)
-    else:
-        subtotals.append(subtotal)
+        left = subtotals.pop()
+        subtotal = Subtotal(left.start, subtotal.stop, add(left.x, subtotal.x))
+    subtotals.append(subtotal)
 
 
 def test_a_planted_error_is_seen(monkeypatch):

@@ -118,12 +118,12 @@ def test_blocks_change_bits_and_nothing_else():
 def added_as_they_come(monkeypatch):
     """Each rank adds all its blocks before anything travels."""
 
-    def join(self, nodes, node, op):
-        if nodes:
-            left = nodes.pop()
-            op(left.x, node.x, out=left.x)
-            node = node._replace(start=left.start, x=left.x)
-        nodes.append(node)
+    def join(self, subtotals, subtotal, add):
+        if subtotals:
+            left = subtotals.pop()
+            x = add(left.x, subtotal.x)
+            subtotal = subtotal._replace(start=left.start, x=x)
+        subtotals.append(subtotal)
 
     monkeypatch.setattr(Tree, "join", join)
 

@@ -8,7 +8,7 @@ from clocked import alike, clocks
 from ranks import THREAD_RANKS, on_ranks
 
 from hpctrain import collectives
-from hpctrain.collectives import Group, linear, ordered
+from hpctrain.collectives import Group, gathers, linear, ordered
 from hpctrain.collectives.chunks import SEGMENT_BYTES
 from hpctrain.collectives.ring import all_gather, plain_ring, reduce_scatter
 from hpctrain.tuning import cost
@@ -39,8 +39,8 @@ CALLS = {
     "ordered-reduce-scatter": lambda group, x, op, root: ordered.reduce_scatter(
         group, ordered.Tree(group.link.size, group.link.size), [x], x, op
     ),
-    "doubling": lambda group, x, op, root: ordered.doubling(group, x),
-    "broadcasts": lambda group, x, op, root: ordered.broadcasts(group, x),
+    "doubling": lambda group, x, op, root: gathers.doubling(group, x),
+    "broadcasts": lambda group, x, op, root: gathers.broadcasts(group, x),
     "reduce": lambda group, x, op, root: collectives.reduce(group, x, op, root),
     "broadcast": lambda group, x, op, root: collectives.broadcast(group, x, root),
     "gather": lambda group, x, op, root: linear.gather(group, x, root),
