@@ -1,11 +1,12 @@
 """Draw benchmarks/results/compression-*.json: step time, bytes, and accuracy on mnist, per method.
 
-python benchmarks/plots/compression.py        (needs the extra: pip install 'hpctrain[docs]')
+python benchmarks/plots/compression.py [openmpi|mpich]       (needs the extra: pip install 'hpctrain[docs]')
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,16 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    steps = [json.loads(f.read_text()) for f in sorted(RESULTS.glob("compression-steps-*.json"))]
+    mpi = sys.argv[1] if len(sys.argv) > 1 else "openmpi"
+    files = sorted(RESULTS.glob(f"compression-steps-*-hosts-{mpi}.json"))
+    steps = [json.loads(file.read_text()) for file in files]
     accuracy = json.loads(next(RESULTS.glob("compression-accuracy-*.json")).read_text())
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(10, 3.8), width_ratios=(3, 2), layout="constrained"
     )
     draw_steps(left, steps)
     draw_accuracy(right, accuracy["rows"])
-    left.set_title(f"one step, MLP of 5.8 M parameters, hosts joined at {steps[0]['link']}/s")
+    left.set_title(f"one step, MLP of 5.8 M parameters, links of {steps[0]['link']}")
     right.set_title(f"mnist, {accuracy['model']}, {accuracy['ranks']} ranks, each dot a seed")
     path = RESULTS / "compression.png"
     figure.savefig(path, dpi=150)
@@ -46,6 +49,7 @@ def draw_steps(axes: Axes, found: list[Row]) -> None:
         axes.bar_label(bars, [megabytes(row) for row in one["rows"]], fontsize=7, padding=2)
     axes.set_xticks(range(len(methods)), [m.replace(" ", "\n", 1) for m in methods])
     axes.set(ylabel="ms per step; on the bars: MB sent per rank")
+    axes.margins(y=0.1)
     axes.legend(frameon=False)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from hpctrain import config
 from hpctrain.checkpoint import Piece
+from hpctrain.engines import compressed
 from hpctrain.engines.engine import (
     Flags,
     Task,
@@ -92,6 +93,7 @@ class Single:
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Take the whole state."""
         load_into(self.replica.arena, self._state, arrays)
+        compressed.load(None, arrays, 0, 1)
 
     def close(self) -> None:
         """Do nothing: there are no threads."""

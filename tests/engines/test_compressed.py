@@ -155,10 +155,11 @@ def test_all_ranks_together_owe_the_same_whatever_their_number(
     np.testing.assert_allclose(sum(owed.values()), total, rtol=1e-5, atol=1e-9)
 
 
-def test_a_run_goes_on_without_compression_and_says_what_is_dropped(tmp_path, caplog):
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_a_run_goes_on_without_compression_and_says_what_is_dropped(tmp_path, caplog, ranks):
     trained(2, tmp_path / "run", "top-k", 5)
     plain = ["wire.compression=none", "wire.compression_ratio="]
-    assert trained(2, tmp_path / "run", "top-k", 8, *plain)["steps"] == 8
+    assert trained(ranks, tmp_path / "run", "top-k", 8, *plain)["steps"] == 8
     assert "kept back before the checkpoint are dropped" in caplog.text
     assert trained(2, tmp_path / "run", "top-k", 11)["steps"] == 11  # and begins to owe again
 
