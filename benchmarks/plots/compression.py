@@ -1,6 +1,6 @@
 """Draw benchmarks/results/compression-*.json: step time, bytes, and accuracy on mnist, per method.
 
-python benchmarks/plots/compression.py [openmpi|mpich]       (needs the extra: pip install 'hpctrain[docs]')
+python benchmarks/plots/compression.py [openmpi|mpich]    (needs: pip install 'hpctrain[docs]')
 """
 
 from __future__ import annotations
