@@ -10,7 +10,8 @@ readings anyway, `add` takes them and gives back the seconds; elsewhere `span` t
     self.times.wire_s += push.seconds
 
 Spans of one thread nest. Those of a category add up to the times of the engine: `compute` and
-`wait` are the main thread's, `wire` a communication thread's, `other` is all else.
+`wait` are the main thread's, `wire` a communication thread's, or inside of a `wait` the main
+thread's; `other` is all else.
 """
 
 from __future__ import annotations

@@ -72,6 +72,22 @@ REFUSED = {
         ["engine.share_parameters=true", "wire.compression=bf16"],
         "[engine] share_parameters: ranks exchange ranges of the gradient as it is",
     ),
+    "priority without overlap": (
+        ["wire.priority=true", "wire.overlap=never"],
+        "[wire] priority: expected overlap = 'auto' or 'always' beside it, seen 'never'",
+    ),
+    "priority of shards": (
+        ["wire.priority=true", "engine.shard_optimizer=true"],
+        "[wire] priority: expected all parameters on each rank, updated bucket by bucket from plain",
+    ),
+    "shared during backward": (
+        ["engine.share_parameters=true", "wire.overlap=always"],
+        "[engine] share_parameters: sums are made in the pass of the update",
+    ),
+    "priority of averages": (
+        ["engine.kind=local-sgd", "wire.priority=true"],
+        "[wire] priority: expected the engine 'allreduce', which sums a gradient in each step",
+    ),
     "no patience": (["early_stop.metric=test_loss"], "[early_stop] patience is missing"),
     "metric": (
         ["early_stop.patience=2", "early_stop.metric=loss"],
@@ -124,7 +140,10 @@ REFUSED = {
         ["wire.reduction=ordered", "engine.kind=local-sgd"],
         "[wire] reduction: expected 'fast', seen 'ordered': ranks that train apart",
     ),
-    "bucket": (["wire.bucket_bytes=0"], "[wire] bucket_bytes: input should be greater than"),
+    "bucket": (
+        ["wire.bucket_bytes=0"],
+        "[wire] bucket_bytes: value error, expected 'auto' or a number of bytes",
+    ),
 }
 
 

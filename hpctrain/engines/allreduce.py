@@ -20,7 +20,7 @@ from hpctrain.checkpoint import Piece
 from hpctrain.collectives import Group, broadcast
 from hpctrain.collectives.nccl import communicator, nccl
 from hpctrain.collectives.recursive_doubling import recursive_doubling
-from hpctrain.engines import compressed
+from hpctrain.engines import compressed, overlap
 from hpctrain.engines.engine import (
     Flags,
     Task,
@@ -29,11 +29,12 @@ from hpctrain.engines.engine import (
     in_step,
 )
 from hpctrain.engines.ordered import sums_of
+from hpctrain.engines.overlap import AsNeeded
 from hpctrain.engines.shared import Shared
 from hpctrain.engines.single import Single, SingleOptions
-from hpctrain.engines.update import Replicated, Sharded
+from hpctrain.engines.update import InParts, Replicated, Sharded
 from hpctrain.errors import UsageError
-from hpctrain.gradients import buckets, compress
+from hpctrain.gradients import compress
 from hpctrain.gradients.reducer import Reducer, WireOptions
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums
@@ -70,6 +71,18 @@ class AllReduceOptions(WireOptions):
             )
         if self.reduction == "ordered":
             all_gather_named(self.algorithm)  # some cannot
+        own += ["compression"] * (self.compression != "none")
+        own += ["reduction 'ordered'"] * (self.reduction == "ordered")
+        if own and self.priority:
+            raise UsageError(
+                "[wire] priority: expected all parameters on each rank, updated bucket by bucket "
+                f"from plain sums; seen {own[0]}"
+            )
+        if self.share_parameters and self.overlap == "always":
+            raise UsageError(
+                "[engine] share_parameters: sums are made in the pass of the update, after "
+                "backward; expected [wire] overlap 'auto' or 'never', seen 'always'"
+            )
         if self.shard_optimizer and self.algorithm not in ("auto", "ring"):
             raise UsageError(
                 "[engine] shard_optimizer: ranks exchange ranges along a ring; expected [wire] "
@@ -97,10 +110,14 @@ class AllReduce:
     def __init__(
         self, world: World, replica: Replica, optimizer: Optimizer, options: AllReduceOptions
     ):
+        if options.priority and optimizer.needs_norms:
+            raise UsageError(
+                "[wire] priority: parameters are updated bucket by bucket; expected an optimizer "
+                "that needs no norm of whole tensors, seen lars, lamb or clip_norm"
+            )
         grad = replica.arena.grad
         replica.move(grad=world.memory.zeros(grad.size, grad.dtype))
         arena = replica.arena
-        cut = buckets.cut(arena.slots, arena.grad.size, arena.grad.itemsize, options.bucket_bytes)
         said = f"{options}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
         world.must_agree(said, "model and options")
         self.times, self.algorithm = Times(), options.algorithm
@@ -115,6 +132,7 @@ class AllReduce:
         self._compressor = compress.build(options, sums, arena, world.size)
         self._reducer: Reducer | Shared
         self.update: Replicated | Sharded | Shared
+        self._as_needed: AsNeeded | None = None
         if options.share_parameters:
             self.update = self._reducer = Shared(world, replica, optimizer, sums, self.times)
             return
@@ -128,8 +146,16 @@ class AllReduce:
         self._wire = world.group_for("wire")
         if sums is nccl:
             communicator(self._wire)  # now, before training, it can still be refused
-        reduce, concurrent = self.update.reduce, world.concurrent
-        self._reducer = Reducer(arena.grad, cut, self._wire, reduce, concurrent, world.trace)
+        concurrent = overlap.pays(world, options)
+        cut = overlap.cut(arena, self._wire, options, concurrent)
+        reduce = overlap.shared_form(self.update.reduce, self._wire, arena.grad, cut, options)
+        self._reducer = Reducer(
+            arena.grad, cut, self._wire, reduce, concurrent, world.trace, options.priority
+        )
+        if options.priority:
+            parts = [slice(bucket.start, bucket.stop) for bucket in cut]
+            update = InParts(optimizer, self.update.state, arena.param, arena.slots, parts)
+            self._as_needed = AsNeeded(self._reducer, update, self.times, world.trace)
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`."""
@@ -139,24 +165,35 @@ class AllReduce:
         """Sum the gradients of all shares while they are made, and take the sum."""
         times, add = self.times, self._trace.add
         start, waited = perf_counter(), times.wait_s
-        key = task.key._replace(sum_over_ranks=self._sum_and_wait)
+        need = self._as_needed.need if self._as_needed else None
+        key = task.key._replace(sum_over_ranks=self._sum_and_wait, on_need=need)
         sums = self.replica.gradient(task.batch, task.scale, key, self._reducer.ready)
         waits = perf_counter()
         computed = add("forward, backward", "compute", start, waits)
         times.compute_s += computed - (times.wait_s - waited)  # a layer may have waited on its way
         flags = self._vote(flags.seen_by(self._group.link.rank, sums))
         sums = self._sums.of_the_step(sums, self.sum)
-        gradient = self._reducer.wait()
-        arrived = perf_counter()
-        times.wait_s += add("wait for gradients", "wait", waits, arrived)
-        waited = times.wait_s
-        if not flags.failed:
-            compressed.must_be_finite(self._compressor, task.key.step)
-            self.update(gradient)
-        updated = add("update", "compute", arrived, perf_counter())
-        times.compute_s += updated - (times.wait_s - waited)  # shards wait for each other
+        if self._as_needed is not None and not flags.failed:
+            times.wait_s += add("wait for flags", "wait", waits, perf_counter())
+            self._as_needed.begin()
+        else:
+            self._finish(waits, flags, task.key.step)
         times.wire_s = self._reducer.wire_s
         return sums, flags
+
+    def _finish(self, since: float, flags: Flags, step: int) -> None:
+        """Wait for all sums, and take them unless the step has failed."""
+        times, add = self.times, self._trace.add
+        gradient = self._reducer.wait()
+        arrived = perf_counter()
+        times.wait_s += add("wait for gradients", "wait", since, arrived)
+        waited = times.wait_s
+        if not flags.failed:
+            compressed.must_be_finite(self._compressor, step)
+            self.update(gradient)
+        self._reducer.release()
+        updated = add("update", "compute", arrived, perf_counter())
+        times.compute_s += updated - (times.wait_s - waited)  # ranks wait for each other on the way
 
     @property
     def bytes_sent(self) -> int:
@@ -178,7 +215,9 @@ class AllReduce:
         return total
 
     def settle(self) -> None:
-        """Do nothing: after a step all ranks hold the same parameters."""
+        """Take what still travels; then all ranks hold the same parameters."""
+        if self._as_needed is not None:
+            self._as_needed.finish()
 
     def state(self) -> list[Piece]:
         """Return this rank's part of the state."""

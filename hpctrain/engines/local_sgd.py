@@ -84,6 +84,11 @@ class LocalSgdOptions(WireOptions):
                 "[wire] reduction: expected 'fast', seen 'ordered': ranks that train apart take "
                 "other steps on another number of ranks; take --engine allreduce"
             )
+        if self.priority:
+            raise UsageError(
+                "[wire] priority: expected the engine 'allreduce', which sums a gradient in each "
+                "step; seen 'local-sgd'; remove it"
+            )
         given = [key for key in ("outer_rate", "outer_momentum") if getattr(self, key) is not None]
         if given and self.outer == "none":
             raise UsageError(
@@ -118,7 +123,11 @@ class LocalSgd:
         self, world: World, replica: Replica, optimizer: Optimizer, options: LocalSgdOptions
     ):
         world.must_agree(str(options), "the options of local SGD")
-        wire = AllReduceOptions(algorithm=options.algorithm, bucket_bytes=options.bucket_bytes)
+        wire = AllReduceOptions(
+            algorithm=options.algorithm,
+            bucket_bytes=options.bucket_bytes,
+            overlap=options.overlap,
+        )
         self._together = AllReduce(world, replica, optimizer, wire)
         self.replica, self.times, self.algorithm = replica, self._together.times, options.algorithm
         self.workers, self.worker = world.size, world.rank

@@ -24,34 +24,22 @@ there), one of the node after the update (all parameters are), and the next vote
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 
 import numpy as np
 
 from hpctrain.checkpoint import Piece
-from hpctrain.collectives import AllReduceFunction, all_gather_bytes
+from hpctrain.collectives import AllReduceFunction, Group, all_gather_bytes
 from hpctrain.collectives.chunks import bounds
-from hpctrain.engines.engine import BLOCK, Times, fitting, load_into, pieces_of, whole
+from hpctrain.engines.engine import BLOCK, Times, fitting, load_into, pieces_of
+from hpctrain.engines.update import InParts, seen_from
 from hpctrain.errors import UsageError
-from hpctrain.gradients.arena import Slot
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
-from hpctrain.optim.optimizer import State
 from hpctrain.world import World
 
 #: Elements summed and updated at once: with their state they stay in the second-level cache.
 PASS = 32_768
-
-
-@dataclass(frozen=True)
-class _Block:
-    """What one pass touches: views."""
-
-    grads: Sequence[np.ndarray]  #: of all ranks of the node
-    param: np.ndarray
-    state: State
-    slots: Sequence[Slot]
 
 
 class Shared:
@@ -71,18 +59,20 @@ class Shared:
         be shared.
         """
         group, link = world.main, world.main.links[2]
-        self._node, self._across = group.links[1], replace(group, link=link, node=None, across=None)
+        self._node, self._across = group.links[1], Group(link, group.scratch)
         self._link, self._allreduce, self._optimizer = group.link, allreduce, optimizer
         self._times, self._trace, self.wire_s = times, world.trace, 0.0
         _share(world, replica)
         self._arena = arena = replica.arena
         self._own = own = _range(arena.param.size, min(map(len, group.nodes)), self._node.rank)
-        self._param, self._slots = arena.param[own], _seen_from(own.start, arena.slots)
+        self._param, self._slots = arena.param[own], seen_from(own.start, arena.slots)
         self.state = optimizer.init(self._param)
-        self._grads = [x[own] for x in world.memory.neighbours(arena.grad) or [arena.grad]]
+        grads = [x[own] for x in world.memory.neighbours(arena.grad) or [arena.grad]]
+        cut = _cut(self._param.size)
+        self._blocks = [[x[at] for x in grads] for at in cut]
+        self._in_blocks = InParts(optimizer, self.state, self._param, self._slots, cut)
         self._sum = np.empty(min(PASS, self._param.size), self._param.dtype)
-        self._now = self.state["step"].copy()  # in a pass: the optimizer counts each block
-        self._blocks = [self._block(at) for at in _cut(self._param.size)]
+        self._meet = group.near.flags.exchange if group.near is not None else self._node.barrier
         self._fused = link.size == 1 and not optimizer.needs_norms
 
     def ready(self, name: str) -> None:
@@ -93,13 +83,16 @@ class Shared:
         return self._arena.grad
 
     def __call__(self, gradient: np.ndarray) -> None:
-        """Take all ranks' gradients, which are there; return once the node has its parameters."""
+        """Take the gradients of all ranks, which have met since theirs are there."""
         if self._fused:
             self._sum_and_update()
         else:
             self._sum_then_update(gradient[self._own])
+
+    def release(self) -> None:
+        """Return once the node has its parameters, and all are through with the gradients."""
         with self._trace.span("wait for parameters", "wait") as waiting:
-            self._node.barrier()
+            self._meet()
         self._times.wait_s += waiting.seconds
 
     def pieces(self) -> list[Piece]:
@@ -123,25 +116,28 @@ class Shared:
     def close(self) -> None:
         """Do nothing: there are no threads."""
 
-    def _block(self, at: slice) -> _Block:
-        state = {name: x[at] for name, x in self.state.items() if name != "step"}
-        slots = [s for s in _seen_from(at.start, self._slots) if s.stop > 0 and s.offset < PASS]
-        grads = [x[at] for x in self._grads]
-        return _Block(grads, self._param[at], {**state, "step": self._now}, slots)
-
     def _sum_and_update(self) -> None:
         """Take each block of sums while it is in the cache; it is written nowhere else."""
-        done = int(self.state["step"][0])
-        for block in self._blocks:
-            self._now[0] = done
-            total = _add_up(block.grads, self._sum[: block.param.size])
-            self._optimizer.update(total, block.state, block.param, block.slots, whole)
-        self.state["step"][0] = done + 1
+        for number in range(len(self._blocks)):
+            self._in_blocks(number, self._sum_of(number))
+        self._in_blocks.done()
+
+    def _sum_of(self, number: int) -> np.ndarray:
+        """Return the sum of a block over the node, in memory that the next one takes too."""
+        first, *others = self._blocks[number]
+        total = self._sum[: first.size]
+        if not others:
+            total[...] = first
+            return total
+        np.add(first, others[0], out=total)
+        for other in others[1:]:
+            total += other
+        return total
 
     def _sum_then_update(self, total: np.ndarray) -> None:
         """Make `total`, our range of our own gradient, the sum of all ranks', and take it."""
-        for at, block in zip(_cut(total.size), self._blocks, strict=True):
-            total[at] = _add_up(block.grads, self._sum[: at.stop - at.start])
+        for number, at in enumerate(_cut(total.size)):
+            total[at] = self._sum_of(number)
         if self._across.link.size > 1 and total.size:
             with self._trace.span("sum across nodes", "wait", bytes=total.nbytes) as waiting:
                 self._allreduce(self._across, total, np.add)
@@ -183,20 +179,3 @@ def _range(size: int, parts: int, rank: int) -> slice:
 
 def _cut(size: int) -> list[slice]:
     return [slice(i, min(i + PASS, size)) for i in range(0, size, PASS)]
-
-
-def _seen_from(start: int, slots: Sequence[Slot]) -> list[Slot]:
-    """Return the slots with offsets that count from `start`."""
-    return [replace(slot, offset=slot.offset - start) for slot in slots]
-
-
-def _add_up(arrays: Sequence[np.ndarray], out: np.ndarray) -> np.ndarray:
-    """Return the sum of `arrays`, added in their order, in `out`, which is none of them."""
-    first, *others = arrays
-    if not others:
-        out[...] = first
-        return out
-    np.add(first, others[0], out=out)
-    for other in others[1:]:
-        out += other
-    return out

@@ -16,7 +16,7 @@ number of ranks makes the same update of the same sum. Source: Rajbhandari, Rasl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,11 +27,50 @@ from hpctrain.collectives import AllReduceFunction, Group, Operation, all_gather
 from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.ring import all_gather
 from hpctrain.engines.engine import BLOCK, Times, fitting, load_into, pieces_of, whole
-from hpctrain.gradients.arena import Arena, offset_in
+from hpctrain.gradients.arena import Arena, Slot, offset_in
 from hpctrain.optim import Optimizer
+from hpctrain.optim.optimizer import State
 from hpctrain.trace import Trace
 
 ReduceScatter = Callable[..., Any]
+
+
+class InParts:
+    """One update of an optimizer without norms, made of parts of its arrays, in any order."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        state: State,
+        param: np.ndarray,
+        slots: Sequence[Slot],
+        parts: Iterable[slice],
+    ):
+        """`slots` have offsets that count from the first element of `param`."""
+        self._optimizer, self._step = optimizer, state["step"]
+        self._count = self._step.copy()  # each part counts as if it were all
+        self._parts = [self._part(state, param, slots, at) for at in parts]
+
+    def __call__(self, number: int, gradient: np.ndarray) -> None:
+        """Take the gradient of part `number`."""
+        self._count[...] = self._step
+        self._optimizer.update(gradient, *self._parts[number], whole)
+
+    def done(self) -> None:
+        """Count an update, once all parts have taken theirs."""
+        self._step += 1
+
+    def _part(
+        self, state: State, param: np.ndarray, slots: Sequence[Slot], at: slice
+    ) -> tuple[State, np.ndarray, list[Slot]]:
+        views = {name: x[at] for name, x in state.items() if name != "step"}
+        near = [s for s in slots if s.stop > at.start and s.offset < at.stop]
+        return {**views, "step": self._count}, param[at], seen_from(at.start, near)
+
+
+def seen_from(start: int, slots: Iterable[Slot]) -> list[Slot]:
+    """Return the slots with offsets that count from `start`."""
+    return [replace(slot, offset=slot.offset - start) for slot in slots]
 
 
 class Replicated:
@@ -78,7 +117,7 @@ class Sharded:
         rank, size = group.link.rank, group.link.size
         self._offsets = bounds(arena.param.size, size, BLOCK)
         self._own = slice(self._offsets[rank], self._offsets[rank + 1])
-        self._slots = [replace(s, offset=s.offset - self._own.start) for s in arena.slots]
+        self._slots = seen_from(self._own.start, arena.slots)
         self.state = optimizer.init(arena.param[self._own])
 
     def reduce(self, group: Group, x: np.ndarray, op: Operation) -> None:

@@ -6,23 +6,38 @@
 
 One thread per rank does all the communication of gradients, on a link of its own, with blocking
 algorithms: MPI libraries seldom make progress in the background by themselves. Buckets leave in
-one fixed order, so every rank calls the same algorithms in the same order. Where MPI does not
-allow a second thread, the buckets are reduced by `wait` in the calling thread.
+one fixed order, so every rank calls the same algorithms in the same order. Where a thread does not
+pay, or MPI does not allow a second one, `wait` reduces the buckets in the calling thread.
+
+An all-reduce may say where the sum is, if not in the array it was given: in a neighbour's memory.
+Then `wait` returns the neighbour's plane, and `release` lets the neighbour write there again.
+
+With `priority` the buckets that the next forward pass needs first, those of the first layers, go
+before others that wait as well. Which wait differs from rank to rank; so before each bucket the
+ranks agree on how many are ready everywhere (a minimum, 8 bytes), and all take the last of these:
+
+    ready on rank 0      0 1 2 3      agreed: 0 1 2      sent: 2, though 0 and 1 were there first
+    ready on rank 1      0 1 2
+
+Source: Jayarajan, Wei, Gibson, Fedorova and Pekhimenko, "Priority-based parameter propagation for
+distributed DNN training", 2019. There slices of layers are exchanged, here whole buckets.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import BeforeValidator
 
 from hpctrain import config
-from hpctrain.collectives import AllReduceFunction, Group
+from hpctrain.collectives import Group, Operation
+from hpctrain.collectives.direct import direct_shared
+from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.gradients.blocks import ReductionOptions
 from hpctrain.gradients.buckets import Bucket
@@ -31,6 +46,14 @@ from hpctrain.trace import Trace
 from hpctrain.tuning.select import name_of
 
 JOIN_LIMIT_S = 10.0
+#: An all-reduce that returns where the sum is; None: in the array that it was given.
+Sum = Callable[[Group, np.ndarray, Operation], np.ndarray | None]
+
+
+def _auto_or_bytes(value: Any) -> Any:
+    if value != "auto" and (type(value) is not int or value < 1):
+        raise ValueError("expected 'auto' or a number of bytes from 1 on")
+    return value
 
 
 @config.options
@@ -38,7 +61,9 @@ class WireOptions(ReductionOptions, CompressionOptions):
     """The keys of `[wire]`: which all-reduce, how much travels at once, how small, what order."""
 
     algorithm: str = "auto"
-    bucket_bytes: Annotated[int, Field(ge=1)] = 4 << 20
+    bucket_bytes: Annotated[Literal["auto"] | int, BeforeValidator(_auto_or_bytes)] = "auto"
+    overlap: Literal["auto", "always", "never"] = "auto"  #: gradients travel during backward
+    priority: bool = False  #: what the next forward pass needs first travels first
 
     def __post_init__(self) -> None:
         """Refuse keys that contradict each other."""
@@ -48,6 +73,11 @@ class WireOptions(ReductionOptions, CompressionOptions):
             raise UsageError(
                 "[wire] reduction: 'ordered' adds gradients as they are; expected compression = "
                 f"'none' beside it, seen '{self.compression}'"
+            )
+        if self.priority and self.overlap == "never":
+            raise UsageError(
+                "[wire] priority: expected overlap = 'auto' or 'always' beside it, seen 'never': "
+                "it orders what travels while ranks compute"
             )
 
 
@@ -59,24 +89,29 @@ class Reducer:
         grad: np.ndarray,
         buckets: Sequence[Bucket],
         group: Group,
-        allreduce: AllReduceFunction,
+        allreduce: Sum,
         concurrent: bool,
         trace: Trace | None = None,
+        priority: bool = False,
     ):
-        """Reduce `grad` in place over `group`, whose link this object's thread takes over."""
+        """Reduce `grad` over `group`, whose link this object's thread takes over."""
         self.wire_s = 0.0  #: time in collectives since the start
         self._grad, self._group, self._allreduce = grad, group, allreduce
-        self._trace = trace or Trace()
+        self._trace, self._priority = trace or Trace(), priority
         self._slices = [grad[bucket.start : bucket.stop] for bucket in buckets]
+        self._sums = list(self._slices)  # where the sum of each bucket lies
         self._about = [
             {"bytes": x.nbytes, "algorithm": name_of(allreduce, group, x)} for x in self._slices
         ]
+        near = group.memory.neighbours(grad) if group.memory is not None else None
+        self._first = near[0] if near else grad  # the plane of the node's first rank
         self._bucket_of = {name: i for i, b in enumerate(buckets) for name in b.names}
         self._names = [bucket.names for bucket in buckets]
         self._missing = [set(names) for names in self._names]
         self._sent = 0  # buckets handed to the wire in this step
         self._outbox: SimpleQueue[int | None] = SimpleQueue()
-        self._arrived: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._arrived: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
+        self._in: set[int] = set()  # buckets of this step whose sum is known to be in
         self._thread: threading.Thread | None = None
         if concurrent:
             self._thread = threading.Thread(target=self._carry, name="wire", daemon=True)
@@ -93,17 +128,49 @@ class Reducer:
                 self._outbox.put(self._sent)
             self._sent += 1
 
-    def wait(self) -> np.ndarray:
-        """Return the plane that holds the sums, once all buckets are in; raise what went wrong."""
+    def complete(self) -> None:
+        """See to it that every slot was ready; from now on sums may be waited for."""
         if silent := sorted(set().union(*self._missing)):
             raise HpctrainError(f"on_ready never fired for slots: {', '.join(silent)}")
-        for number in range(len(self._slices)):
-            if self._thread is None:
-                self._reduce(number)
-            elif error := self._arrived.get():
-                raise error
         self._missing, self._sent = [set(names) for names in self._names], 0
+        self._in.clear()
+
+    def wait(self) -> np.ndarray:
+        """Return the plane that holds the sums, once all buckets are in; raise what went wrong."""
+        self.complete()
+        sums = [self.wait_for(number) for number in range(len(self._slices))]
+        elsewhere = [(x, y) for x, y in zip(self._slices, sums, strict=True) if x is not y]
+        if len(elsewhere) == len(sums):
+            return self._first
+        for own, total in elsewhere:  # a plane is to hold all
+            own[...] = total
         return self._grad
+
+    @property
+    def count(self) -> int:
+        return len(self._slices)
+
+    def bucket(self, name: str) -> int | None:
+        """Return the number of the bucket in which slot `name` is; None if that is none."""
+        return self._bucket_of.get(name)
+
+    def wait_for(self, number: int) -> np.ndarray:
+        """Return the array that holds the sum of bucket `number`, once it is in."""
+        while number not in self._in:
+            if self._thread is None:
+                self._reduce(len(self._in))
+                self._in.add(len(self._in))
+                continue
+            came, error = self._arrived.get()
+            if error is not None:
+                raise error
+            self._in.add(came)
+        return self._sums[number]
+
+    def release(self) -> None:
+        """Let all ranks write gradients again, once all are through with the sums; collective."""
+        if self._allreduce is direct_shared and self._group.near is not None:
+            self._group.near.flags.exchange()
 
     def close(self) -> None:
         """End the communication thread."""
@@ -113,15 +180,43 @@ class Reducer:
 
     def _carry(self) -> None:
         """Reduce what comes out of the outbox: the body of the communication thread."""
-        while (number := self._outbox.get()) is not None:
+        numbers = self._by_priority() if self._priority else iter(self._outbox.get, None)
+        number = -1
+        while True:
             try:
+                number = next(numbers)
                 self._reduce(number)
-                self._arrived.put(None)
+                self._arrived.put((number, None))
+            except StopIteration:
+                return
             except BaseException as error:  # raised again by wait(), in the main thread
-                self._arrived.put(error)
+                self._arrived.put((number, error))
+
+    def _by_priority(self) -> Iterator[int]:
+        """Yield the buckets of one step after the other; of those ready everywhere, the last."""
+        while True:
+            left, ready = set(range(len(self._slices))), 0
+            while left:
+                # Who has a bucket to send takes note of all that are there, else waits for one.
+                while ready <= min(left) or not self._outbox.empty():
+                    number = self._outbox.get()
+                    if number is None:
+                        return
+                    ready = number + 1
+                everywhere = self._everywhere(ready)
+                number = max(i for i in left if i < everywhere)
+                left.remove(number)
+                yield number
+
+    def _everywhere(self, ready: int) -> int:
+        """Return how many buckets are ready on every rank."""
+        count = np.array([ready])
+        recursive_doubling(self._group, count, np.minimum)
+        return int(count[0])
 
     def _reduce(self, number: int) -> None:
-        start = perf_counter()
-        self._allreduce(self._group, self._slices[number], np.add)
+        start, own = perf_counter(), self._slices[number]
+        total = self._allreduce(self._group, own, np.add)
+        self._sums[number] = own if total is None else total
         name, about = f"bucket {number}", self._about[number]
         self.wire_s += self._trace.add(name, "wire", start, perf_counter(), about)

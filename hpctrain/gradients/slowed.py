@@ -38,6 +38,8 @@ class Slowed:
         self._pace.begin(key.seed, key.step)
         if key.sum_over_ranks is not None:  # there a rank waits for the others
             key = key._replace(sum_over_ranks=self._pace.outside(key.sum_over_ranks))
+        if key.on_need is not None:
+            key = key._replace(on_need=self._pace.outside(key.on_need))
         sums = self._replica.gradient(batch, scale, key, self._pace.outside(on_ready))
         self._pace.catch_up()
         return sums

@@ -35,6 +35,7 @@ class Key(NamedTuple):
     sum_over_ranks: SumOverRanks | None = None  #: None: this share is the whole batch
     again: bool = False  #: a forward pass made once more; nothing may be counted twice
     samples: int = 0  #: in the global batch of the step
+    on_need: Callable[[str], None] | None = None  #: told of a parameter before its first use
 
 
 @dataclass(frozen=True)

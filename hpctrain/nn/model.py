@@ -68,12 +68,16 @@ class Model:
         overwritten, also by a batch of no samples (with zeros); with `more` it is added to.
         `x` is (n, *input_shape) in any real dtype, `y` what the loss wants, mostly (n,) integers;
         neither is written. `on_ready(name)` is called once per parameter, directly after its last
-        write, the last layer's first. Raises UsageError if samples have another shape than
-        `input_shape`.
+        write, the last layer's first; `key.on_need(name)` before a layer reads a parameter or
+        buffer, and for all of them before backward begins. Raises UsageError if samples have
+        another shape than `input_shape`.
         """
         x = self._samples(params, x)
         tape: list[Any] = []
         for i, layer in enumerate(self.layers.values()):
+            if key.on_need is not None:
+                for name in self._names[i].values():
+                    key.on_need(name)
             x, saved = layer.forward(self._own(i, params), x, key._replace(layer=i))
             tape.append(saved)
         sums, dy = self.loss(x, namespace(x).asarray(y), scale)

@@ -82,7 +82,7 @@ def bound(group: Group, x: np.ndarray, op: Operation, name: str = "auto") -> Cal
     return partial(function, group, x, op)
 
 
-def name_of(allreduce: AllReduceFunction, group: Group, x: np.ndarray) -> str:
+def name_of(allreduce: Callable[..., Any], group: Group, x: np.ndarray) -> str:
     """Return the name of what `allreduce` does to the sum of `x`; for `auto`, what it takes."""
     function = taken(group, x, np.add) if allreduce is auto else allreduce
     return getattr(function, "__name__", "unknown").replace("_", "-")

@@ -22,7 +22,13 @@ from hpctrain.gradients.replica import ModelReplica
 from hpctrain.trainer import Trainer
 
 ALGORITHMS = ("auto", *(name for name in collectives.ALLREDUCE if name != "null"))
-WAYS = (*ALGORITHMS, "shards", "shared")
+OTHERS = {
+    "shards": engines.AllReduce(shard_optimizer=True, bucket_bytes=1024),
+    "shared": engines.AllReduce(share_parameters=True),
+    "overlap": engines.AllReduce(overlap="always", bucket_bytes=1024),
+    "priority": engines.AllReduce(priority=True, bucket_bytes=1024),
+}
+WAYS = (*ALGORITHMS, *OTHERS)
 TOLERANCE = {"float64": 1e-10, "float32": 1e-3}
 MODELS = {
     "mlp": nn.MlpOptions(widths=[64, 24, 10]),
@@ -72,12 +78,8 @@ def planes(arena) -> np.ndarray:
 
 
 def engine(way: str):
-    """Return all-reduce by an algorithm, with an optimizer in shards, or shared parameters."""
-    if way == "shards":
-        return engines.AllReduce(shard_optimizer=True, bucket_bytes=1024)
-    if way == "shared":
-        return engines.AllReduce(share_parameters=True)
-    return engines.AllReduce(algorithm=way, bucket_bytes=1024)
+    """Return all-reduce by an algorithm, or another way to come to the same."""
+    return OTHERS.get(way) or engines.AllReduce(algorithm=way, bucket_bytes=1024)
 
 
 def trained(

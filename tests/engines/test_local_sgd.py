@@ -13,6 +13,7 @@ from hpctrain.errors import Stopped, TrainingError, UsageError
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.stop import StopRequest
 from hpctrain.trainer import Trainer
+from hpctrain.world import World
 
 SAMPLES, BATCH, STEPS = 151, 37, 26  # the last batch of an epoch has 3 samples: fewer than 5 ranks
 EPOCH = -(-SAMPLES // BATCH)
@@ -29,7 +30,7 @@ def digits() -> data.Dataset:
 
 def trained(world, engine, optimizer, steps: int = STEPS, **options) -> np.ndarray:
     """Return the parameters after training: those that are evaluated and saved."""
-    world.hosts = HOSTS[: world.size]
+    world = World(world.link, HOSTS[: world.size], concurrent=world.concurrent)
     built = MODEL.build((8, 8), 10)
     trainer = Trainer(built, optimizer, engine, precision="float64", world=world)
     trainer.fit(digits(), steps=steps, batch=BATCH, **options)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from ranks import on_ranks, run_on
 
 from hpctrain.collectives import Group
+from hpctrain.collectives.direct import direct_shared
 from hpctrain.collectives.ring import ring
 from hpctrain.errors import HpctrainError
 from hpctrain.gradients import arena as arenas
@@ -18,10 +20,11 @@ from hpctrain.gradients.reducer import Reducer
 SHAPES = dict.fromkeys("abcdef", (100,))
 
 
-def reducer_of(world, allreduce=ring, concurrent=True):
+def reducer_of(world, allreduce=ring, concurrent=True, priority=False):
     arena = arenas.make(SHAPES, "float64")
     buckets = cut(arena.slots, arena.grad.size, 8, 1600)  # two slots each
-    return arena, Reducer(arena.grad, buckets, Group(world.link), allreduce, concurrent)
+    group = Group(world.link)
+    return arena, Reducer(arena.grad, buckets, group, allreduce, concurrent, priority=priority)
 
 
 @pytest.mark.parametrize("concurrent", [True, False])
@@ -62,6 +65,71 @@ def test_a_bucket_travels_while_later_gradients_are_still_missing():
         reducer.close()
 
     run_on("threads", 2, body)
+
+
+@pytest.mark.parametrize(("late", "order"), [((), [0, 2, 1]), ((1,), [0, 1, 2])])
+def test_with_priority_the_last_bucket_that_is_ready_everywhere_goes_first(late, order):
+    """While bucket 0 travels the others get ready; bucket 2, on ranks that are late, after 1."""
+
+    def body(world):
+        sent: list[int] = []
+        first, more, second = (threading.Semaphore(0) for _ in range(3))
+
+        def allreduce(group, x, op):
+            ring(group, x, op)
+            sent.append(int(x[0]) // 2)
+            if len(sent) == 1:
+                first.release()
+                more.acquire(timeout=10)
+            elif len(sent) == 2:
+                second.release()
+
+        arena, reducer = reducer_of(world, allreduce, priority=True)
+        for step in range(2):
+            sent.clear()
+            for number, name in enumerate("fedcba"):
+                arena.views(arena.grad)[name][:] = number // 2
+                if name == "d":
+                    first.acquire(timeout=10)
+                if name == "b" and world.rank in late:
+                    more.release()
+                    second.acquire(timeout=10)
+                reducer.ready(name)
+            if world.rank not in late:
+                more.release()
+                second.acquire(timeout=10)
+            total = arena.views(reducer.wait())
+            assert [int(total[name][0]) for name in "fedcba"] == [0, 0, 2, 2, 4, 4]
+            assert sent == order, step
+        reducer.close()
+
+    run_on("threads", 2, body)
+
+
+@pytest.mark.parametrize("slots", ["abcdef", "a"])
+@on_ranks(2, 3, mpi=(2, 3))
+def test_the_sum_may_lie_in_the_plane_of_the_first_rank(ranks, slots):
+    """Long buckets are summed there, and short ones in each plane: `wait` returns what has all."""
+
+    def body(world):
+        lengths = {name: 2000 if name in slots else 100 for name in "abcdef"}
+        arena = arenas.make({name: (n,) for name, n in lengths.items()}, "float64")
+        arena = replace(arena, grad=world.memory.zeros(arena.grad.size, arena.grad.dtype))
+        buckets = cut(arena.slots, arena.grad.size, 8, 1)
+        group = world.group_for("wire")
+        reducer = Reducer(arena.grad, buckets, group, direct_shared, world.concurrent)
+        for step in range(3):
+            arena.grad[:] = world.rank + step
+            for name in "fedcba":
+                reducer.ready(name)
+            total = reducer.wait()
+            assert (total == sum(range(world.size)) + step * world.size).all()
+            if slots == "abcdef":
+                assert (total is arena.grad) == (world.rank == 0)
+            reducer.release()
+        reducer.close()
+
+    ranks(body)
 
 
 @pytest.mark.parametrize(

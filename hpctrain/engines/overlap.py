@@ -1,0 +1,114 @@
+"""When gradients travel, in what pieces, and when their sums are taken.
+
+    never    | forward | backward      | reduce | update |
+    always   | forward | backward      |wait| update |          two threads
+                            | reduce ....... |
+    priority | forward | backward      | forward | backward     two threads; u: update of a bucket
+                 u u u      | reduce ........ u u u
+
+A communication thread needs a core: where ranks fill the cores of their node it takes from compute
+what it gives to the wire, so that `auto` reduces after backward there, in one piece. Between nodes
+mostly the wire is waited for, and a thread pays.
+
+With FIFO order the last bucket to arrive is the first layer's, which is needed first: an update of
+the whole has to wait for it, and priority could gain nothing. So with `priority` an update is made
+bucket by bucket, when the next forward pass comes to a layer of it, and all else may still travel:
+a step takes max(compute, wire) instead of forward + max(backward, wire). Evaluation, checkpoints
+and the end wait for all. Parameters have the same bytes as without.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from time import perf_counter
+
+import numpy as np
+
+from hpctrain.collectives import Group
+from hpctrain.collectives.direct import direct_shared
+from hpctrain.engines.engine import Times
+from hpctrain.engines.update import InParts
+from hpctrain.gradients import buckets
+from hpctrain.gradients.arena import Arena
+from hpctrain.gradients.buckets import Bucket
+from hpctrain.gradients.reducer import Reducer, Sum, WireOptions
+from hpctrain.trace import Trace
+from hpctrain.tuning import select
+from hpctrain.world import World
+
+
+def pays(world: World, options: WireOptions) -> bool:
+    """Return whether to reduce in a thread of its own, the same on all ranks; collective."""
+    if world.size == 1 or not world.concurrent or options.overlap == "never":
+        return False
+    spare = cores_to_spare(world)
+    return options.overlap == "always" or options.priority or len(world.main.nodes) > 1 or spare
+
+
+def cores_to_spare(world: World) -> bool:
+    """Return whether every node has more cores than ranks; collective."""
+    cores = world.gather(" ".join(map(str, os.sched_getaffinity(0))))
+    return all(
+        len(set().union(*(cores[rank].split() for rank in node))) > len(node)
+        for node in world.main.nodes
+    )
+
+
+def cut(arena: Arena, group: Group, options: WireOptions, concurrent: bool) -> list[Bucket]:
+    """Return the buckets of the gradient: of `bucket_bytes`, or as long as costs least."""
+    grad, asked = arena.grad, options.bucket_bytes
+    if asked == "auto":
+        asked = select.bucket_bytes(group, grad.nbytes) if concurrent else grad.nbytes
+    return buckets.cut(arena.slots, grad.size, grad.itemsize, asked)
+
+
+def shared_form(
+    allreduce: Sum, group: Group, grad: np.ndarray, cut: Sequence[Bucket], options: WireOptions
+) -> Sum:
+    """Return `direct_shared` for `direct`: one array with the sum is enough for all of a node.
+
+    Not with priority: there a neighbour writes its next gradient while we still read.
+    """
+    longest = max((grad[bucket.start : bucket.stop] for bucket in cut), key=len)
+    direct = len(group.nodes) == 1 and select.name_of(allreduce, group, longest) == "direct"
+    return direct_shared if direct and not options.priority else allreduce
+
+
+class AsNeeded:
+    """Updates each bucket when the next forward pass needs it; its sum may travel until then."""
+
+    def __init__(self, reducer: Reducer, update: InParts, times: Times, trace: Trace):
+        """`update` has the reducer's buckets as its parts."""
+        self._reducer, self._update, self._times, self._trace = reducer, update, times, trace
+        self._due: set[int] = set()  # buckets whose sums are not taken yet
+
+    def begin(self) -> None:
+        """Note that the sums of a step are on their way."""
+        self._reducer.complete()
+        self._due = set(range(self._reducer.count))
+
+    def need(self, name: str) -> None:
+        """Take the sum in which slot `name` is, if that was not done yet."""
+        number = self._reducer.bucket(name)
+        if number in self._due:
+            self._take(number)
+
+    def finish(self) -> None:
+        """Take all sums that are left."""
+        start, waited = perf_counter(), self._times.wait_s
+        for number in sorted(self._due, reverse=True):
+            self._take(number)
+        took = self._trace.add("take what travels", "compute", start, perf_counter())
+        self._times.compute_s += took - (self._times.wait_s - waited)
+        self._times.wire_s = self._reducer.wire_s
+
+    def _take(self, number: int) -> None:
+        with self._trace.span("wait for gradients", "wait", bucket=number) as waiting:
+            total = self._reducer.wait_for(number)
+        self._times.wait_s += waiting.seconds
+        with self._trace.span("update", "compute", bucket=number):
+            self._update(number, total)
+        self._due.discard(number)
+        if not self._due:
+            self._update.done()
