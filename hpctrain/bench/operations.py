@@ -17,7 +17,7 @@ Source of the factors: nccl-tests, doc/PERFORMANCE.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,10 +29,12 @@ from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.direct import direct_shared
 from hpctrain.collectives.direct import reduce_scatter as direct_reduce_scatter
 from hpctrain.collectives.ring import all_gather, reduce_scatter
-from hpctrain.tuning.select import auto
+from hpctrain.tuning.select import auto, bound
 
 #: f(group, x, op): works in place; returns the array of the result where that is not `x`.
 Algorithm = Callable[[Group, np.ndarray, Operation], Any]
+#: f(group, x, op) that returns a call without arguments; all ranks must call f.
+Binder = Callable[[Group, np.ndarray, Operation], Callable[[], Any]]
 NATIVE = "native"  #: the MPI library's own, called with nothing around it
 
 
@@ -71,12 +73,13 @@ class Collective:
     busbw: Callable[[int], float]  #: ranks -> busbw / algbw
     moved: Callable[[int], int]  #: ranks of a node -> bytes in its memory / bytes
     moved_if_shared: Callable[[int], int] | None = None  #: where the result is one for all
+    bound: Mapping[str, Binder] = field(default_factory=dict)  #: calls that are made once
     equal_chunks: bool = False  #: whether the number of ranks divides the length
 
     @property
     def names(self) -> tuple[str, ...]:
         """What a user may ask for."""
-        return tuple(dict.fromkeys((*self.algorithms, NATIVE)))
+        return tuple(dict.fromkeys((*self.algorithms, *self.bound, NATIVE)))
 
     def length(self, nbytes: int, itemsize: int, ranks: int) -> int:
         """Return the elements of a vector of about `nbytes`, at least one."""
@@ -152,6 +155,7 @@ COLLECTIVES = {
             busbw=lambda ranks: 2 * (ranks - 1) / ranks,
             moved=lambda ranks: 2 * ranks,
             moved_if_shared=lambda ranks: ranks + 1,
+            bound={"auto-bound": bound},
         ),
         Collective(
             "reduce-scatter",

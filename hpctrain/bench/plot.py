@@ -30,7 +30,12 @@ def draw(rows: Sequence[Row], title: str, path: Path, bandwidth: str = "busbw") 
     names = list(dict.fromkeys(row["algorithm"] for row in rows))
     for number, name in enumerate(names):
         own = sorted((row for row in rows if row["algorithm"] == name), key=lambda r: r["bytes"])
-        style = {"color": COLORS[number % 8], "marker": MARKS[number % 8], "markersize": 4}
+        style = {
+            "color": COLORS[number % 8],
+            "marker": MARKS[number % 8],
+            "markersize": 4,
+            "linestyle": "-" if number < 8 else "--",
+        }
         _line(time, own, name, style, "median_s", 1e6)
         timed = [row for row in own if row[bandwidth]]
         _line(speed, timed, name, style, bandwidth, 1.0)

@@ -18,9 +18,10 @@ from hpctrain.bench.operations import NATIVE, Case, Collective
 from hpctrain.bench.rivals import Rival
 from hpctrain.collectives import all_gather_bytes, operation
 from hpctrain.tuning.measure import interleaved, paired_ratio, spread
+from hpctrain.tuning.select import auto, name_of
 from hpctrain.world import World
 
-FLOOR = "floor"
+FLOOR, AUTO = "floor", "auto"
 BATCH_BYTES, MOST_CALLS = 1 << 20, 64
 Row = dict[str, Any]
 
@@ -76,6 +77,8 @@ def contenders(
     for algorithm in plan.algorithms:
         if algorithm == NATIVE:
             found[algorithm] = Contender(*world.link.native_call(name, x, op))
+        elif bind := plan.collective.bound.get(algorithm):
+            found[algorithm] = Contender(bind(world.group(), x, op), x)
         else:
             call = partial(plan.collective.algorithms[algorithm], world.group(), x, op)
             found[algorithm] = Contender(call, x)
@@ -124,6 +127,8 @@ def _rows(world: World, plan: Plan, rivals: Mapping[str, Rival], x: np.ndarray) 
         row = _times(world, plan, name, x.nbytes, taken)
         if NATIVE in seconds:
             row["times_native"] = paired_ratio(seconds[NATIVE], taken)
+        if name == AUTO:
+            row["takes"] = name_of(auto, world.group(), x)
         correct, shared = verdicts[name]
         row["result"] = "shared" if shared else "in place"
         row["floor"] = floor.kind
