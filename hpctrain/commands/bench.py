@@ -12,6 +12,7 @@ EPILOG = """\b
 Examples:
   mpirun -n 4 hpctrain bench allreduce --sizes 4B:128MiB --algorithms auto,ring,native
   mpirun -n 2 hpctrain bench p2p --sizes 4B:64MiB --json p2p.json --plot p2p.png
+  hpctrain bench predict --ranks 4096 --link 400Gbit --ranks-per-node 8
 """
 
 #: name: (file of commands/, function in it)
@@ -20,6 +21,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "reduce-scatter": ("bench_collectives", "reduce_scatter"),
     "all-gather": ("bench_collectives", "all_gather"),
     "broadcast": ("bench_collectives", "broadcast"),
+    "predict": ("bench_predict", "bench_predict"),
     "p2p": ("bench_p2p", "p2p"),
     "step": ("bench_step", "step"),
 }

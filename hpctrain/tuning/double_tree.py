@@ -147,8 +147,8 @@ def _singly(trains: list[Train]) -> Iterator[Train]:
             yield Train(train.first + k * train.interval, train.interval, 1, train.nbytes)
 
 
-def cut(n: float) -> list[tuple[float, int]]:
+def cut(n: float, segment_bytes: int = SEGMENT_BYTES) -> list[tuple[float, int]]:
     """Return (bytes, how many) of the whole segments of `n` bytes, and of what is left."""
-    whole, rest = divmod(n, SEGMENT_BYTES)
-    both = (SEGMENT_BYTES, int(whole)), (rest, int(rest > 0))
+    whole, rest = divmod(n, segment_bytes)
+    both = (segment_bytes, int(whole)), (rest, int(rest > 0))
     return [(length, count) for length, count in both if count]

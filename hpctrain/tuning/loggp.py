@@ -22,8 +22,8 @@ LogP model", 1995.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -86,12 +86,16 @@ class Route:
 
 @dataclass(frozen=True)
 class Train:
-    """Messages that follow each other over each wire of a route: when they arrive."""
+    """Messages that follow each other over each wire of a route: when they arrive.
+
+    `out` is when the last one has left its sender's port.
+    """
 
     first: Array
     interval: Array | float
     count: int
     nbytes: float
+    out: Array = field(default_factory=lambda: np.zeros(0))
 
 
 class Clocks:
@@ -111,7 +115,8 @@ class Clocks:
         a, b = self.nodes[senders], self.nodes[receivers]
         crosses = a != b
         both = self._are(receivers)[senders] | self._are(senders)[receivers]
-        sharing = np.maximum(_count(a, crosses), _count(b, crosses)) / self.cluster.cards
+        out, into = self._at_work(senders[crosses])[a], self._at_work(receivers[crosses])[b]
+        sharing = np.maximum(np.maximum(out, into) / self.cluster.cards, 1)
         near, far = self.cluster.inside, self.cluster.between
         per_byte = np.where(
             both,
@@ -124,7 +129,7 @@ class Clocks:
             np.where(crosses, far.latency, near.latency),
             np.where(crosses, far.overhead, near.overhead),
             np.where(crosses, far.gap, near.gap),
-            per_byte * np.where(crosses, np.maximum(sharing, 1), 1),
+            per_byte * np.where(crosses, sharing, 1),
         )
 
     def send(self, route: Route, nbytes: float, count: int = 1) -> Train:
@@ -134,8 +139,8 @@ class Clocks:
         first = np.maximum(self.now[who] + overhead, self.out_free[who]) + takes
         interval = np.maximum(takes, overhead)
         self.now[who] += count * overhead
-        self.out_free[who] = first + (count - 1) * interval
-        return Train(first - route.gap + route.latency, interval, count, nbytes)
+        self.out_free[who] = out = first + (count - 1) * interval
+        return Train(first - route.gap + route.latency, interval, count, nbytes, out)
 
     def receive(self, route: Route, train: Train, adds: bool = False) -> None:
         """Wait for each message of `train`, and add each when it is in.
@@ -159,6 +164,10 @@ class Clocks:
         """Wait until all that ranks `who` have sent is out."""
         self.now[who] = np.maximum(self.now[who], self.out_free[who])
 
+    def out(self, route: Route, train: Train) -> None:
+        """Let the senders of `train` wait until it is out."""
+        self.now[route.senders] = np.maximum(self.now[route.senders], train.out)
+
     def exchange(self, route: Route, nbytes: float, adds: bool = False) -> None:
         """Send and receive at once, wait for both, and only then add."""
         self.receive(route, self.send(route, nbytes))
@@ -178,11 +187,18 @@ class Clocks:
         """Let all ranks of rank r's node read or write `nbytes[r]` bytes together."""
         self.now = self.now + self.cluster.memory * nbytes * self.slow
 
-    def repeat(self, times: int, step: Callable[[], None], period: int = 1) -> None:
+    def repeat(
+        self,
+        times: int,
+        step: Callable[[], None],
+        period: int = 1,
+        under_way: Iterable[Train] = (),
+    ) -> None:
         """Call `step` `times` times, or as often as it takes to know what the rest will do.
 
-        All costs are sums and maxima of clocks. So once `period` steps have moved all clocks that
-        they move by the same time, twice, they will move them so again: the rest is one jump.
+        `under_way` are messages that one step leaves to the next. All costs are sums and maxima of
+        clocks. So once `period` steps have moved all clocks that they move by the same time, twice,
+        they will move them so again: the rest is one jump.
         """
         last = None
         while times >= period:
@@ -192,7 +208,7 @@ class Clocks:
             times -= period
             moved = self._state() - before
             if last is not None and _uniform(moved) and np.allclose(moved, last, 1e-9, 0):
-                self.now, self.out_free, self.in_free = self._state() + times // period * moved
+                self._jump(times // period * moved, under_way)
                 times %= period
             last = moved
         for _ in range(times):
@@ -204,6 +220,16 @@ class Clocks:
         found[who] = True
         return found
 
+    def _at_work(self, who: Array) -> Array:
+        """Return for each node how many of its ranks are among `who`: one rank has one port."""
+        return np.bincount(self.nodes[self._are(who)], minlength=self.nodes.max() + 1)
+
+    def _jump(self, by: Array, under_way: Iterable[Train]) -> None:
+        self.now, self.out_free, self.in_free = self._state() + by
+        for train in under_way:
+            train.first[:] += by.max()
+            train.out[:] += by.max()
+
     def _state(self) -> Array:
         return np.stack([self.now, self.out_free, self.in_free])
 
@@ -212,8 +238,3 @@ def _uniform(moved: Array) -> bool:
     """Return whether all clocks that moved did so by the same time, but for rounding."""
     some = moved[moved > 0]
     return not some.size or bool(np.ptp(some) <= 1e-9 * some.max())
-
-
-def _count(node: Array, crosses: Array) -> Array:
-    """Return, for each message, how many of those that cross share its node."""
-    return np.bincount(node, crosses)[node]

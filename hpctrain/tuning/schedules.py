@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 
 from hpctrain.collectives.chunks import SEGMENT_BYTES
-from hpctrain.collectives.ring import AHEAD
+from hpctrain.collectives.ring import AHEAD, STREAM_AHEAD, STREAM_BYTES
 from hpctrain.tuning.double_tree import cut, double_tree
-from hpctrain.tuning.loggp import Array, Clocks, Route
+from hpctrain.tuning.loggp import Array, Clocks, Route, Train
 
 Schedule = Callable[[Clocks, float], None]
 
@@ -25,15 +26,42 @@ Schedule = Callable[[Clocks, float], None]
 def ring(clocks: Clocks, n: float) -> None:
     """Pass chunks of n/P round the ring, P - 1 times adding and P - 1 times as they are."""
     ranks = np.arange(clocks.size)
-    period = int(np.bincount(clocks.nodes).max())  # of the pattern of slow and fast wires
+    period = int(clocks.neighbours.max())  # of the pattern of slow and fast wires
     _ring(clocks, clocks.route(ranks, np.roll(ranks, -1)), n / clocks.size, clocks.size, period)
 
 
 def _ring(clocks: Clocks, route: Route, chunk: float, size: int, period: int) -> None:
     """Let chunks go round one ring, or several rings alike at once, of `size` ranks."""
+    if clocks.nodes.max() > 0 and chunk > STREAM_BYTES:
+        _stream(clocks, route, chunk, size, period)
+        return
     add = _in_segments if chunk > SEGMENT_BYTES else _at_once
     clocks.repeat(size - 1, lambda: add(clocks, route, chunk), period)
     clocks.repeat(size - 1, lambda: clocks.exchange(route, chunk), period)
+
+
+def _stream(clocks: Clocks, route: Route, chunk: float, size: int, period: int) -> None:
+    """Send each segment on as soon as it has come, with a few under way."""
+    lengths = list(segments(chunk, STREAM_BYTES))
+    ahead = min(STREAM_AHEAD, len(lengths))
+    coming, adds = deque[Train](), deque[bool]()
+
+    def take() -> None:
+        train = coming.popleft()
+        clocks.receive(route, train, adds.popleft())
+        clocks.out(route, train)
+
+    def pass_on(half: bool) -> None:
+        for nbytes in lengths:
+            if len(coming) == ahead:
+                take()
+            coming.append(clocks.send(route, nbytes))
+            adds.append(half)
+
+    for half in (True, False):
+        clocks.repeat(size - 1, partial(pass_on, half), period, coming)
+    while coming:
+        take()
 
 
 def _at_once(clocks: Clocks, route: Route, chunk: float) -> None:
@@ -163,13 +191,13 @@ def hierarchical(clocks: Clocks, n: float) -> None:
     route = clocks.route(ranks.ravel(), np.roll(ranks, -1, axis=1).ravel())
     _ring(clocks, route, n / lanes / nodes, nodes, 1)
     clocks.meet()
-    clocks.stream(n * (clocks.neighbours + 1))
+    clocks.stream(2 * n * (clocks.neighbours - 1))
     clocks.meet()
 
 
-def segments(n: float) -> Iterator[float]:
+def segments(n: float, segment_bytes: int = SEGMENT_BYTES) -> Iterator[float]:
     """Yield the bytes of each segment of `n` bytes."""
-    for length, count in cut(n):
+    for length, count in cut(n, segment_bytes):
         yield from [length] * count
 
 

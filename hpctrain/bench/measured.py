@@ -1,0 +1,135 @@
+"""What was measured, read for predictions: `hpctrain bench --json` or a table of `hpctrain tune`.
+
+Ranks that all lie on one host tell of wires inside a node; ranks that each have a host, of wires
+between nodes. Where several ranks lie on each of several hosts, both play a part: all-reduces there
+are compared with predictions, and nothing is fitted to them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic
+
+from hpctrain.errors import UsageError
+from hpctrain.tuning import cost, fit, table
+from hpctrain.tuning.loggp import Wire, alike
+
+AGAIN = "measure again: mpirun -n RANKS hpctrain bench allreduce --json FILE, or hpctrain tune"
+Positive = Annotated[int, pydantic.Field(gt=0)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The median seconds of an operation on so many bytes and ranks."""
+
+    operation: str
+    algorithm: str
+    bytes: Positive
+    ranks: Positive
+    median_s: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Rows of one job on `hosts`; wires and seconds per byte added, where they could be fitted."""
+
+    rows: Sequence[Row]
+    hosts: int
+    inside: Wire | None = None
+    between: Wire | None = None
+    gamma: float | None = None
+
+
+@dataclass(frozen=True)
+class _Machine:
+    hosts: Positive
+
+
+@dataclass(frozen=True)
+class _Bench:
+    machine: _Machine
+    rows: list[Row]
+
+
+_READER = pydantic.TypeAdapter(_Bench)
+
+
+def read(path: Path) -> Measured:
+    """Return what file `path` tells; raise UsageError if it is damaged or of another version."""
+    try:
+        text = path.read_bytes()
+        told: Any = json.loads(text)
+    except OSError as error:
+        raise UsageError(f"--measured {path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--measured {path}: damaged, no JSON ({error}); {AGAIN}") from None
+    if not isinstance(told, dict):
+        raise UsageError(f"--measured {path}: damaged, expected rows of a benchmark; {AGAIN}")
+    return _from_table(path, text) if "fingerprint" in told else _from_bench(path, text)
+
+
+def _from_table(path: Path, text: bytes) -> Measured:
+    try:
+        found = table.parsed(text)
+    except table.Unfit as error:
+        raise UsageError(f"--measured {path}: {error}") from None
+    ranks, hosts = map(int, re.findall(r"(\d+) (?:ranks|nodes)", found.fingerprint.layout)[:2])
+    rows = [
+        Row("allreduce", one.algorithm, one.bytes, ranks, one.seconds)
+        for one in found.rows
+        if one.in_memory
+    ]
+    known = found.node or found.across
+    gamma = known.gamma if known else None
+    return Measured(rows, hosts, _wire(found.node), _wire(found.across), gamma)
+
+
+def _from_bench(path: Path, text: bytes) -> Measured:
+    try:
+        found = _READER.validate_json(text)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UsageError(
+            f"--measured {path}: damaged or of another version: {where}: {first['msg'].lower()}; "
+            f"{AGAIN}"
+        ) from None
+    hosts, rows = found.machine.hosts, found.rows
+    apart = hosts > 1 and all(row.ranks == hosts for row in rows)
+    machine = _fitted(rows) if hosts == 1 or apart else None
+    wire = _of_messages(rows) or _wire(machine)
+    gamma = machine.gamma if machine else None
+    if hosts == 1:
+        return Measured(rows, hosts, inside=wire, gamma=gamma)
+    return Measured(rows, hosts, between=wire, gamma=gamma)
+
+
+def _wire(machine: cost.Machine | None) -> Wire | None:
+    return alike(machine).inside if machine else None
+
+
+def _of_messages(rows: Sequence[Row]) -> Wire | None:
+    """Return the wire that `hpctrain bench p2p` measured; it takes two hosts if there are two."""
+    one_way, there_and_back = (
+        [(row.bytes, row.median_s) for row in rows if row.algorithm == way]
+        for way in ("one-way", "ping-pong")
+    )
+    if len(one_way) < 2 or not there_and_back:
+        return None
+    return fit.wire(one_way, there_and_back, one_way, min(there_and_back)[1] / 4)
+
+
+def _fitted(rows: Sequence[Row]) -> cost.Machine | None:
+    """Return the machine on which our algorithms would take their times; None if too few tell."""
+    ours = [
+        (cost.ALLREDUCE[row.algorithm](row.bytes, row.ranks), row.median_s)
+        for row in rows
+        if row.operation == "allreduce" and row.algorithm in cost.ALLREDUCE and row.ranks > 1
+    ]
+    return fit.machine(ours) if len({path.bytes for path, _ in ours}) > 2 else None

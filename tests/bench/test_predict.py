@@ -1,0 +1,180 @@
+"""`hpctrain bench predict`: what it prints, what it reads, what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from hpctrain import optim
+from hpctrain.bench import measured, predict, quantities
+from hpctrain.bench.profile import profile
+from hpctrain.commands.bench_predict import bench_predict
+from hpctrain.engines import Task
+from hpctrain.errors import UsageError
+from hpctrain.gradients.replica import Batch, ModelReplica
+from hpctrain.nn import MODELS, Key
+from hpctrain.tuning import cost
+from hpctrain.tuning.table import Fingerprint, Table, write
+
+BIG = [1 << 16, 1 << 20, 1 << 24]
+
+
+def run(*words: str):
+    return CliRunner().invoke(bench_predict, words, catch_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--ranks 0", "expected 1 to 1048576 ranks"),
+        ("--ranks 8:4", "expected 1 to 1048576 ranks"),
+        ("--ranks 4,x", "expected 1 to 1048576 ranks"),
+        ("--ranks 4 --algorithms rign", "did you mean 'ring'?"),
+        ("--ranks 4 --link 400Gbut", "unknown unit 'Gbut'; did you mean 'Gbit'?"),
+        ("--ranks 4 --link fast", "expected a speed such as 400Gbit or 50GB/s, seen 'fast'"),
+        ("--ranks 4 --link 0Gbit", "--link: expected a speed"),
+        ("--ranks 4 --latency 5", "--latency: expected a time such as 2us"),
+        ("--ranks 4 --node-latency 5m", "unknown unit 'm'"),
+        ("--ranks 4 --ranks-per-node 0", "--ranks-per-node: expected 1 or more"),
+        ("--ranks 4 --cards 0", "--cards: expected 1 or more"),
+        ("--ranks 4 --sizes 1Mob", "--sizes"),
+        ("--ranks 4 --algorithms direct", "expected --ranks from 2 up to --ranks-per-node"),
+        ("--ranks 4 --algorithms hierarchical", "works across nodes"),
+        ("--ranks 4 --step 5,1MiB", "--step: expected a time"),
+        ("--ranks 4 --step digit", "did you mean 'digits'?"),
+        ("--ranks 4 --measured nowhere.json", "No such file"),
+        ("--ranks 4 --sizes 4B --json nowhere/x.json", "cannot be written"),
+        ("--ranks 4 --sizes 4B --plot x.unknown", "cannot be written"),
+    ],
+)
+def test_what_it_refuses(words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = run(*words.split())
+    assert isinstance(found.exception, UsageError) and said in str(found.exception)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"rows": [', "damaged, no JSON"),
+        ("[1, 2]", "damaged, expected rows"),
+        ('{"rows": []}', "machine: field required"),
+        ('{"machine": {"hosts": 1}, "rows": [{"algorithm": "ring"}]}', "rows.0.operation"),
+        ('{"fingerprint": {}, "schema": 99}', "its schema is 99"),
+    ],
+)
+def test_files_that_are_no_measurement(text, said, tmp_path):
+    file = tmp_path / "measured.json"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=said):
+        measured.read(file)
+
+
+def bench_json(tmp_path, hosts: int, ranks: int, rows: list):
+    file = tmp_path / "bench.json"
+    keys = ("operation", "algorithm", "bytes", "median_s")
+    told = [dict(zip(keys, row, strict=True), ranks=ranks, more=1) for row in rows]
+    file.write_text(json.dumps({"machine": {"hosts": hosts, "cpu": "x"}, "rows": told}))
+    return file
+
+
+MACHINE = cost.Machine(5e-6, 1e-9, 2e-10)
+REDUCED = [
+    ("allreduce", name, n, MACHINE.seconds(cost.ALLREDUCE[name](n, 4)))
+    for name in ("ring", "tree", "recursive-doubling")
+    for n in BIG
+]
+
+
+@pytest.mark.parametrize(("hosts", "fitted"), [(1, "inside"), (4, "between"), (2, None)])
+def test_a_machine_is_fitted_where_one_kind_of_wire_was_used(tmp_path, hosts, fitted):
+    found = measured.read(bench_json(tmp_path, hosts, 4, REDUCED))
+    known = {"inside": found.inside, "between": found.between}
+    assert [name for name, wire in known.items() if wire] == [fitted] * bool(fitted)
+    if fitted:
+        wire = known[fitted]
+        assert (wire.latency, wire.per_byte, found.gamma) == pytest.approx((5e-6, 1e-9, 2e-10))
+
+
+def test_messages_tell_the_wire(tmp_path):
+    rows = [("p2p", "one-way", n, 1e-6 + n * 1e-9) for n in [4, *BIG]]
+    rows += [("p2p", "ping-pong", n, 8e-6 + n * 1e-9) for n in [4, *BIG]]
+    wire = measured.read(bench_json(tmp_path, 2, 2, rows)).between
+    assert (wire.latency + 2 * wire.overhead, wire.per_byte) == pytest.approx(
+        (8e-6, 1e-9), rel=1e-3
+    )
+
+
+def test_a_tuning_table_tells_both_wires(tmp_path):
+    fingerprint = Fingerprint("cpu", 2, 2, "MPI", "4 ranks on 2 nodes: 0 1, 2 3")
+    other = cost.Machine(1e-6, 1e-10, 3e-11)
+    write(Table(fingerprint, [], [], other, MACHINE), tmp_path / "table.json")
+    found = measured.read(tmp_path / "table.json")
+    assert (found.hosts, found.gamma) == (2, 3e-11)
+    assert (found.inside.latency, found.between.per_byte) == (1e-6, 1e-9)
+
+
+def test_measured_rows_stand_beside_predictions_and_flags_go_first(tmp_path):
+    file, out = bench_json(tmp_path, 4, 4, REDUCED), tmp_path / "out.json"
+    words = ["--measured", str(file), "--ranks", "4,64", "--sizes", "1MiB", "--json", str(out)]
+    printed = run(*words, "--algorithms", "ring,tree").output
+    rows = json.loads(out.read_text())["rows"]
+    seen = [row for row in rows if row["kind"] == "measured"]
+    assert len(seen) == len(REDUCED)
+    for row in seen:  # the file's machine is the model's own; chunks of the ring travel as a stream
+        assert abs(row["error"]) < 0.3 and "measured_s" in row
+    at_4 = {r["algorithm"]: r["predicted_s"] for r in rows if r["kind"] != "measured"}
+    assert "predicted: all-reduce on 64 ranks, 64 nodes" in printed and "measured, and" in printed
+    run(*words, "--link", "1Mbit")
+    slow = json.loads(out.read_text())["rows"][-1]["predicted_s"]
+    assert slow > 50 * at_4["tree"]
+
+
+@pytest.mark.parametrize("mode", ["weak", "strong"])
+def test_steps_are_predicted(tmp_path, mode):
+    out, plot = tmp_path / "out.json", tmp_path / "plot.png"
+    words = "--ranks 1,16 --ranks-per-node 4 --sizes 1MiB --algorithms ring,hierarchical"
+    step = ["--step", "64ms,8MiB", "--bucket", "1MiB", "--mode", mode]
+    found = run(*words.split(), *step, "--json", str(out), "--plot", str(plot))
+    assert found.exception is None and "predicted: a step" in found.output
+    rows = [row for row in json.loads(out.read_text())["rows"] if row["operation"] == "step"]
+    assert [(row["ranks"], row["algorithm"]) for row in rows] == [
+        (1, "ring"), (16, "ring"), (16, "hierarchical")
+    ]  # fmt: skip
+    assert rows[1]["compute_s"] == pytest.approx(64e-3 / (16 if mode == "strong" else 1))
+    assert all(row["predicted_s"] >= row["compute_s"] + row["exposed_s"] - 1e-12 for row in rows)
+    assert rows[1]["without_overlap_s"] > rows[1]["predicted_s"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_recipe_is_measured_here(tmp_path):
+    out = tmp_path / "out.json"
+    run("--ranks", "2", "--sizes", "4B", "--step", "digits", "--json", str(out))
+    row = json.loads(out.read_text())["rows"][-1]
+    assert row["bytes"] > 100_000 and row["compute_s"] > 0
+
+
+def test_a_profile_tells_when_each_bucket_is_full():
+    model = MODELS["mlp"](widths=[64, 256, 256, 10]).build(None, None)
+    replica = ModelReplica(model, 0, np.float32)
+    task = Task(Batch(np.ones((8, 64), np.float32), np.zeros(8, np.int64)), 1.0, Key(0, 0, 0))
+    step = profile(replica, optim.sgd(rate=0.1), task, 100_000, rounds=3, warm_up=1)
+    assert sum(step.buckets) == replica.arena.grad.nbytes and len(step.buckets) == 2
+    assert 0 < step.full[0] <= step.full[1] < step.compute
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("400Gbit", 50e9), ("2.5gbit/s", 312.5e6), ("50GB/s", 50e9), ("1 Tbit", 125e9)],
+)
+def test_speeds(text, found):
+    assert quantities.speed(text, "--link") == found
+
+
+def test_ranks_of_a_node_share_its_memory_when_they_add():
+    wire = predict.wire(1e9, 4e-6)
+    assert wire.latency + 2 * wire.overhead == 4e-6
+    assert predict.cluster(wire, wire, 30e9, 10, 1).gamma == pytest.approx(1e-9)
