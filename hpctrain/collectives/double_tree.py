@@ -17,11 +17,13 @@ of two; left of it lies a complete tree, right of it the same rule again.
 
 Halves travel in segments: a rank receives segment k from its children, adds, and sends it up while
 k + 1 is on its way; then the sums come down the same edges. No rank is inner in both trees: it
-starts with the one in which it is a leaf, and there it waits for nobody.
+starts with the one in which it is a leaf, and there it waits for nobody. In the other one the
+receives of the next segments are posted before they are needed; between nodes segments are shorter,
+so that the deeper ranks start earlier.
 
 Cost: up to 4L + 6k steps of n/2k bytes for k segments of a half, L = ceil(log2 P): about 2n bytes
-sent per rank as in a ring, with a latency that grows as log P. Scratch: one segment. The root's
-sum is copied to all ranks: the same bytes.
+sent per rank as in a ring, with a latency that grows as log P. Scratch: 2 MiB, the segments whose
+receive is posted ahead. The root's sum is copied to all ranks: the same bytes.
 
 Source: Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction
 and scan", 2009.
@@ -29,15 +31,18 @@ and scan", 2009.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from hpctrain.collectives.chunks import segments
+from hpctrain.collectives.chunks import SEGMENT_BYTES, segments
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.operations import Operation
-from hpctrain.transport.link import Request
+from hpctrain.collectives.ring import AHEAD, STREAM_BYTES
+from hpctrain.transport.link import Link, Request
 
 
 class Family(NamedTuple):
@@ -47,35 +52,64 @@ class Family(NamedTuple):
     children: tuple[int, ...]
 
 
+Half = tuple[list[np.ndarray], Family]  #: its segments, and the tree in which they travel
+
+
 def double_tree(group: Group, x: np.ndarray, op: Operation) -> None:
     """Reduce flat `x` in place over all ranks of `group`."""
-    _reduce(group, x, op)
-    _broadcast(group, x)
+    across = len(group.nodes) > 1
+    segment_bytes, ahead = (STREAM_BYTES, 2 * AHEAD) if across else (SEGMENT_BYTES, AHEAD)
+    inboxes = group.scratch.slots(x, ahead, segment_bytes)
+    halves = [(list(segments(h, segment_bytes)), f) for h, f in _leaf_first(group, x)]
+    _reduce(group.link, halves, op, inboxes)
+    _broadcast(group.link, halves, ahead)
 
 
-def _reduce(group: Group, x: np.ndarray, op: Operation) -> None:
+def _reduce(link: Link, halves: list[Half], op: Operation, inboxes: np.ndarray) -> None:
     sends: list[Request] = []
-    for half, family in _leaf_first(group, x):
-        for segment in segments(half):
-            for child in family.children:
-                inbox = group.scratch.like(segment)
-                group.link.irecv(inbox, child).wait()
+    for half, family in halves:
+        wanted = [(child, segment) for segment in half for child in family.children]
+        coming = _received(link, wanted, inboxes)
+        for segment in half:
+            for _, inbox in zip(family.children, coming, strict=False):
                 op(segment, inbox, out=segment)
             if family.parent is not None:
-                sends.append(group.link.isend(segment, family.parent))
+                sends.append(link.isend(segment, family.parent))
     for send in sends:
         send.wait()
 
 
-def _broadcast(group: Group, x: np.ndarray) -> None:
+def _received(
+    link: Link, wanted: Sequence[tuple[int, np.ndarray]], inboxes: np.ndarray
+) -> Iterator[np.ndarray]:
+    """Yield what comes for each (source, segment), in an inbox that is kept until the next."""
+
+    def post(k: int) -> tuple[Request, np.ndarray]:
+        source, segment = wanted[k]
+        inbox = inboxes[k % len(inboxes)][: segment.size]
+        return link.irecv(inbox, source), inbox
+
+    under_way = deque(post(k) for k in range(min(len(inboxes), len(wanted))))
+    for k in range(len(wanted)):
+        request, inbox = under_way.popleft()
+        request.wait()
+        yield inbox
+        if k + len(inboxes) < len(wanted):
+            under_way.append(post(k + len(inboxes)))
+
+
+def _broadcast(link: Link, halves: list[Half], ahead: int) -> None:
     under_way: list[Request] = []
-    for half, family in _leaf_first(group, x):
-        for segment in segments(half):
-            if family.parent is not None:
-                under_way.append(group.link.irecv(segment, family.parent))
-            if family.children and family.parent is not None:
-                under_way.pop().wait()
-            under_way += [group.link.isend(segment, child) for child in family.children]
+    for half, (parent, children) in halves:
+        if parent is not None and not children:
+            under_way += [link.irecv(segment, parent) for segment in half]
+            continue
+        coming: deque[Request] = deque()
+        for k, segment in enumerate(half):
+            if parent is not None:
+                coming.extend(link.irecv(s, parent) for s in half[k + len(coming) : k + ahead])
+                coming.popleft().wait()
+            under_way += [link.isend(segment, child) for child in children]
     for request in under_way:
         request.wait()
 

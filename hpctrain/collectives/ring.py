@@ -50,9 +50,9 @@ from hpctrain.collectives.operations import Operation
 from hpctrain.transport.link import Link, Request
 
 AHEAD = 2  # segments whose receive is posted before they are needed
-#: Between nodes segments are shorter and more: on shaped links of 1 to 10 Gbit/s, 256 KiB and 1 MiB
-#: each lost to them somewhere.
-STREAM_BYTES, STREAM_AHEAD = SEGMENT_BYTES // 2, 2 * AHEAD
+#: Between nodes: shorter segments cost the cores too much of their time at 10 Gbit/s, longer ones or
+#: more of them fill queues that others wait in.
+STREAM_BYTES, STREAM_AHEAD = SEGMENT_BYTES // 2, 3
 
 
 def ring(group: Group, x: np.ndarray, op: Operation) -> None:

@@ -138,12 +138,13 @@ def tree(call: Call) -> list[int]:
 def double_tree(call: Call) -> list[int]:
     """Return n/2 to each neighbour in either tree: up to the parent, down to each child."""
     p, r = call.ranks, call.rank
+    cut = STREAM_BYTES if len(call.nodes) > 1 else SEGMENT_BYTES
     places = r + 1, ((r + 1) % p if p % 2 else p - 1 - r) + 1  # in the two trees, from 1
     halves = call.length // 2, call.length - call.length // 2
     return [
         segment
         for place, half in zip(places, halves, strict=True)
-        for segment in call.segments(half) * _neighbours(place, p)
+        for segment in call.segments(half, cut) * _neighbours(place, p)
     ]
 
 
