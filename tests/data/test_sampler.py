@@ -64,6 +64,17 @@ def test_shares_of_all_ranks_make_up_the_batch(length, size):
     assert max(lengths) - min(lengths) <= 1
 
 
+@pytest.mark.parametrize("size", range(1, 10))
+@pytest.mark.parametrize("length", [0, 1, 5, 13, 101])
+def test_shares_of_whole_blocks(length, size):
+    """The cuts between ranks are some of those between blocks, which no number of ranks moves."""
+    batch, blocks = np.arange(length) * 7, 12
+    cuts = {length * block // blocks for block in range(blocks + 1)}
+    shares = [share(batch, rank, size, blocks) for rank in range(size)]
+    assert np.array_equal(np.concatenate([own for _, own in shares]), batch)
+    assert {first for first, _ in shares} <= cuts
+
+
 WRONG = [((0, 1, 0), "0 samples"), ((3, 0, 0), "batch is 0"), ((3, 1, -1), "seed is -1"),
          ((3, -2, 0), "batch is -2"), ((3, 1, 2**63), "seed is 9223372036854775808")]  # fmt: skip
 
