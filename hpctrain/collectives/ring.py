@@ -50,9 +50,9 @@ from hpctrain.collectives.operations import Operation
 from hpctrain.transport.link import Link, Request
 
 AHEAD = 2  # segments whose receive is posted before they are needed
-#: Between nodes: shorter segments cost the cores too much of their time at 10 Gbit/s, longer ones or
-#: more of them fill queues that others wait in.
-STREAM_BYTES, STREAM_AHEAD = SEGMENT_BYTES // 2, 3
+#: Between nodes. Shorter segments cost the cores too much of their time at 10 Gbit/s; longer ones,
+#: or more of them ahead, fill queues in which others wait.
+STREAM_BYTES = SEGMENT_BYTES // 2
 
 
 def ring(group: Group, x: np.ndarray, op: Operation) -> None:
@@ -137,7 +137,7 @@ def _stream(
     added = sum(len(cut[(first - 1 - s) % link.size]) for s in range(steps[0]))
     # No more than a chunk has: a segment must have come before it goes on, and its own partial sum
     # must be out before it is received anew.
-    ahead = min(STREAM_AHEAD, *map(len, cut))
+    ahead = min(AHEAD, *map(len, cut))
     inboxes = group.scratch.slots(max(chunk, key=len), ahead, STREAM_BYTES)
     sends: deque[Request | None] = deque([None] * ahead)
     coming: deque[_Coming | None] = deque([None] * ahead)

@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 
 from hpctrain.collectives.chunks import SEGMENT_BYTES
-from hpctrain.collectives.ring import AHEAD, STREAM_AHEAD, STREAM_BYTES
+from hpctrain.collectives.ring import AHEAD, STREAM_BYTES
 from hpctrain.tuning.double_tree import cut, double_tree
 from hpctrain.tuning.loggp import Array, Clocks, Route, Train
 
@@ -43,7 +43,7 @@ def _ring(clocks: Clocks, route: Route, chunk: float, size: int, period: int) ->
 def _stream(clocks: Clocks, route: Route, chunk: float, size: int, period: int) -> None:
     """Send each segment on as soon as it has come, with a few under way."""
     lengths = list(segments(chunk, STREAM_BYTES))
-    ahead = min(STREAM_AHEAD, len(lengths))
+    ahead = min(AHEAD, len(lengths))
     coming, adds = deque[Train](), deque[bool]()
 
     def take() -> None:

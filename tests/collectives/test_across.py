@@ -10,7 +10,7 @@ from clocked import alike, clocks, over_hosts
 from hpctrain.collectives import ALLREDUCE, DTYPES, OPERATIONS, all_gather_bytes, operation
 from hpctrain.collectives.group import over_nodes
 from hpctrain.collectives.ring import (
-    STREAM_AHEAD,
+    AHEAD,
     STREAM_BYTES,
     all_gather,
     reduce_scatter,
@@ -42,8 +42,8 @@ LENGTHS = (0, 1, 7, 10_007)
 
 
 def long(ranks: int) -> list[int]:
-    """Return lengths whose chunks are one to three times as many segments as are ahead."""
-    return [ranks * SEGMENT + 1, ranks * (STREAM_AHEAD * 2 + 1) * SEGMENT - 3]
+    """Return lengths whose chunks are less, and more than thrice, as many segments as are ahead."""
+    return [ranks * SEGMENT + 1, ranks * (3 * AHEAD + 1) * SEGMENT - 3]
 
 
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
