@@ -94,23 +94,27 @@ def test_wire_overlaps_compute(ranks, tmp_path_factory):
         trainer = Trainer(nn.Model(layers, (256,)), optim.sgd(0.01), engine, world=world)
         out = world.gather(str(tmp_path_factory.mktemp("overlap") / "run"))[0]
         samples = data.Dataset(x, np.arange(512) % 256)
-        trainer.fit(samples, steps=10, batch=512, out=out, trace=TraceOptions(enabled=True))
+        traced = TraceOptions(enabled=True)
+        summary = trainer.fit(samples, steps=10, batch=512, out=out, trace=traced)
         trainer.close()
         if world.rank == 0:  # the others may be done before it has merged
-            look_for_overlap(Traced(Path(out) / timeline.MERGED))
+            look_for_overlap(Traced(Path(out) / timeline.MERGED), summary["algorithm"])
 
     ranks(body)
 
 
-def look_for_overlap(seen):
-    known = {*NAMES, "direct-shared"} - {"auto"}
+def look_for_overlap(seen, algorithm):
+    known, taken = {*NAMES, "direct-shared"} - {"auto"}, set()
     for rank in (0, 1):
         main, wire = seen.threads[rank, "main"], seen.threads[rank, "wire"]
         assert sorted(e["args"]["bytes"] for e in wire) == [4 * 256] * 60 + [4 * 256 * 256] * 60
-        assert {e["args"]["algorithm"] for e in wire} <= known
+        taken |= {e["args"]["algorithm"] for e in wire}
         compute = [e for e in main if e["cat"] == "compute"]
         both = [a for a in compute if any(b["ts"] < ends(a) and a["ts"] < ends(b) for b in wire)]
         assert both  # in how many of the steps, is the machine's business
+    assert taken <= known
+    told = algorithm.removeprefix("auto (").removesuffix(")").split(", ")
+    assert set(told) == taken and "auto" in algorithm
 
 
 def stop(monkeypatch):

@@ -39,7 +39,7 @@ from hpctrain.gradients.reducer import Reducer, WireOptions
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
-from hpctrain.tuning.select import all_gather_named
+from hpctrain.tuning.select import all_gather_named, auto
 from hpctrain.world import World
 
 
@@ -156,6 +156,8 @@ class AllReduce:
             parts = [slice(bucket.start, bucket.stop) for bucket in cut]
             update = InParts(optimizer, self.update.state, arena.param, arena.slots, parts)
             self._as_needed = AsNeeded(self._reducer, update, self.times, world.trace)
+        if self.update.reduce is auto:
+            self.algorithm = f"auto ({', '.join(dict.fromkeys(self._reducer.algorithms))})"
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`."""

@@ -43,7 +43,7 @@ from hpctrain.gradients.blocks import ReductionOptions
 from hpctrain.gradients.buckets import Bucket
 from hpctrain.gradients.compress import CompressionOptions
 from hpctrain.trace import Trace
-from hpctrain.tuning.select import name_of
+from hpctrain.tuning.select import name_of, resolved
 
 JOIN_LIMIT_S = 10.0
 #: An all-reduce that returns where the sum is; None: in the array that it was given.
@@ -96,12 +96,16 @@ class Reducer:
     ):
         """Reduce `grad` over `group`, whose link this object's thread takes over."""
         self.wire_s = 0.0  #: time in collectives since the start
-        self._grad, self._group, self._allreduce = grad, group, allreduce
+        self._grad, self._group = grad, group
         self._trace, self._priority = trace or Trace(), priority
         self._slices = [grad[bucket.start : bucket.stop] for bucket in buckets]
         self._sums = list(self._slices)  # where the sum of each bucket lies
+        self._functions = [resolved(allreduce, group, x, np.add) for x in self._slices]
+        pairs = list(zip(self._slices, self._functions, strict=True))
+        self.algorithms = [name_of(function, group, x) for x, function in pairs]  #: of each bucket
         self._about = [
-            {"bytes": x.nbytes, "algorithm": name_of(allreduce, group, x)} for x in self._slices
+            {"bytes": x.nbytes, "algorithm": name}
+            for x, name in zip(self._slices, self.algorithms, strict=True)
         ]
         near = group.memory.neighbours(grad) if group.memory is not None else None
         self._first = near[0] if near else grad  # the plane of the node's first rank
@@ -169,7 +173,7 @@ class Reducer:
 
     def release(self) -> None:
         """Let all ranks write gradients again, once all are through with the sums; collective."""
-        if self._allreduce is direct_shared and self._group.near is not None:
+        if direct_shared in self._functions and self._group.near is not None:
             self._group.near.flags.exchange()
 
     def close(self) -> None:
@@ -216,7 +220,7 @@ class Reducer:
 
     def _reduce(self, number: int) -> None:
         start, own = perf_counter(), self._slices[number]
-        total = self._allreduce(self._group, own, np.add)
+        total = self._functions[number](self._group, own, np.add)
         self._sums[number] = own if total is None else total
         name, about = f"bucket {number}", self._about[number]
         self.wire_s += self._trace.add(name, "wire", start, perf_counter(), about)

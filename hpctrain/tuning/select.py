@@ -75,16 +75,22 @@ def bound(group: Group, x: np.ndarray, op: Operation, name: str = "auto") -> Cal
 
     Of MPI's own all-reduce nothing but mpi4py's call is left: the watch learns nothing of it.
     """
-    function = allreduce_named(name)
-    function = taken(group, x, op) if function is auto else function
+    function = resolved(allreduce_named(name), group, x, op)
     if function is native and x.nbytes <= BARE_BYTES:
         return group.link.native_call("allreduce", x, op).call
     return partial(function, group, x, op)
 
 
+def resolved(
+    allreduce: Callable[..., Any], group: Group, x: np.ndarray, op: Operation
+) -> Callable[..., Any]:
+    """Return `allreduce`, or what it takes for `x` if it is `auto`; all ranks must call."""
+    return taken(group, x, op) if allreduce is auto else allreduce
+
+
 def name_of(allreduce: Callable[..., Any], group: Group, x: np.ndarray) -> str:
     """Return the name of what `allreduce` does to the sum of `x`; for `auto`, what it takes."""
-    function = taken(group, x, np.add) if allreduce is auto else allreduce
+    function = resolved(allreduce, group, x, np.add)
     return getattr(function, "__name__", "unknown").replace("_", "-")
 
 

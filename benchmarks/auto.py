@@ -1,0 +1,80 @@
+"""Claim: after `hpctrain tune`, `auto` is within 10 % of the best fixed algorithm at every size.
+
+    python benchmarks/auto.py [--ranks 2] [--rounds 15]
+
+First what `hpctrain tune` does, then, in the same run, every algorithm that is not hopeless beside
+`auto`, all through bound calls on the same array, taken in turn; arrays in node memory and plain
+ones. The sizes lie on and between those that were tuned. The ratio is the median of paired ratios
+to whichever fixed algorithm has the best median: chosen afterwards, so luck is on its side.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+from _common import interleaved, options, paired_ratio, spread, world_of, write
+
+from hpctrain.bench.sizes import parse, shown
+from hpctrain.bench.sweep import calls_per_round
+from hpctrain.bench.tune import LIMIT_S, ROUNDS, SIZES
+from hpctrain.collectives import Group
+from hpctrain.tuning import choose, select, sweep
+from hpctrain.world import World
+
+MOST = 1.10
+ASKED = "4B,48B,1KiB,3KiB,8KiB,12KiB,32KiB,48KiB,128KiB,384KiB,1MiB,3MiB,8MiB,24MiB,64MiB"
+LOOK_ROUNDS = 3
+
+
+def main() -> None:
+    arguments = options(__doc__).parse_args()
+    world = world_of(arguments.ranks)
+    tuned = parse(SIZES)
+    rows = [row for rows in sweep.sweep(world.group(), tuned, ROUNDS, LIMIT_S) for row in rows]
+    plan = choose.plan(rows, (), measured=True)
+    group = replace(world.group(), choices=choose.choices(plan))
+    arrays = sweep.arrays(group, max(tuned))
+    found = [
+        one_size(world, group, nbytes, in_memory, x[: nbytes // 4], arguments.rounds)
+        for nbytes in parse(ASKED)
+        for in_memory, x in arrays.kinds
+    ]
+    worst = max(found, key=lambda row: row["auto_to_best"])
+    claims = {
+        f"auto takes at most {worst['auto_to_best']:.3f} of the best fixed algorithm "
+        f"({worst['best']}, {shown(worst['bytes'])}), <= {MOST}": worst["auto_to_best"] <= MOST
+    }
+    stairs = {"kept": plan.kept, "plain": plan.plain}
+    write(world, f"auto-{world.size}-ranks", found, claims, steps=json.dumps(stairs))
+
+
+def one_size(
+    world: World, group: Group, nbytes: int, in_memory: bool, x: np.ndarray, rounds: int
+) -> dict:
+    """Return the row of one size: `auto` beside the best of the others."""
+    names = ["auto", *sweep.able(group)]
+    calls = {name: select.bound(group, x, np.add, name) for name in names}
+    batch = calls_per_round(nbytes)
+    looked = interleaved(world.link, calls, LOOK_ROUNDS, calls=batch)
+    late = sweep.slower(looked, sweep.SLOW) - {"auto"}
+    rivals = {name: call for name, call in calls.items() if name not in late}
+    seconds = interleaved(world.link, rivals, rounds, calls=batch)
+    medians = {name: float(np.median(taken)) for name, taken in seconds.items()}
+    best = min((name for name in medians if name != "auto"), key=medians.__getitem__)
+    return {
+        "bytes": nbytes,
+        "in_memory": in_memory,
+        "ranks": world.size,
+        "rounds": rounds,
+        "takes": select.name_of(select.auto, group, x),
+        "best": best,
+        "auto_to_best": paired_ratio(seconds["auto"], seconds[best]),
+        "auto": spread(seconds["auto"]),
+        "fixed_s": {name: s for name, s in medians.items() if name != "auto"},
+    }
+
+
+if __name__ == "__main__":
+    main()
