@@ -44,7 +44,9 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 WIDTHS, BATCH_PER_RANK = [784, 2048, 2048, 10], 16
 RING = {"algorithm": "ring"}
-FASTER = {"bf16": 1.5, "fp16": 1.3, "top-k 1 %": 3.0, "powersgd rank 4": 4.0}
+#: Times as fast as plain, least, by hosts. Four share two cores, and these two methods compute.
+FASTER = {"bf16": (1.5, 1.5), "fp16": (1.3, 1.2), "top-k 1 %": (3.0, 1.7),
+          "powersgd rank 4": (4.0, 2.0)}  # fmt: skip
 RANKS, POINTS = 4, 0.015
 SMALL = ["model.blocks=1", "model.channels=[8,16,32]"]
 KEPT = ("test_accuracy", "test_loss", "train_loss", "bytes_sent_per_rank", "params_sha256")
@@ -83,8 +85,7 @@ def on_hosts(hosts: int, given: argparse.Namespace) -> int:
 
 def measure_steps(world: World, link: str, rounds: int) -> None:
     """Time a step of each method, in turn."""
-    # A ring, the fastest here: `auto` chooses by what it guesses unless somebody ran `tune`.
-    engines = {name: engine_of(world, keys | RING) for name, keys in METHODS.items()}
+    engines = {name: engine_of(world, keys | carried(name)) for name, keys in METHODS.items()}
     engines["null"] = engine_of(world, {"algorithm": "null"})
     task, sent = task_of(world), dict.fromkeys(engines, 0)
 
@@ -98,6 +99,7 @@ def measure_steps(world: World, link: str, rounds: int) -> None:
         {
             "method": name,
             "hosts": world.size,
+            "algorithm": engines[name].algorithm,
             **spread(seconds[name]),
             "faster": paired_ratio(seconds["plain"], seconds[name]),
             "bytes_per_step": sent[name],
@@ -105,10 +107,16 @@ def measure_steps(world: World, link: str, rounds: int) -> None:
         for name in engines
     ]
     found = {row["method"]: row["faster"] for row in rows}
+    floors = {m: both[world.size > 2] for m, both in FASTER.items()}
     claims = {f"{m}: {found[m]:.2f} >= {least} x plain": found[m] >= least
-              for m, least in FASTER.items()}  # fmt: skip
-    about = RING | {"link": link, "widths": WIDTHS, "batch_per_rank": BATCH_PER_RANK}
+              for m, least in floors.items()}  # fmt: skip
+    about = {"link": link, "widths": WIDTHS, "batch_per_rank": BATCH_PER_RANK}
     write(world, f"compression-steps-{world.size}-hosts", rows, claims, **about)
+
+
+def carried(name: str) -> Row:
+    """Return the fastest way here: a ring for long messages; `auto`'s guess only for short ones."""
+    return RING if name in ("plain", "bf16", "fp16") else {}
 
 
 def engine_of(world: World, keys: dict[str, Any]) -> Any:
