@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.collectives.chunks import SEGMENT_BYTES
+from hpctrain.collectives.ring import STREAM_BYTES
 from hpctrain.tuning.loggp import Array, Clocks, Route, Train
 
 
@@ -49,7 +50,7 @@ def double_tree(clocks: Clocks, n: float) -> None:
 
 def _reduce(clocks: Clocks, half: float) -> None:
     up = _trees(clocks, up=True)
-    trains = [[clocks.send(tree.leaves, *some) for some in cut(half)] for tree in up]
+    trains = [[clocks.send(tree.leaves, *some) for some in _cut(clocks, half)] for tree in up]
     for tree, from_leaves in zip(up, trains, strict=True):
         for one in _singly(from_leaves):
             _up(clocks, tree, one)
@@ -72,11 +73,11 @@ def _broadcast(clocks: Clocks, half: float) -> None:
     late = Clocks(clocks.cluster, clocks.nodes, -np.inf, clocks.slow)
     down = _trees(clocks, up=False)
     for tree in down:
-        for length, count in cut(half):
+        for length, count in _cut(clocks, half):
             for _ in range(count):
                 _down(clocks, late, tree, length)
     for tree in down:
-        for length, count in cut(half):
+        for length, count in _cut(clocks, half):
             at_hand = np.full(len(tree.leaves.receivers), -np.inf)
             clocks.receive(tree.leaves, Train(at_hand, 0.0, count, length))
     clocks.now = np.maximum(clocks.now, late.now)
@@ -145,6 +146,11 @@ def _singly(trains: list[Train]) -> Iterator[Train]:
     for train in trains:
         for k in range(train.count):
             yield Train(train.first + k * train.interval, train.interval, 1, train.nbytes)
+
+
+def _cut(clocks: Clocks, half: float) -> list[tuple[float, int]]:
+    """Cut a half; between nodes into shorter segments."""
+    return cut(half, STREAM_BYTES if np.ptp(clocks.nodes) else SEGMENT_BYTES)
 
 
 def cut(n: float, segment_bytes: int = SEGMENT_BYTES) -> list[tuple[float, int]]:
