@@ -19,40 +19,34 @@ blocks that stay in the core's cache from the sum to the write-back. Always in t
 Cost: two exchanges of flags; 2n bytes through memory per rank (2Pn in all), n (P-1)/P added;
 `direct_shared` n (P+1)/P per rank. Whatever the sizes, no bytes are sent.
 
-Arrays that lie elsewhere, and all short ones, go through slots of node memory, two per rank:
-copied in, one exchange, and every rank adds all that it needs into its own array.
-
-    slot 0   [ copy 0 ]|[ add 0  ]          |[ add 2 ]
-    slot 1             |[ copy 1 ]|[ add 1 ]            | exchange
-
-Which way is taken is agreed in the first exchange: each rank says where its array lies. If any
-rank's array lies elsewhere than the others', all go through slots.
+Arrays that lie elsewhere, and all short ones, go through slots (slots.py). Which way is taken is
+agreed in the first exchange: each rank says where its array lies. If any rank's array lies
+elsewhere than the others', all go through slots.
 """
 
 from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from zlib import crc32
 
 import numpy as np
 
 from hpctrain.collectives import ring as messages
-from hpctrain.collectives.agree import all_gather_bytes
-from hpctrain.collectives.chunks import bounds, segments
+from hpctrain.collectives import slots
 from hpctrain.collectives.group import Group
-from hpctrain.collectives.near import SLOT_BYTES, Near
+from hpctrain.collectives.near import SHORT_BYTES, Near
 from hpctrain.collectives.operations import Operation
-from hpctrain.errors import TransportError, UsageError
-from hpctrain.transport.memory import ALIGN_BYTES
+from hpctrain.collectives.slots import parts
+from hpctrain.errors import UsageError
+from hpctrain.transport.memory import Place
 
 log = logging.getLogger(__name__)
 BLOCK_BYTES = 128 << 10
-SHORT_BYTES = 8 << 10
+ANYWHERE_BYTES = 8 << 10  # up to here one exchange and copies are faster than two and none
 _PLACE = struct.Struct("<qqq")
-_NOWHERE = (-1, 0)
 
 
 def direct(group: Group, x: np.ndarray, op: Operation) -> None:
@@ -60,12 +54,7 @@ def direct(group: Group, x: np.ndarray, op: Operation) -> None:
 
     Without node memory this is a ring. Raises UsageError where there are several nodes.
     """
-    near = _near(group)
-    if near is None:
-        messages.ring(group, x, op)
-    elif (arrays := _all_arrays(group, near, x, op)) is not None:
-        _sum_part(near, arrays, op, write_back=True)
-        near.flags.exchange()
+    _reduce(group, x, op, _sum_and_write_back)
 
 
 def direct_shared(group: Group, x: np.ndarray, op: Operation) -> np.ndarray:
@@ -75,13 +64,42 @@ def direct_shared(group: Group, x: np.ndarray, op: Operation) -> np.ndarray:
     first let all ranks finish, by an exchange of flags or a barrier. Other ranks' `x` stays as it
     is. Where `x` is short, or lies outside of node memory, it is the rank's own `x`.
     """
+    arrays = _reduce(group, x, op, _sum_into_the_first)
+    return x if arrays is None else arrays[0]
+
+
+def bound(
+    group: Group, x: np.ndarray, op: Operation, shared: bool = False
+) -> Callable[[], np.ndarray]:
+    """Return a call that does `direct` to flat `x`, or `direct_shared`, and returns the sum.
+
+    All there is to look up and to agree on is done now: all ranks must call here, and then the
+    bound calls in the same order.
+    """
     near = _near(group)
     if near is None:
-        messages.ring(group, x, op)
-    elif (arrays := _all_arrays(group, near, x, op)) is not None:
-        _sum_part(near, arrays, op, write_back=False)
-        near.flags.exchange()
-        return arrays[0]
+        return partial(_and_return, partial(messages.ring, group, x, op), x)
+    if x.nbytes <= ANYWHERE_BYTES:
+        return slots.short_call(near, x, op, _said(x, None))
+    arrays = agreed(group, near, x)
+    if arrays is None and x.nbytes <= SHORT_BYTES:
+        return slots.short_call(near, x, op, _said(x, None))
+    if arrays is None:
+        return partial(_and_return, partial(slots.long, near, x, op), x)
+    blocks, agree = _our_blocks(near, arrays), near.flags.agree
+    work, result = (_sum_into_the_first, arrays[0]) if shared else (_sum_and_write_back, x)
+
+    def call() -> np.ndarray:
+        agree()
+        work(blocks, op)
+        agree()
+        return result
+
+    return call
+
+
+def _and_return(work: Callable[[], None], x: np.ndarray) -> np.ndarray:
+    work()
     return x
 
 
@@ -94,37 +112,30 @@ def reduce_scatter(
     (`parts`); the rest of `x` must stay as it is until `all_gather`.
     """
     near, node = group.near, _of_node(group)
-    offsets = offsets or parts(x, node.link.size)
-    place = None if near is None else agreed(group, near, x)
-    if place is None:
+    offsets, rank = offsets or parts(x, node.link.size), node.link.rank
+    arrays = None if near is None else agreed(group, near, x)
+    if arrays is None:
         return messages.reduce_scatter(node, x, op, offsets=offsets)
-    rank = node.link.rank
-    mine = [array[offsets[rank] : offsets[rank + 1]] for array in place]
-    total = group.scratch.take(min(mine[0].size, BLOCK_BYTES // x.itemsize), x.dtype)
-    for block in _blocks(mine):
+    total = group.scratch.take(BLOCK_BYTES // x.itemsize, x.dtype)
+    for block in _blocks([array[offsets[rank] : offsets[rank + 1]] for array in arrays]):
         out = total[: block[0].size]
-        _sum(block, op, out)
-        block[rank][...] = out
-    return mine[rank]
+        slots.add(block, op, out)
+        block[rank][:] = out
+    return x[offsets[rank] : offsets[rank + 1]]
 
 
 def all_gather(group: Group, x: np.ndarray, offsets: Sequence[int] | None = None) -> None:
     """Fill flat `x` with the parts of all ranks of our node of `group`; our own is in place."""
     near, node = group.near, _of_node(group)
     offsets = offsets or parts(x, node.link.size)
-    place = None if near is None else agreed(group, near, x)
-    if near is None or place is None:
+    arrays = None if near is None else agreed(group, near, x)
+    if near is None or arrays is None:
         return messages.all_gather(node, x, offsets)
-    for rank, array in enumerate(place):
+    for rank, array in enumerate(arrays):
         if rank != node.link.rank:
             part = slice(offsets[rank], offsets[rank + 1])
             x[part] = array[part]
-    near.flags.exchange()  # nobody changes what a neighbour still reads
-
-
-def parts(x: np.ndarray, ranks: int) -> list[int]:
-    """Return `ranks + 1` offsets that cut flat `x` evenly, at cache lines from its start."""
-    return bounds(x.size, ranks, ALIGN_BYTES // x.itemsize)
+    near.flags.agree()  # nobody changes what a neighbour still reads
 
 
 def _near(group: Group) -> Near | None:
@@ -150,74 +161,63 @@ def _of_node(group: Group) -> Group:
     return Group(group.node, group.scratch)
 
 
-def _all_arrays(group: Group, near: Near, x: np.ndarray, op: Operation) -> list[np.ndarray] | None:
-    """Return all ranks' arrays once all may be read; None if `x` was reduced through slots."""
-    if x.nbytes > SHORT_BYTES:
-        arrays = agreed(group, near, x)
-        if arrays is None:
-            for segment in segments(x, SLOT_BYTES):
-                _through_slots(near, segment, op)
+Blocks = list[list[np.ndarray]]  #: of each block, all ranks' arrays
+
+
+def _reduce(
+    group: Group, x: np.ndarray, op: Operation, work: Callable[[Blocks, Operation], None]
+) -> list[np.ndarray] | None:
+    """Do `work` and return all ranks' arrays; None where `x` itself was reduced otherwise."""
+    near = _near(group)
+    if near is None:
+        messages.ring(group, x, op)
+    elif x.nbytes <= ANYWHERE_BYTES:
+        slots.short(near, x, op, _said(x, None))
+    elif (arrays := agreed(group, near, x)) is None:
+        slots.long(near, x, op)
+    else:
+        work(_our_blocks(near, arrays), op)
+        near.flags.agree()
         return arrays
-    _through_slots(near, x, op)
     return None
-
-
-def _through_slots(near: Near, x: np.ndarray, op: Operation) -> None:
-    """Reduce `x`, no longer than a slot, by one exchange."""
-    slots = near.slots_like(x)
-    slots[near.link.rank][...] = x
-    _same_length(near, near.flags.exchange(_said(_NOWHERE, x)), x)
-    _sum(slots, op, x)
 
 
 def agreed(group: Group, near: Near, x: np.ndarray) -> list[np.ndarray] | None:
     """Return all ranks' arrays once all may be read; None unless all lie at the same place."""
     place = None if group.memory is None else group.memory.place(x)
-    said = near.flags.exchange(_said(_NOWHERE if place is None else place[:2], x))
-    if said.count(said[0]) == len(said):
+    if near.flags.agree(_said(x, place)):
         return None if place is None else place.arrays
-    _same_length(near, said, x)
+    slots.must_be_one_length(near, x)
     return None
 
 
-def _said(place: tuple[int, int], x: np.ndarray) -> int:
-    return crc32(_PLACE.pack(*place, x.nbytes))
+def _said(x: np.ndarray, place: Place | None) -> int:
+    """Return what all ranks must say: how long their arrays are, and where they lie."""
+    number, offset = (-1, 0) if place is None else place[:2]
+    return crc32(_PLACE.pack(number, offset, x.nbytes))
 
 
-def _same_length(near: Near, said: list[int], x: np.ndarray) -> None:
-    """Raise TransportError, on all ranks, if lengths differ where what was `said` differs."""
-    if said.count(said[0]) == len(said):
-        return
-    lengths = [int(one) for one in all_gather_bytes(near.link, b"%d" % x.nbytes)]
-    if len(set(lengths)) > 1:
-        raise TransportError(
-            f"rank {near.link.rank}: direct: expected arrays of one length, seen "
-            + ", ".join(f"{n} bytes on rank {r}" for r, n in enumerate(lengths))
-            + ". All ranks must call with arrays of the same length and dtype, in the same order."
-        )
+def _our_blocks(near: Near, arrays: list[np.ndarray]) -> Blocks:
+    """Return the blocks of our part of all `arrays`."""
+    start, stop = parts(arrays[0], len(arrays))[near.link.rank :][:2]
+    return _blocks([array[start:stop] for array in arrays])
 
 
-def _sum_part(near: Near, arrays: list[np.ndarray], op: Operation, write_back: bool) -> None:
-    """Sum our part of all `arrays` into the first, and copy it to the others if `write_back`."""
-    offsets, rank = parts(arrays[0], len(arrays)), near.link.rank
-    for first, *others in _blocks([a[offsets[rank] : offsets[rank + 1]] for a in arrays]):
+def _blocks(arrays: list[np.ndarray]) -> Blocks:
+    """Return equally long `arrays` in blocks that fit a core's cache, those of all together."""
+    step = BLOCK_BYTES // arrays[0].itemsize
+    return [[a[at : at + step] for a in arrays] for at in range(0, arrays[0].size, step)]
+
+
+def _sum_into_the_first(blocks: Blocks, op: Operation) -> None:
+    for first, *others in blocks:
         for other in others:
             op(first, other, out=first)
-        if write_back:
-            for other in others:
-                other[...] = first
 
 
-def _blocks(arrays: list[np.ndarray]) -> list[list[np.ndarray]]:
-    """Return equally long `arrays` in blocks that fit a core's cache, those of all together."""
-    step = max(1, BLOCK_BYTES // arrays[0].itemsize)
-    cuts = range(0, arrays[0].size, step)
-    return [[a[start : start + step] for a in arrays] for start in cuts]
-
-
-def _sum(arrays: list[np.ndarray], op: Operation, out: np.ndarray) -> None:
-    """Sum `arrays` in their order into `out`, which is none of them but perhaps the first."""
-    first, second, *others = arrays
-    op(first, second, out=out)
-    for other in others:
-        op(out, other, out=out)
+def _sum_and_write_back(blocks: Blocks, op: Operation) -> None:
+    for first, *others in blocks:
+        for other in others:
+            op(first, other, out=first)
+        for other in others:
+            other[:] = first

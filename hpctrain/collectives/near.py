@@ -13,32 +13,41 @@ import numpy as np
 from hpctrain.collectives.agree import all_gather_bytes
 from hpctrain.transport.flags import Flags, words_needed
 from hpctrain.transport.link import Link
-from hpctrain.transport.memory import Memory
+from hpctrain.transport.memory import ALIGN_BYTES, Memory
 
-SLOT_BYTES = 256 << 10  # two of them, and what is read from neighbours, stay in the cache
+SHORT_BYTES = 128 << 10  # what is copied as a whole and added by every rank
+WIDE_BYTES = 1 << 20  # a slot for longer ones: own slot and parts of neighbours' stay in the cache
 
 
 class Near:
     """The flags and the slots of the ranks of one node, seen from one of them."""
 
     def __init__(self, node: Link, flags: Flags, slots: list[np.ndarray]):
-        """`slots`: (2 * SLOT_BYTES,) uint8 of each rank."""
+        """`slots`: (2 * SHORT_BYTES + WIDE_BYTES,) uint8 of each rank."""
         self.link, self.flags = node, flags
-        self._slots = [[x[at : at + SLOT_BYTES] for x in slots] for at in (0, SLOT_BYTES)]
+        self._short = [[x[at : at + SHORT_BYTES] for x in slots] for at in (0, SHORT_BYTES)]
+        self._wide = [x[2 * SHORT_BYTES :] for x in slots]
 
-    def slots_like(self, x: np.ndarray) -> list[np.ndarray]:
-        """Return every rank's slot as an array like `x`, which must fit, for the next exchange.
+    def short(self, x: np.ndarray, odd: int) -> list[np.ndarray]:
+        """Return every rank's short slot as an array like `x`, for rounds that are `odd` or not.
 
-        Slots alternate with the rounds of the flags: one that is written again was read by all.
+        Short slots alternate with the rounds of the flags: when one is written again, all ranks
+        have been through a round since, and so have read it.
         """
-        return [slot[: x.nbytes].view(x.dtype) for slot in self._slots[self.flags.odd]]
+        return [slot[: x.nbytes].view(x.dtype) for slot in self._short[odd]]
+
+    def wide(self, dtype: np.dtype) -> list[np.ndarray]:
+        """Return every rank's wide slot as an array (P, n): a row for each part."""
+        row = WIDE_BYTES // len(self._wide) // ALIGN_BYTES * ALIGN_BYTES
+        used = row * len(self._wide)
+        return [slot[:used].view(dtype).reshape(len(self._wide), -1) for slot in self._wide]
 
 
 def near(node: Link, spins: bool) -> Near | None:
     """Return what the ranks of `node` share, None where they can share nothing; collective."""
     memory = Memory(node, partial(all_gather_bytes, node))
     words = memory.one_for_all(words_needed(node.size), np.uint64)
-    slots = memory.neighbours(memory.zeros(2 * SLOT_BYTES, np.uint8))
+    slots = memory.neighbours(memory.zeros(2 * SHORT_BYTES + WIDE_BYTES, np.uint8))
     if words is None or slots is None:
         return None
     return Near(node, Flags(node, words, spins), slots)

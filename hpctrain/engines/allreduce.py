@@ -20,6 +20,7 @@ from hpctrain.checkpoint import Piece
 from hpctrain.collectives import Group, broadcast
 from hpctrain.collectives.nccl import communicator, nccl
 from hpctrain.collectives.recursive_doubling import recursive_doubling
+from hpctrain.collectives.vote import largest
 from hpctrain.engines import compressed, overlap
 from hpctrain.engines.engine import (
     Flags,
@@ -238,6 +239,4 @@ class AllReduce:
             self._wire.free()
 
     def _vote(self, flags: Flags) -> Flags:
-        said = np.array(flags, np.int32)
-        recursive_doubling(self._group, said, np.maximum)
-        return Flags(*said.tolist())
+        return Flags(*largest(self._group, flags))

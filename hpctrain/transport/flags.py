@@ -11,21 +11,23 @@ overwritten before all have read it.
 Why this is right on x86 and on Arm:
 - A word is 64 bits at a multiple of 64 bytes, and a memoryview writes and reads it in one
   instruction: round and payload come together or not at all.
-- Arm may let other loads and stores pass those of the word. What a rank wrote before an exchange
-  must be seen by all after it, so the word is written behind a fence and read in front of one.
-  The fence is a lock that is released and taken again: a store-release and, after it, a
-  load-acquire, which ARMv8 never reorders (its model is RCsc); all that stands before it in the
-  program is done before all that stands behind it. (Taken and released would be none: both
-  neighbours may move into the critical section.) Without these instructions, on x86, either is a
-  locked one, which is a full fence.
+- What a rank wrote before an exchange, all must see after it, and what it read before it, nobody
+  may have changed yet. So no load or store may pass that of a word, from before to behind or back.
+  x86 lets only a load pass an earlier store: none of these. Elsewhere, as on Arm, a word is
+  written behind a fence and read in front of one: a lock that is released and taken again. That is
+  a store-release and, after it, a load-acquire, which ARMv8 keeps in this order (its model is
+  RCsc); all that stands before them in the program is done before all that stands behind them.
+  (Taken and released would be none: both neighbours may move into the critical section.)
 
-Who waits looks a few times, then lets others have the core, at last sleeps (`Link.wait_for`).
+Who waits looks a few times, then lets others have the core, at last sleeps (`Link.wait_for`); only
+from then on is the wait in the watch's record: noting it first would cost half of an exchange.
 A thread that must not hold the interpreter's lock meanwhile does not spin at all: it waits in the
-link's barrier, and the words carry only the payload.
+link's barrier, which fences too, and the words carry only the payload.
 """
 
 from __future__ import annotations
 
+import platform
 import threading
 
 import numpy as np
@@ -36,6 +38,8 @@ WORDS_PER_LINE = 8  # 64 bytes: no two ranks write the same cache line
 SPINS = 20  # looks, 50 ns each, before the core is offered to others
 ROUND_BITS = 32
 MASK = (1 << ROUND_BITS) - 1
+#: Whether this processor may let loads and stores pass each other so that flags need fences.
+FENCED = platform.machine().lower() not in ("x86_64", "amd64", "i386", "i686")
 
 
 def words_needed(ranks: int) -> int:
@@ -46,7 +50,7 @@ def words_needed(ranks: int) -> int:
 class Flags:
     """One rank's view of the flags of its node; belongs to one thread, like its link."""
 
-    def __init__(self, link: Link, words: np.ndarray, spins: bool):
+    def __init__(self, link: Link, words: np.ndarray, spins: bool, fenced: bool = FENCED):
         """Use `words` (`words_needed`,) uint64, zeros at first, that all ranks of `link` see.
 
         `spins`: look for the words, instead of waiting in the link's barrier.
@@ -54,40 +58,56 @@ class Flags:
         self._link, self._words, self._spins = link, words.data, spins
         lines = [range(p * link.size, (p + 1) * link.size) for p in (0, 1)]
         self._places = [[line * WORDS_PER_LINE for line in lines[p]] for p in (0, 1)]
-        self._round = 0
-        self._lock = threading.Lock()
-        self._lock.acquire()
+        self._own = [places[link.rank] for places in self._places]
+        self._others = [[at for at in self._places[p] if at != self._own[p]] for p in (0, 1)]
+        self.round = 0  #: of the last exchange; its lowest bit tells two copies of anything apart
+        self._lock = threading.Lock() if fenced else None
+        if self._lock is not None:
+            self._lock.acquire()
 
-    @property
-    def odd(self) -> int:
-        """1 if the next round is an odd one, else 0: which of two copies of anything to use."""
-        return (self._round + 1) & 1
-
-    def exchange(self, payload: int = 0) -> list[int]:
-        """Return every rank's `payload`, 0 .. 2^32 - 1, in rank order; collective.
+    def agree(self, payload: int = 0) -> bool:
+        """Return whether all ranks give the same `payload`, 0 .. 2^32 - 1; collective.
 
         What any rank wrote before, anywhere in memory, all see after.
         """
-        words, lock = self._words, self._lock
-        now = self._round = (self._round + 1) & MASK
-        places = self._places[now & 1]
-        lock.release()
-        lock.acquire()
-        words[places[self._link.rank]] = now << ROUND_BITS | payload
         if not self._spins:
-            self._link.barrier()
-        said = [
-            word & MASK if (word := words[at]) >> ROUND_BITS == now else self._awaited(at, now)
-            for at in places
-        ]
-        lock.release()
-        lock.acquire()
-        return said
+            said = self._past_the_barrier(payload)
+            return said.count(payload) == len(said)
+        words, lock, same = self._words, self._lock, True
+        now = self.round = (self.round + 1) & MASK
+        word = now << ROUND_BITS | payload
+        if lock is not None:
+            lock.release()
+            lock.acquire()
+        words[self._own[now & 1]] = word
+        for at in self._others[now & 1]:
+            if words[at] != word and self._awaited(at, now) != payload:
+                same = False
+        if lock is not None:
+            lock.release()
+            lock.acquire()
+        return same
+
+    def exchange(self, payload: int = 0) -> list[int]:
+        """Return every rank's `payload`, in rank order; else as `agree`."""
+        if not self._spins:
+            return self._past_the_barrier(payload)
+        self.agree(payload)
+        # Nobody can have changed a word yet: for that, we would have to be in the next round.
+        return [self._words[at] & MASK for at in self._places[self.round & 1]]
+
+    def _past_the_barrier(self, payload: int) -> list[int]:
+        now = self.round = (self.round + 1) & MASK
+        self._words[self._own[now & 1]] = payload
+        self._link.barrier()
+        return [self._words[at] for at in self._places[now & 1]]
 
     def _awaited(self, at: int, now: int) -> int:
+        """Return the payload at `at` once it is that of round `now`."""
         words = self._words
         for _ in range(SPINS):
             if words[at] >> ROUND_BITS == now:
-                return words[at] & MASK
-        self._link.wait_for(lambda: words[at] >> ROUND_BITS == now, b"flags of the node")
+                break
+        else:
+            self._link.wait_for(lambda: words[at] >> ROUND_BITS == now, b"flags of the node")
         return words[at] & MASK

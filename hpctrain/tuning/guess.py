@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from hpctrain.collectives import Group
-from hpctrain.collectives.direct import SHORT_BYTES
-from hpctrain.collectives.near import SLOT_BYTES
+from hpctrain.collectives.direct import ANYWHERE_BYTES
+from hpctrain.collectives.near import SHORT_BYTES, WIDE_BYTES
 from hpctrain.tuning import cost
 from hpctrain.tuning.choose import Plan, Row, at, plan
 
@@ -27,9 +27,8 @@ ACROSS = cost.Machine(alpha=1e-5, beta=1e-9, gamma=5e-11)
 #: The library's own: less per message, more per byte, which it moves by smaller pieces.
 NODE_NATIVE = cost.Machine(alpha=1e-6, beta=1.3e-10, gamma=5e-11)
 ACROSS_NATIVE = cost.Machine(alpha=6e-6, beta=2e-9, gamma=5e-11)
-#: `direct`: exchanges of flags and what Python does around them; a byte read or written in place,
-#: or through slots.
-DIRECT_S, PER_BYTE, PER_BYTE_OF_SLOTS = 4e-6, 1.5e-11, 3e-11
+#: `direct`: exchanges of flags and what Python does around them; a byte read or written.
+DIRECT_S, PER_BYTE = 4e-6, 1.5e-11
 
 
 @dataclass(frozen=True)
@@ -103,10 +102,12 @@ def _native(layout: Layout, n: int) -> float:
 
 
 def _direct(ranks: int, in_memory: bool, n: int) -> float:
-    """In memory each byte of P arrays is read and written once; through slots all ranks read all.
+    """In memory each byte of P arrays is read and written once; through slots twice as often.
 
     A node's ranks share the way to memory: times P either way.
     """
-    if in_memory and n > SHORT_BYTES:
+    if in_memory and n > ANYWHERE_BYTES:
         return DIRECT_S + 2 * ranks * n * PER_BYTE
-    return DIRECT_S * -(-n // SLOT_BYTES) + (ranks + 2) * n * PER_BYTE_OF_SLOTS
+    if n <= SHORT_BYTES:
+        return DIRECT_S + (ranks + 2) * n * PER_BYTE
+    return DIRECT_S * -(-n // WIDE_BYTES) + 4 * ranks * n * PER_BYTE

@@ -1,0 +1,120 @@
+"""Slots: arrays that neighbours do not see, and short ones, are copied through node memory.
+
+Short ones are copied as a whole, and every rank adds all of them: one exchange (`|`) is enough, in
+which no rank waits for another's sum. Two short slots are used in turn.
+
+    rank 0    [ copy x0 ] | [ x0 + slot 1 ]
+    rank 1    [ copy x1 ] | [ slot 0 + x1 ]
+
+Long ones go in segments that fit a slot of P rows, one for each part as in direct.py. Rank r sums
+part r of all ranks and leaves the sum in row r of its own slot, from where the others copy it:
+
+    rank 0    [ copy 1, 2, 3 ] | [ sum 0 of all ] | [ take 1, 2, 3 ]    next segment
+    rank 1    [ copy 0, 2, 3 ] | [ sum 1 of all ] | [ take 0, 2, 3 ]
+
+One slot is enough: with the next segment, row r of rank r's slot is not touched before the first
+exchange, and then all have copied it. A part is summed by one rank, the short ones by all in the
+order of ranks: all ranks end with the same bytes.
+
+Cost: short, one exchange, nP read and n (P-1) added per rank; long, two exchanges per segment,
+2n copied and n (P-1)/P added per rank. No bytes are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hpctrain.collectives.agree import all_gather_bytes
+from hpctrain.collectives.chunks import bounds, segments, slices
+from hpctrain.collectives.near import SHORT_BYTES, Near
+from hpctrain.collectives.operations import Operation
+from hpctrain.errors import TransportError
+from hpctrain.transport.memory import ALIGN_BYTES
+
+
+def parts(x: np.ndarray, ranks: int) -> list[int]:
+    """Return `ranks + 1` offsets that cut flat `x` evenly, at cache lines from its start."""
+    return bounds(x.size, ranks, ALIGN_BYTES // x.itemsize)
+
+
+def add(arrays: Sequence[np.ndarray], op: Operation, out: np.ndarray) -> None:
+    """Sum `arrays` in their order into `out`; of them only the first two may be `out`."""
+    op(arrays[0], arrays[1], out=out)
+    for other in arrays[2:]:
+        op(out, other, out=out)
+
+
+def short_call(near: Near, x: np.ndarray, op: Operation, said: int) -> Callable[[], np.ndarray]:
+    """Return a call that reduces flat `x`, no longer than SHORT_BYTES, in place, and returns it.
+
+    `said` is the same on all ranks if lengths are; where it is not, the call raises TransportError.
+    """
+    flags, rank = near.flags, near.link.rank
+    turns = [_turn(near.short(x, odd), rank, x) for odd in (0, 1)]
+
+    def call() -> np.ndarray:
+        own, first, second, others = turns[flags.round & 1]
+        own[:] = x
+        if not flags.agree(said):
+            must_be_one_length(near, x)
+        op(first, second, out=x)
+        for other in others:
+            op(x, other, out=x)
+        return x
+
+    return call
+
+
+def short(near: Near, x: np.ndarray, op: Operation, said: int) -> None:
+    """Reduce flat `x`, no longer than SHORT_BYTES, in place; see `short_call`."""
+    own, first, second, others = _turn(near.short(x, near.flags.round & 1), near.link.rank, x)
+    own[:] = x
+    if not near.flags.agree(said):
+        must_be_one_length(near, x)
+    add((first, second, *others), op, x)
+
+
+def long(near: Near, x: np.ndarray, op: Operation) -> None:
+    """Reduce flat `x` in place; all ranks know that they give the same length."""
+    if x.nbytes <= SHORT_BYTES:
+        return short(near, x, op, 0)
+    slots = near.wide(x.dtype)
+    for segment in segments(x, slots[0].nbytes):
+        _segment(near, slots, segment, op)
+
+
+def must_be_one_length(near: Near, x: np.ndarray) -> None:
+    """Raise TransportError, on all ranks of the node, unless their arrays are equally long."""
+    lengths = [int(one) for one in all_gather_bytes(near.link, b"%d" % x.nbytes)]
+    if len(set(lengths)) > 1:
+        raise TransportError(
+            f"rank {near.link.rank}: direct: expected arrays of one length, seen "
+            + ", ".join(f"{n} bytes on rank {r}" for r, n in enumerate(lengths))
+            + ". All ranks must call with arrays of the same length and dtype, in the same order."
+        )
+
+
+def _turn(
+    slots: list[np.ndarray], rank: int, x: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Return our slot, and what is to be added up into `x`: itself where that is still possible."""
+    terms = [x if i == rank and i < 2 else slot for i, slot in enumerate(slots)]
+    return slots[rank], terms[0], terms[1], terms[2:]
+
+
+def _segment(near: Near, slots: list[np.ndarray], x: np.ndarray, op: Operation) -> None:
+    rank, chunks = near.link.rank, slices(x, parts(x, len(slots)))
+    others, total = [i for i in range(len(slots)) if i != rank], chunks[rank]
+    for i in others:
+        slots[rank][i, : chunks[i].size] = chunks[i]
+    near.flags.agree()
+    # Added up where no neighbour reads, then copied: a copy overwrites whole cache lines without
+    # fetching them from the neighbour that has read them last, an addition does not.
+    for i in others:
+        op(total, slots[i][rank, : total.size], out=total)
+    slots[rank][rank, : total.size] = total
+    near.flags.agree()
+    for i in others:
+        chunks[i][:] = slots[i][i, : chunks[i].size]
