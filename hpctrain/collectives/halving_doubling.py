@@ -29,6 +29,7 @@ import numpy as np
 from hpctrain.collectives.chunks import bounds, segments
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.operations import Operation
+from hpctrain.transport.link import Link
 
 
 def halving_doubling(group: Group, x: np.ndarray, op: Operation) -> None:
@@ -61,7 +62,15 @@ def _halve_and_double(group: Group, x: np.ndarray, op: Operation, core: int) -> 
         way.append((partner, keep, give))
         distance //= 2
     for partner, keep, give in reversed(way):
-        link.sendrecv(x[keep], partner, x[give], partner)
+        _exchange(link, x[keep], x[give], partner)
+
+
+def _exchange(link: Link, mine: np.ndarray, theirs: np.ndarray, partner: int) -> None:
+    """Send `mine` and receive `theirs` in segments: uncut, one way would wait for the other."""
+    receives = [link.irecv(segment, partner) for segment in segments(theirs)]
+    sends = [link.isend(segment, partner) for segment in segments(mine)]
+    for request in (*receives, *sends):
+        request.wait()
 
 
 def _exchange_and_add(

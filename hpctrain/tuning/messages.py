@@ -179,7 +179,7 @@ def halving_doubling(call: Call) -> list[int]:
     distances = [1 << k for k in range(core.bit_length() - 1)]
     given = [_block(call, call.rank ^ d, d, core) for d in distances]
     kept = [_block(call, call.rank, d, core) for d in distances]
-    return extra + [segment for m in given for segment in call.segments(m)] + kept
+    return extra + [segment for m in given + kept for segment in call.segments(m)]
 
 
 def _block(call: Call, i: int, d: int, core: int) -> int:

@@ -125,13 +125,13 @@ def halving_doubling(clocks: Clocks, n: float) -> None:
     core, folded = _fold(clocks.size)
     into, out_of = clocks.route(folded, folded - core), clocks.route(folded - core, folded)
     if folded.size:
-        _add_halves(clocks, (into, out_of), n / 2)
+        _give_halves(clocks, (into, out_of), n / 2, adds=True)
         _hand(clocks, into, n / 2)
     partners = [_partners(clocks, 1 << k, core) for k in reversed(range(core.bit_length() - 1))]
     for k, route in enumerate(partners):
-        _add_halves(clocks, (route,), n / 2 ** (k + 1))
+        _give_halves(clocks, (route,), n / 2 ** (k + 1), adds=True)
     for k, route in reversed(list(enumerate(partners))):
-        clocks.exchange(route, n / 2 ** (k + 1))
+        _give_halves(clocks, (route,), n / 2 ** (k + 1), adds=False)
     _hand(clocks, out_of, n)
 
 
@@ -152,15 +152,15 @@ def _hand(clocks: Clocks, route: Route, nbytes: float, adds: bool = False) -> No
     clocks.sent(route.senders)
 
 
-def _add_halves(clocks: Clocks, routes: tuple[Route, ...], nbytes: float) -> None:
-    """Send a half in segments on each route, then add what comes, segment by segment."""
+def _give_halves(clocks: Clocks, routes: tuple[Route, ...], nbytes: float, adds: bool) -> None:
+    """Send a half in segments on each route, then take what comes, segment by segment."""
     trains = [
         (route, clocks.send(route, length, count))
         for route in routes
         for length, count in cut(nbytes)
     ]
     for route, train in trains:
-        clocks.receive(route, train, adds=True)
+        clocks.receive(route, train, adds)
     for route in routes:
         clocks.sent(route.senders)
 

@@ -1,0 +1,37 @@
+"""Draws predicted against measured times of benchmarks/predict.py: results/predict.png."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+RESULTS = Path(__file__).parent.parent / "results"
+COLORS = {"ring": "#0072B2", "tree": "#D55E00", "double-tree": "#009E73",
+          "recursive-doubling": "#CC79A7", "halving-doubling": "#E69F00"}  # fmt: skip
+MARKS = {"allreduce": "o", "step": "*"}
+
+
+def main() -> None:
+    files = sorted(RESULTS.glob("predict-*.json"))
+    figure = Figure((4.5 * len(files), 5), layout="constrained")
+    for axes, file in zip(figure.subplots(1, len(files), squeeze=False)[0], files, strict=True):
+        for row in json.loads(file.read_text())["rows"]:
+            axes.plot(row["median_s"], row["predicted_s"], MARKS[row["operation"]], markersize=8,
+                      color=COLORS[row["algorithm"]], markeredgecolor="black",
+                      label=f"{row['operation']}, {row['algorithm']}")  # fmt: skip
+        ends = axes.get_xlim()
+        for factor, style in ((1, "-"), (1.15, ":"), (1 / 1.15, ":")):
+            axes.plot(ends, [factor * one for one in ends], style, color="grey", linewidth=1)
+        axes.set(xscale="log", yscale="log", xlabel="measured [s]", ylabel="predicted [s]")
+        axes.set_title(file.stem.removeprefix("predict-").replace("-", " "), fontsize="medium")
+        axes.grid(alpha=0.3)
+    known = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend(known.values(), known.keys(), loc="outside lower center", ncols=4)
+    figure.suptitle("fitted to single messages and additions; dotted: 15 % off")
+    figure.savefig(RESULTS / "predict.png", dpi=110)
+
+
+if __name__ == "__main__":
+    main()
