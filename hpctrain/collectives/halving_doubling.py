@@ -16,7 +16,7 @@ If P is no power of two, let Q be the largest one below it. Ranks Q.. are folded
 vector into rank r - Q, halves first so that both add one half, and receives the result at the end.
 
 Cost for P = 2^k: 2 log2 P steps, 2n(P-1)/P bytes sent per rank, n(P-1)/P added. Folding: three
-more steps and up to 2n more bytes. Scratch: half the vector at most, cut into segments: SEGMENT.
+more steps and up to 2n more bytes. All travels in segments, so the scratch is one segment.
 One order of additions per chunk, then copies: all ranks end with the same bytes.
 
 Source: Rabenseifner, "Optimization of collective reduction operations", 2004.
