@@ -78,7 +78,7 @@ REFUSED = {
     ),
     "priority of shards": (
         ["wire.priority=true", "engine.shard_optimizer=true"],
-        "[wire] priority: expected all parameters on each rank, updated bucket by bucket from plain",
+        "[wire] priority: expected all parameters on each rank, updated bucket by bucket",
     ),
     "shared during backward": (
         ["engine.share_parameters=true", "wire.overlap=always"],
