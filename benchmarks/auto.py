@@ -32,7 +32,7 @@ def main() -> None:
     arguments = options(__doc__).parse_args()
     world = world_of(arguments.ranks)
     tuned = parse(SIZES)
-    rows = [row for rows in sweep.sweep(world.group(), tuned, ROUNDS, LIMIT_S) for row in rows]
+    *_, rows = sweep.sweep(world.group(), tuned, ROUNDS, LIMIT_S)
     plan = choose.plan(rows, (), measured=True)
     group = replace(world.group(), choices=choose.choices(plan))
     arrays = sweep.arrays(group, max(tuned))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from hpctrain import progress
 from hpctrain.bench import room, sizes, tuned
@@ -19,9 +18,11 @@ from hpctrain.tuning.constants import constants
 from hpctrain.tuning.table import Table
 from hpctrain.world import World
 
-SIZES = "4B:64MiB"
+SIZES = "4B:64MiB,6KiB:384KiB"
 ROUNDS, LIMIT_S = 25, 40.0  #: as many rounds as fit into the time
+NO_LIMIT_S = 1e9
 CONSTANT_ROUNDS, BUCKET_ROUNDS = 5, 3
+TASK = TaskID(0)  #: of the bar
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def check(sizes_text: str | None, rounds: int | None, out: Path | None, plot: Pa
     if rounds is None:
         return Asked(asked, ROUNDS, LIMIT_S, out, plot)
     least = sweep.LEAST_ROUNDS
-    return Asked(asked, rounds_of("--rounds", rounds, least), float("inf"), out, plot)
+    return Asked(asked, rounds_of("--rounds", rounds, least), NO_LIMIT_S, out, plot)
 
 
 def run(world: World, asked: Asked) -> None:
@@ -59,13 +60,16 @@ def run(world: World, asked: Asked) -> None:
     path = asked.out or table.place(here)
     room.check(world, max(asked.sizes), rivals=False)
     world.together(lambda: _must_be_writable(world, path, asked.plot))
-    with _bar(world, len(asked.sizes) + 2) as bar:
+    found: list[Row] = []
+    with _bar(world, asked.rounds + 1) as bar:
         node, across = constants(group, CONSTANT_ROUNDS)
-        rows = list(_told(bar, sweep.sweep(group, asked.sizes, asked.rounds, asked.limit_s)))
-        buckets = list(sweep.buckets(group, rows, max(asked.sizes), BUCKET_ROUNDS))
-        bar.update(bar.task_ids[0], completed=len(asked.sizes) + 2, refresh=True)
-    found = Table(here, rows, buckets, node, across)
-    world.together(lambda: _keep(world, found, path, asked.plot))
+        for found in sweep.sweep(group, asked.sizes, asked.rounds, asked.limit_s):  # noqa: B007
+            bar.update(TASK, advance=1, description="rounds over all sizes", refresh=True)
+        bar.update(TASK, completed=asked.rounds, description="buckets", refresh=True)
+        buckets = list(sweep.buckets(group, found, max(asked.sizes), BUCKET_ROUNDS))
+        bar.update(TASK, advance=1, refresh=True)
+    made = Table(here, found, buckets, node, across)
+    world.together(lambda: _keep(world, made, path, asked.plot))
 
 
 def show(file: Path | None, ranks: int, plot: Path | None) -> None:
@@ -116,11 +120,3 @@ def _bar(world: World, total: int) -> Progress:
     )
     bar.add_task("alpha, beta, gamma", total=total)
     return bar
-
-
-def _told(bar: Progress, found: Iterator[list[Row]]) -> Iterator[Row]:
-    """Yield the rows of all sizes, and tell of each size that is done."""
-    for rows in found:
-        yield from rows
-        what = f"up to {sizes.shown(rows[0].bytes)}"
-        bar.update(bar.task_ids[0], advance=1, description=what, refresh=True)

@@ -1,14 +1,14 @@
 """Every all-reduce over sizes, arrays in node memory and plain ones: what `hpctrain tune` runs.
 
-    size    rounds 1 .. 3                               4             5
-    4 B     A B C D E F   A B C D E F   A B C D E F     A B . D . .   A B . D . .   ...
-    8 B     A B C D E F   A B C D E F   A B C D E F     A . . D . .   ...
-    4 MiB   A B . D E .   A B . D E .   ...                       twice as slow as the best: out
+    round   4 B              8 B              ...    64 MiB
+    1..3    A B C D E F      A B C D E F             A B C D E F
+    4       A B . D . .      A . . D . .             . . C D . .     twice as slow as the best: out
+    5       A B . D . .      A . . D . .             . . C D . .
+    ...
 
-Rivals take turns, so that a busy second hits all of them. Whoever is hopeless leaves: after three
-rounds for this size, and where lengths are such that only bandwidth counts, for all longer ones. A
-round too many is not begun when the time is up. Every rank decides alike: all know the slowest's
-time.
+Rivals take turns at a size, and rounds go over all sizes: whatever else keeps the machine busy for
+a while hits all rivals alike, and of each of them one round in many. No round is begun that the
+time would not suffice for. Every rank decides alike: all know the slowest's time.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ from hpctrain.tuning.measure import timed
 #: So many bytes are reduced between two looks at the clock, in as many calls, but 32 at most.
 BATCH_BYTES, MOST_CALLS = 1 << 20, 32
 LEAST_ROUNDS = 3  #: before anybody leaves: one slow round may be another process's
-SLOW, HOPELESS = 2.0, 4.0  #: times the best: leaves this size; leaves all longer ones
-YARDSTICK = "native"  #: looked at for all lengths: people ask how much faster than it we are
-BANDWIDTH_BYTES = 1 << 20  #: from here on time grows with the length: no latency hides any more
+SLOW = 2.0  #: times the best: leaves
 BUCKET_BYTES = [1 << i for i in range(16, 27)]
 #: A plane is so long, that buckets do not find it in the cache.
 PLANE_BYTES = 64 << 20
@@ -90,55 +88,68 @@ def able(group: Group) -> dict[str, AllReduceFunction]:
 
 
 def sweep(group: Group, sizes: Sequence[int], rounds: int, limit_s: float) -> Iterator[list[Row]]:
-    """Yield the rows of each size, ascending; collective.
+    """Yield, after each round, the rows of all rounds so far; collective.
 
     `rounds` at most, as many as `limit_s` seconds allow, three at least.
     """
-    functions, given = able(group), arrays(group, max(sizes))
-    clock, hopeless = Clock(group, limit_s), {kind: set[str]() for kind, _ in given.kinds}
-    left = len(sizes) * len(given.kinds)
-    for nbytes in sizes:
-        rows = []
-        for kind, x in given.kinds:
-            rivals = {n: f for n, f in functions.items() if n not in hopeless[kind]}
-            times = _one_size(group, rivals, x[: -(-nbytes // 4)], rounds, clock, left)
-            rows += [Row(name, kind, nbytes, float(np.median(t))) for name, t in times.items()]
-            if nbytes >= BANDWIDTH_BYTES:
-                hopeless[kind] |= slower(times, HOPELESS) - {YARDSTICK}
-            left -= 1
-        yield rows
+    functions, given, clock = able(group), arrays(group, max(sizes)), Clock(group, limit_s)
+    places = [
+        Place(group, nbytes, in_memory, x[: -(-nbytes // 4)], functions)
+        for nbytes in sizes
+        for in_memory, x in given.kinds
+    ]
+    for round_ in range(rounds):
+        before = clock.left()
+        for place in places:
+            place.measure()
+        yield [row for place in places for row in place.rows]
+        left = clock.left()
+        if round_ + 1 >= LEAST_ROUNDS:
+            for place in places:
+                place.drop()
+            if left < before - left:  # another round might last as long
+                return
+
+
+class Place:
+    """The rivals at one size and kind of array, and what they took so far."""
+
+    def __init__(
+        self,
+        group: Group,
+        nbytes: int,
+        in_memory: bool,
+        x: np.ndarray,
+        functions: Mapping[str, AllReduceFunction],
+    ):
+        self._link, self._bytes, self._in_memory = group.link, nbytes, in_memory
+        self._batch = max(1, min(MOST_CALLS, BATCH_BYTES // x.nbytes))
+        self._running = {name: partial(f, group, x, np.add) for name, f in functions.items()}
+        self._seconds: dict[str, list[float]] = {name: [] for name in functions}
+
+    def measure(self) -> None:
+        """Time each of those left once; collective."""
+        for name, call in self._running.items():
+            if self._batch == 1 or not self._seconds[name]:
+                call()  # the array comes into the cache; at first scratch and connections are made
+            self._seconds[name].append(timed(self._link, call, self._batch))
+
+    def drop(self) -> None:
+        """Let those leave that are slow at their best."""
+        late = slower(self._seconds, SLOW)
+        self._running = {name: call for name, call in self._running.items() if name not in late}
+
+    @property
+    def rows(self) -> list[Row]:
+        """The medians so far."""
+        medians = {name: float(np.median(taken)) for name, taken in self._seconds.items()}
+        return [Row(name, self._in_memory, self._bytes, s) for name, s in medians.items()]
 
 
 def slower(times: Mapping[str, Sequence[float]], factor: float) -> set[str]:
     """Return who takes more than `factor` times as long as the fastest, each at its best."""
     best = {name: min(seconds) for name, seconds in times.items()}
     return {name for name, seconds in best.items() if seconds > factor * min(best.values())}
-
-
-def _one_size(
-    group: Group,
-    rivals: Mapping[str, AllReduceFunction],
-    x: np.ndarray,
-    rounds: int,
-    clock: Clock,
-    left: int,
-) -> dict[str, list[float]]:
-    """Return the seconds of each of `rivals` on `x`; `left` such calls share the time."""
-    link, calls = group.link, max(1, min(MOST_CALLS, BATCH_BYTES // x.nbytes))
-    until = clock.left() * (1 - 1 / left)
-    running = {name: partial(function, group, x, np.add) for name, function in rivals.items()}
-    for call in running.values():
-        call()  # connections and scratch are made on first use
-    seconds: dict[str, list[float]] = {name: [] for name in running}
-    for round_ in range(rounds):
-        if round_ >= LEAST_ROUNDS:
-            late = slower(seconds, SLOW)
-            running = {name: call for name, call in running.items() if name not in late}
-            if clock.left() < until:
-                break
-        for name, call in running.items():
-            seconds[name].append(timed(link, call, calls))
-    return seconds
 
 
 def buckets(group: Group, rows: Sequence[Row], longest: int, rounds: int) -> Buckets:
