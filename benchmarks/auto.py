@@ -11,7 +11,10 @@ to whichever fixed algorithm has the best median: chosen afterwards, so luck is 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from random import Random
+from typing import Any
 
 import numpy as np
 from _common import interleaved, options, paired_ratio, spread, world_of, write
@@ -21,6 +24,7 @@ from hpctrain.bench.sweep import calls_per_round
 from hpctrain.bench.tune import LIMIT_S, ROUNDS, SIZES
 from hpctrain.collectives import Group
 from hpctrain.tuning import choose, select, sweep
+from hpctrain.tuning.measure import timed
 from hpctrain.world import World
 
 MOST = 1.10
@@ -60,7 +64,7 @@ def one_size(
     looked = interleaved(world.link, calls, LOOK_ROUNDS, calls=batch)
     late = sweep.slower(looked, sweep.SLOW) - {"auto"}
     rivals = {name: call for name, call in calls.items() if name not in late}
-    seconds = interleaved(world.link, rivals, rounds, calls=batch)
+    seconds = shuffled(world, rivals, rounds, batch)
     medians = {name: float(np.median(taken)) for name, taken in seconds.items()}
     best = min((name for name in medians if name != "auto"), key=medians.__getitem__)
     return {
@@ -74,6 +78,22 @@ def one_size(
         "auto": spread(seconds["auto"]),
         "fixed_s": {name: s for name, s in medians.items() if name != "auto"},
     }
+
+
+def shuffled(
+    world: World, rivals: dict[str, Callable[[], Any]], rounds: int, calls: int
+) -> dict[str, list[float]]:
+    """Return the seconds of each rival, in another order in each round.
+
+    Whoever always ran after a certain other would always find the caches that one leaves.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in rivals}
+    order, random = list(rivals), Random(0)  # the same on all ranks
+    for _ in range(rounds):
+        random.shuffle(order)
+        for name in order:
+            seconds[name].append(timed(world.link, rivals[name], calls))
+    return seconds
 
 
 if __name__ == "__main__":

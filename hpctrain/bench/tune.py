@@ -19,7 +19,7 @@ from hpctrain.tuning.table import Table
 from hpctrain.world import World
 
 SIZES = "4B:64MiB,6KiB:384KiB"
-ROUNDS, LIMIT_S = 25, 40.0  #: as many rounds as fit into the time
+ROUNDS, LIMIT_S = 60, 40.0  #: as many rounds as fit into the time
 NO_LIMIT_S = 1e9
 CONSTANT_ROUNDS, BUCKET_ROUNDS = 5, 3
 TASK = TaskID(0)  #: of the bar

@@ -13,14 +13,14 @@ time would not suffice for. Every rank decides alike: all know the slowest's tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from random import Random
 from time import perf_counter
 
 import numpy as np
 
-from hpctrain.collectives import ALLREDUCE, AllReduceFunction, Group, all_gather_short
+from hpctrain.collectives import ALLREDUCE, Group, all_gather_short
 from hpctrain.errors import UsageError
 from hpctrain.tuning import choose, select
 from hpctrain.tuning.choose import Buckets, Row
@@ -73,9 +73,9 @@ def arrays(group: Group, nbytes: int) -> Arrays:
     return Arrays(plain, kept)
 
 
-def able(group: Group) -> dict[str, AllReduceFunction]:
-    """Return the algorithms that reduce in `group`; some refuse some layouts; collective."""
-    found, same = {}, ("hierarchical",) if len(group.nodes) < 2 else ()  # as `direct` there
+def able(group: Group) -> list[str]:
+    """Return the names of those that reduce in `group`; some refuse some layouts; collective."""
+    found, same = [], ("hierarchical",) if len(group.nodes) < 2 else ()  # as `direct` there
     for name, function in ALLREDUCE.items():
         if name in (*choose.NEVER, *same):
             continue
@@ -83,7 +83,7 @@ def able(group: Group) -> dict[str, AllReduceFunction]:
             function(group, np.zeros(1, np.float32), np.add)
         except UsageError:  # on all ranks alike: it is said of the layout
             continue
-        found[name] = function
+        found.append(name)
     return found
 
 
@@ -92,9 +92,9 @@ def sweep(group: Group, sizes: Sequence[int], rounds: int, limit_s: float) -> It
 
     `rounds` at most, as many as `limit_s` seconds allow, three at least.
     """
-    functions, given, clock = able(group), arrays(group, max(sizes)), Clock(group, limit_s)
+    names, given, clock = able(group), arrays(group, max(sizes)), Clock(group, limit_s)
     places = [
-        Place(group, nbytes, in_memory, x[: -(-nbytes // 4)], functions)
+        Place(group, nbytes, in_memory, x[: -(-nbytes // 4)], names)
         for nbytes in sizes
         for in_memory, x in given.kinds
     ]
@@ -120,16 +120,20 @@ class Place:
         nbytes: int,
         in_memory: bool,
         x: np.ndarray,
-        functions: Mapping[str, AllReduceFunction],
+        names: Iterable[str],
     ):
         self._link, self._bytes, self._in_memory = group.link, nbytes, in_memory
         self._batch = max(1, min(MOST_CALLS, BATCH_BYTES // x.nbytes))
-        self._running = {name: partial(f, group, x, np.add) for name, f in functions.items()}
-        self._seconds: dict[str, list[float]] = {name: [] for name in functions}
+        self._running = {name: select.bound(group, x, np.add, name) for name in names}
+        self._seconds: dict[str, list[float]] = {name: [] for name in self._running}
+        self._order = Random(nbytes)  # the same on all ranks
 
     def measure(self) -> None:
         """Time each of those left once; collective."""
-        for name, call in self._running.items():
+        order = sorted(self._running)
+        self._order.shuffle(order)  # who runs before leaves caches behind: never the same
+        for name in order:
+            call = self._running[name]
             if self._batch == 1 or not self._seconds[name]:
                 call()  # the array comes into the cache; at first scratch and connections are made
             self._seconds[name].append(timed(self._link, call, self._batch))
@@ -141,8 +145,17 @@ class Place:
 
     @property
     def rows(self) -> list[Row]:
-        """The medians so far."""
-        medians = {name: float(np.median(taken)) for name, taken in self._seconds.items()}
+        """The medians so far; of who has left, that of the fastest times how much slower it was.
+
+        Its own median is one of earlier rounds: since then the machine may have become slower.
+        """
+        stayed = {name: float(np.median(self._seconds[name])) for name in self._running}
+        fastest = min(stayed, key=stayed.__getitem__)
+        best = min(self._seconds[fastest])
+        medians = {
+            name: stayed.get(name) or stayed[fastest] * min(taken) / best
+            for name, taken in self._seconds.items()
+        }
         return [Row(name, self._in_memory, self._bytes, s) for name, s in medians.items()]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ranks import on_ranks, run_on
 
-from hpctrain.tuning import choose, sweep
+from hpctrain.tuning import select, sweep
 from hpctrain.tuning.choose import Row
 from hpctrain.tuning.constants import constants, pairs
 
@@ -17,26 +17,30 @@ KIB, MIB = 1 << 10, 1 << 20
 FACTORS = {"native": 1.0, "ring": 1.5, "tree": 3.0, "double-tree": 5.0}
 
 
-def measured(monkeypatch, sizes, rounds=5, limit_s=1e9, steps=0.0):
+def measured(monkeypatch, sizes, rounds=5, limit_s=1e9, steps=0.0, slower=1.0):
     """Return the rows that one rank finds, and how often each was timed at each size.
 
-    A look at the clock finds `steps` seconds gone since the last.
+    A look at the clock finds `steps` seconds gone since the last. After three rounds the machine
+    becomes `slower`.
     """
     counts: Counter = Counter()
     now = iter(np.arange(10_000) * steps)
 
+    def bound(group, x, op, name):
+        return lambda: (name, x.nbytes)
+
     def timed(link, call, calls):
-        function, (_, x, _) = call.func, call.args
-        name = function.__name__.replace("_", "-")
-        counts[name, x.nbytes] += 1
+        name, nbytes = call()
+        counts[name, nbytes] += 1
         # The first round is another process's.
-        return 1.0 if counts[name, x.nbytes] == 1 else FACTORS[name] * x.nbytes * 1e-9
+        now_slower = slower if counts[name, nbytes] > sweep.LEAST_ROUNDS else 1.0
+        return 1.0 if counts[name, nbytes] == 1 else FACTORS[name] * nbytes * 1e-9 * now_slower
 
     def body(world):
         monkeypatch.setattr(sweep, "timed", timed)
         monkeypatch.setattr(sweep, "perf_counter", lambda: float(next(now)))
-        few = {name: choose.ALLREDUCE[name] for name in FACTORS}
-        monkeypatch.setattr(sweep, "able", lambda group: few)
+        monkeypatch.setattr(sweep, "able", lambda group: list(FACTORS))
+        monkeypatch.setattr(select, "bound", bound)
         *_, rows = sweep.sweep(world.group(), sizes, rounds, limit_s)
         return rows
 
@@ -50,6 +54,12 @@ def test_who_is_slow_leaves(monkeypatch):
         assert counts["tree", size] == counts["double-tree", size] == 3
     assert Row("ring", False, KIB, 1.5 * KIB * 1e-9) in rows
     assert sum(row.bytes == KIB for row in rows) == 4
+
+
+def test_who_has_left_is_not_taken_because_the_machine_became_slower(monkeypatch):
+    rows, _ = measured(monkeypatch, [KIB], rounds=20, slower=10.0)
+    seconds = {row.algorithm: row.seconds / (KIB * 1e-9) for row in rows}
+    assert seconds == pytest.approx({"native": 10, "ring": 15, "tree": 30, "double-tree": 50})
 
 
 @pytest.mark.parametrize(("limit_s", "rounds"), [(0.0, 3), (7.5, 4), (1e9, 50)])
