@@ -9,6 +9,7 @@ for PyTorch's the same network without a wrapper. Contenders take turns, a few s
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite, prod
@@ -26,7 +27,8 @@ from hpctrain.nn import Key, Model
 from hpctrain.nn.zoo import MlpOptions
 from hpctrain.optim import Optimizer, SgdOptions
 from hpctrain.recipe import Recipe
-from hpctrain.tuning.measure import interleaved, paired_ratio, spread
+from hpctrain.transport.bind import unbound
+from hpctrain.tuning.measure import Around, interleaved, paired_ratio, spread
 from hpctrain.world import World
 
 SHARED, NULL, TORCH = "share-parameters", "null", "torch-null"
@@ -53,6 +55,7 @@ class Contender:
     step: Step
     shares: Sequence[Batch]
     base: str
+    awake: Around = nullcontext  #: what steps are taken in
     done: int = 0
     losses: list[float] = field(default_factory=list)  #: this rank's share of each step's
 
@@ -61,6 +64,13 @@ class Contender:
         for _ in range(steps):
             self.losses.append(self.step(*self.shares[self.done % len(self.shares)]))
             self.done += 1
+
+    @contextmanager
+    def warm(self) -> Iterator[None]:
+        """Be awake, and past the first step, in which caches are filled."""
+        with self.awake():
+            self(1)
+            yield
 
 
 def run(
@@ -116,8 +126,11 @@ def _contenders(
     for name, rival in rivals.items():
         dense = _dense(plan, model)
         if TORCH not in found:
-            found[TORCH] = Contender(rival.step(dense, alone=True), shares, TORCH)
-        found[name] = Contender(rival.step(dense, alone=False), shares, TORCH)
+            alone = rival.step(dense, alone=True)
+            found[TORCH] = Contender(alone, shares, TORCH, unbound)
+        with rival.awake():
+            trainer = rival.step(dense, alone=False)
+        found[name] = Contender(trainer, shares, TORCH, rival.awake)
     return found
 
 
@@ -168,10 +181,12 @@ def _rows(
     world: World, plan: Plan, batch: int, model: Model, found: Mapping[str, Contender]
 ) -> list[Row]:
     for one in found.values():
-        one(EQUAL_AFTER)
+        with one.awake():
+            one(EQUAL_AFTER)
     losses = {name: _loss(world, one, batch) for name, one in found.items()}
     calls = {name: partial(one, STEPS) for name, one in found.items()}
-    taken = interleaved(world.link, calls, plan.rounds, plan.warm_up)
+    around = {name: one.warm for name, one in found.items() if one.awake is not nullcontext}
+    taken = interleaved(world.link, calls, plan.rounds, plan.warm_up, around=around)
     seconds = {name: np.array(of_one) / STEPS for name, of_one in taken.items()}
     about = {
         "operation": "step",

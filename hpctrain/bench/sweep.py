@@ -7,6 +7,7 @@ against float64; then all are timed on zeros (so that no sum overflows), with th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,12 +18,13 @@ from hpctrain.bench import floors
 from hpctrain.bench.operations import NATIVE, Case, Collective
 from hpctrain.bench.rivals import Rival
 from hpctrain.collectives import all_gather_bytes, operation
-from hpctrain.tuning.measure import interleaved, paired_ratio, spread
+from hpctrain.tuning.measure import Around, interleaved, paired_ratio, spread
 from hpctrain.tuning.select import auto, name_of
 from hpctrain.world import World
 
 FLOOR, AUTO = "floor", "auto"
 BATCH_BYTES, MOST_CALLS = 1 << 20, 64
+FIRST_CALLS = 2  # of a rival that was asleep
 Row = dict[str, Any]
 
 
@@ -49,6 +51,15 @@ class Contender:
 
     call: Callable[[], Any]
     result: np.ndarray
+    awake: Around = nullcontext  #: what calls are made in
+
+    @contextmanager
+    def warm(self) -> Iterator[None]:
+        """Be awake, and past the first calls, in which caches are filled."""
+        with self.awake():
+            for _ in range(FIRST_CALLS):
+                self.call()
+            yield
 
 
 def calls_per_round(nbytes: int) -> int:
@@ -83,7 +94,7 @@ def contenders(
             call = partial(plan.collective.algorithms[algorithm], world.group(), x, op)
             found[algorithm] = Contender(call, x)
     for rival, library in rivals.items():
-        found[rival] = Contender(library.call(name, x, plan.op), x)
+        found[rival] = Contender(library.call(name, x, plan.op), x, library.awake)
     return found
 
 
@@ -95,7 +106,8 @@ def judge(world: World, plan: Plan, one: Contender, x: np.ndarray) -> tuple[bool
     case = Case(world.rank, world.size, x.size, plan.dtype, plan.op)
     plan.collective.prepare(x, case)
     world.link.barrier()  # who reads neighbours' memory must find it filled
-    returned = one.call()
+    with one.awake():
+        returned = one.call()
     result = one.result if returned is None else returned
     right = plan.collective.right(result, case)
     elsewhere = not np.shares_memory(result, x)
@@ -120,7 +132,8 @@ def _rows(world: World, plan: Plan, rivals: Mapping[str, Rival], x: np.ndarray) 
     x.fill(0)
     floor, calls = floors.of(world.group(), x), calls_per_round(x.nbytes)
     timed = {name: one.call for name, one in found.items()} | {FLOOR: floor.call}
-    seconds = interleaved(world.link, timed, plan.rounds, plan.warm_up, calls)
+    around = {name: one.warm for name, one in found.items() if name in rivals}
+    seconds = interleaved(world.link, timed, plan.rounds, plan.warm_up, calls, around)
     streamed = float(np.median(seconds.pop(FLOOR)))
     rows = []
     for name, taken in seconds.items():

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +54,20 @@ def one_blas_thread() -> None:
     """
     if _limiters or _asked_threads(os.environ) is None:  # what is asked for may be our own limit
         _limit(1)
+
+
+@contextmanager
+def unbound() -> Iterator[None]:
+    """Let this thread, and those it starts meanwhile, run on every core that it can reach.
+
+    For other libraries' threads, which would have to take turns with ours on the rank's own core.
+    """
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, _reachable())
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def plan(

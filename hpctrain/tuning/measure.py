@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from hpctrain.collectives import all_gather_short
 from hpctrain.transport.link import Link
+
+Around = Callable[[], AbstractContextManager[Any]]
+NOTHING_AROUND: Mapping[str, Around] = MappingProxyType({})
 
 
 def timed(link: Link, function: Callable[[], Any], calls: int = 1) -> float:
@@ -37,15 +42,18 @@ def interleaved(
     rounds: int,
     warm_up: int = 3,
     calls: int = 1,
+    around: Mapping[str, Around] = NOTHING_AROUND,
 ) -> dict[str, list[float]]:
     """Return the seconds per call of each rival, taken in turn: A B C A B C ..., after a warm-up.
 
-    Per round a rival makes `calls` calls back to back, as many as all others.
+    Per round a rival makes `calls` calls back to back, as many as all others. `around`: what a
+    rival is given for the time in which it is measured, such as threads that disturb all others.
     """
     seconds: dict[str, list[float]] = {name: [] for name in rivals}
     for round_ in range(warm_up + rounds):
         for name, function in rivals.items():
-            one = timed(link, function, calls)
+            with around.get(name, nullcontext)():
+                one = timed(link, function, calls)
             if round_ >= warm_up:
                 seconds[name].append(one)
     return seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -47,6 +48,9 @@ class Rival:
 
     def __init__(self, world, right):
         self.world, self.right, self.about = world, right, "made up"
+
+    def awake(self):
+        return nullcontext()
 
     def step(self, dense: Dense, alone: bool):
         world, rate, momentum = self.world, dense.sgd["lr"], dense.sgd["momentum"]

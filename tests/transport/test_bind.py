@@ -10,7 +10,7 @@ from dataclasses import asdict
 import pytest
 
 from hpctrain.launchers import ALONE, Launched
-from hpctrain.transport.bind import by_place, plan
+from hpctrain.transport.bind import by_place, plan, unbound
 from hpctrain.transport.probe import _LIBMPI, LoadedMpi, loaded_mpi, mpiexec
 
 
@@ -149,3 +149,15 @@ def test_mpiexec_of_another_vendor_is_passed_over(tmp_path, monkeypatch):
 )
 def test_which_file_is_libmpi(path, is_libmpi):
     assert bool(_LIBMPI.search(path)) is is_libmpi
+
+
+def test_unbound_for_a_while():
+    before = os.sched_getaffinity(0)
+    one = {min(before)}
+    os.sched_setaffinity(0, one)
+    try:
+        with unbound():
+            assert os.sched_getaffinity(0) >= before
+        assert os.sched_getaffinity(0) == one
+    finally:
+        os.sched_setaffinity(0, before)

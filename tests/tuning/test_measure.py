@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from functools import partial
 
 from ranks import on_ranks, run_on
@@ -34,3 +35,20 @@ def test_the_slowest_rank_counts_for_all():
 def test_spread_and_ratio():
     assert spread([1.0, 2.0, 9.0])["median_s"] == 2.0
     assert paired_ratio([2.0, 8.0, 3.0], [1.0, 2.0, 1.0]) == 3.0
+
+
+def test_what_a_rival_is_given_lasts_for_its_turns_only():
+    order = []
+
+    @contextmanager
+    def awake():
+        order.append("<")
+        yield
+        order.append(">")
+
+    def body(world):
+        rivals = {name: partial(order.append, name) for name in "ab"}
+        interleaved(world.link, rivals, rounds=1, warm_up=1, around={"b": awake})
+
+    run_on("threads", 1, body)
+    assert "".join(order) == "a<b>" * 2

@@ -7,6 +7,7 @@ when somebody asks for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
@@ -41,6 +42,9 @@ class Rival(Protocol):
 
     def call(self, operation: str, x: np.ndarray, op: str) -> Callable[[], None]:
         """Return a call of `operation` on flat `x` itself."""
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Return what its calls are made in: outside, no thread of it disturbs the others."""
 
     def step(self, dense: Dense, alone: bool) -> Step:
         """Return what trains `dense` on all ranks; `alone`, without communication."""
