@@ -127,6 +127,7 @@ class AllReduce:
         self._group = world.group()
         for plane in (arena.param, arena.buffer):
             broadcast(self._group, plane)  # a user's own model may start from random numbers
+        self._vote(Flags())  # what votes need is made now: no step pays for it
         self._sums = sums_of(replica, options, world.rank, world.size)
         self.replica, sums = self._sums.replica, self._sums.allreduce
         self._wire: Group | None = None  # of the communication thread

@@ -24,6 +24,9 @@ BUCKETS = [1 << i for i in range(16, 27)]
 #: Ours, under Python: in a node through shared memory, between nodes some 10 Gbit/s.
 NODE = cost.Machine(alpha=5e-6, beta=1e-10, gamma=5e-11)
 ACROSS = cost.Machine(alpha=1e-5, beta=1e-9, gamma=5e-11)
+#: Between nodes, whoever awaits a message before sending the next fills only this part of the wire;
+#: rings and double trees send a stream of segments (benchmarks/netlab.py).
+STREAMS, FILLED = ("ring", "double-tree"), 0.65
 #: The library's own: less per message, more per byte, which it moves by smaller pieces.
 NODE_NATIVE = cost.Machine(alpha=1e-6, beta=1.3e-10, gamma=5e-11)
 ACROSS_NATIVE = cost.Machine(alpha=6e-6, beta=2e-9, gamma=5e-11)
@@ -79,10 +82,11 @@ def predicted(layout: Layout, n: int) -> Iterator[Row]:
 
 def _flat(layout: Layout, name: str, n: int) -> float:
     """Ranks of a node that send to other nodes at once share its wire; in a ring only one does."""
-    machine = NODE if len(layout.nodes) == 1 else ACROSS
-    if len(layout.nodes) > 1 and name != "ring":
-        machine = replace(machine, beta=machine.beta * max(layout.nodes))
-    return machine.seconds(cost.ALLREDUCE[name](n, layout.ranks))
+    if len(layout.nodes) == 1:
+        return NODE.seconds(cost.ALLREDUCE[name](n, layout.ranks))
+    sharing = 1 if name == "ring" else max(layout.nodes)
+    beta = ACROSS.beta * sharing / (1 if name in STREAMS else FILLED)
+    return replace(ACROSS, beta=beta).seconds(cost.ALLREDUCE[name](n, layout.ranks))
 
 
 def _hierarchical(layout: Layout, in_memory: bool, n: int) -> float:
