@@ -149,6 +149,7 @@ class AllReduce:
         if sums is nccl:
             communicator(self._wire)  # now, before training, it can still be refused
         concurrent = overlap.pays(world, options)
+        overlap.let_compute(self._wire, concurrent)
         cut = overlap.cut(arena, self._wire, options, concurrent)
         reduce = overlap.shared_form(self.update.reduce, self._wire, arena.grad, cut, options)
         self._reducer = Reducer(

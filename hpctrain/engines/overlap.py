@@ -37,6 +37,9 @@ from hpctrain.trace import Trace
 from hpctrain.tuning import select
 from hpctrain.world import World
 
+#: What travels cannot be called back: with priority buckets are no longer than this, or a layer.
+PRIORITY_BYTES = 1 << 20
+
 
 def pays(world: World, options: WireOptions) -> bool:
     """Return whether to reduce in a thread of its own, the same on all ranks; collective."""
@@ -44,6 +47,13 @@ def pays(world: World, options: WireOptions) -> bool:
         return False
     spare = cores_to_spare(world)
     return options.overlap == "always" or options.priority or len(world.main.nodes) > 1 or spare
+
+
+def let_compute(group: Group, concurrent: bool) -> None:
+    """Let the links of a communication thread wait for other nodes without wearing out a core."""
+    if concurrent and len(group.nodes) > 1:
+        for link in group.links:
+            link.patient = True
 
 
 def cores_to_spare(world: World) -> bool:
@@ -57,10 +67,13 @@ def cores_to_spare(world: World) -> bool:
 
 def cut(arena: Arena, group: Group, options: WireOptions, concurrent: bool) -> list[Bucket]:
     """Return the buckets of the gradient: of `bucket_bytes`, or as long as costs least."""
-    grad, asked = arena.grad, options.bucket_bytes
-    if asked == "auto":
-        asked = select.bucket_bytes(group, grad.nbytes) if concurrent else grad.nbytes
-    return buckets.cut(arena.slots, grad.size, grad.itemsize, asked)
+    grad, nbytes = arena.grad, arena.grad.nbytes
+    if options.bucket_bytes != "auto":
+        nbytes = options.bucket_bytes
+    elif concurrent:
+        nbytes = select.bucket_bytes(group, nbytes)
+        nbytes = min(nbytes, PRIORITY_BYTES) if options.priority else nbytes
+    return buckets.cut(arena.slots, grad.size, grad.itemsize, nbytes)
 
 
 def shared_form(

@@ -34,6 +34,7 @@ class Link(Protocol):
     size: int
     bytes_sent: int  #: payload bytes this rank has sent on this link
     messages_sent: int
+    patient: bool  #: whether waiting leaves the core to those who compute
 
     def isend(self, x: np.ndarray, to: int) -> Request:
         """Start to send `x` to rank `to`."""

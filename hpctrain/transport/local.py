@@ -69,6 +69,7 @@ class LocalLink:
     def __init__(self, hub: _Hub, rank: int):
         self.rank, self.size = rank, hub.size
         self.bytes_sent = self.messages_sent = 0
+        self.patient = True  # a thread that waits sleeps
         self.hub = hub
         self.pending: dict[int, deque[_Receive]] = defaultdict(deque)
         self._splits = 0

@@ -17,10 +17,12 @@ def numbers(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
+@pytest.mark.parametrize("patient", [False, True])
 @on_ranks(1, 2, 3, 4, 5)
-def test_messages_arrive_in_order_whatever_is_awaited_first(ranks):
+def test_messages_arrive_in_order_whatever_is_awaited_first(ranks, patient):
     def body(world):
         link, size = world.link, world.size
+        link.patient = patient
         right, left = (link.rank + 1) % size, (link.rank - 1) % size
         first, second = numbers(0), numbers(0)
         receives = [link.irecv(first, left), link.irecv(second, left)]
@@ -65,10 +67,12 @@ def test_split_orders_by_key(ranks):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("patient", [False, True])
 @pytest.mark.parametrize("sent", [3, 5])
-def test_another_size_than_expected_is_an_error_that_names_both(ranks, sent):
+def test_another_size_than_expected_is_an_error_that_names_both(ranks, sent, patient):
     def body(world):
         link, other = world.link, 1 - world.rank
+        link.patient = patient
         if link.rank == 0:
             request = link.isend(np.zeros(sent, np.uint8), other)
             if world.transport == "mpi":
@@ -81,9 +85,11 @@ def test_another_size_than_expected_is_an_error_that_names_both(ranks, sent):
 
 
 @on_ranks(mpi=(2,))
-def test_long_messages_travel_in_pieces(ranks):
+@pytest.mark.parametrize("patient", [False, True])
+def test_long_messages_travel_in_pieces(ranks, patient):
     def body(world):
         link, other = world.link, 1 - world.rank
+        link.patient = patient
         link.cut_bytes = 1024
         x = np.arange(1000, dtype=np.float64) + link.rank
         # Each direction its own length: one side runs out of pieces before the other.
