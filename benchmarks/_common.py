@@ -69,6 +69,7 @@ def write(
             print("  ".join(f"{k}={short(v)}" for k, v in row.items()))
         for claim, holds in claims.items():
             print("holds:" if holds else "DOES NOT HOLD:", claim)
+        sys.stdout.flush()  # once another rank has left with 1, a launcher may kill this one
     if not all(claims.values()):
         sys.exit(1)
 
