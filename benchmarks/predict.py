@@ -2,7 +2,8 @@
 training steps on several hosts within 15 %.
 
     python benchmarks/predict.py --hosts 4 --link 1gbit [--rounds 15]
-    python benchmarks/predict.py --ranks 2
+    python benchmarks/predict.py --ranks 2                               (reported only)
+    python benchmarks/plots/predict.py
 
 L, o, g and G are fitted to messages between ranks 0 and 1 (there and back, and one way), gamma to
 additions on all ranks at once, and what ranks compute to a step without communication. No
@@ -55,7 +56,12 @@ def main() -> None:
     rows = [*allreduces(world, clocks, arguments.rounds), *steps(world, clocks, arguments.rounds)]
     worst = {name: max(abs(r["error"]) for r in rows if r["algorithm"] == name) for name in CLAIMED}
     worst["a step"] = max(abs(row["error"]) for row in rows if row["operation"] == "step")
-    claims = {f"{name} within {error:.1%}, <= 15 %": error <= 0.15 for name, error in worst.items()}
+    # In a node, cores and memory are what messages wait for, and the model's wires are not.
+    claims = {
+        f"{name} within {error:.1%}, <= 15 %": error <= 0.15
+        for name, error in worst.items()
+        if arguments.hosts > 1
+    }
     where = f"{arguments.hosts}-hosts-{arguments.link}" if arguments.hosts > 1 else "local"
     write(world, f"predict-{where}-{world.size}-ranks", rows, claims, fitted=found)
 

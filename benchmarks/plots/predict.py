@@ -1,4 +1,7 @@
-"""Draws predicted against measured times of benchmarks/predict.py: results/predict.png."""
+"""Draw benchmarks/results/predict-*.json: predicted against measured times, a panel per machine.
+
+python benchmarks/plots/predict.py        (needs the extra: pip install 'hpctrain[docs]')
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 RESULTS = Path(__file__).parent.parent / "results"
 COLORS = {"ring": "#0072B2", "tree": "#D55E00", "double-tree": "#009E73",
@@ -24,7 +28,11 @@ def main() -> None:
         ends = axes.get_xlim()
         for factor, style in ((1, "-"), (1.15, ":"), (1 / 1.15, ":")):
             axes.plot(ends, [factor * one for one in ends], style, color="grey", linewidth=1)
-        axes.set(xscale="log", yscale="log", xlabel="measured [s]", ylabel="predicted [s]")
+        axes.set(xscale="log", yscale="log", xlabel="measured", ylabel="predicted")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter(EngFormatter(unit="s"))
+            axis.set_minor_formatter(NullFormatter())
         axes.set_title(file.stem.removeprefix("predict-").replace("-", " "), fontsize="medium")
         axes.grid(alpha=0.3)
     known = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
