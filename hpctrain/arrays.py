@@ -14,6 +14,7 @@ them (Bruck, 64 bytes a rank); without it, ranks that differ get a TransportErro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,11 @@ from hpctrain.collectives.ring import reduce_scatter as ring_reduce_scatter
 from hpctrain.collectives.tree import broadcast as tree_broadcast
 from hpctrain.collectives.tree import reduce as tree_reduce
 from hpctrain.errors import UsageError
-from hpctrain.tuning.select import allreduce_named
+from hpctrain.tuning.select import allreduce_named, bound
 from hpctrain.world import World, init
 
 SIGNATURE_BYTES = 64
+RESULTS = ("in-place", "shared")  # of a bound call
 
 
 def allreduce(
@@ -50,6 +52,29 @@ def allreduce(
     function(world.group(), flat, operation)
     if op == "mean":
         flat /= world.size
+
+
+def bind(
+    x: np.ndarray,
+    op: str = "sum",
+    algorithm: str = "auto",
+    result: str = "in-place",
+    world: World | None = None,
+) -> Callable[[], Any]:
+    """Return a call that reduces `x`, as it is then, over all ranks; nothing is looked up again.
+
+    All ranks must call here, and then the bound calls in the same order. `x` as in `allreduce`; in
+    `world.zeros` it is reduced fastest. `op`: sum, min or max. With `result` "shared" the call
+    returns the flat array that holds the sum, which may be a node neighbour's: it is for reading,
+    until all ranks meet again (any collective call); `x` may be left as it is. With "in-place" the
+    sum is in `x`. Raises as `allreduce`.
+    """
+    world, flat = world or init(), _flat(x)
+    if result not in RESULTS:
+        raise UsageError(f"expected a result of {', '.join(RESULTS)}, seen {result!r}")
+    operation = collectives.operation(op, x.dtype)
+    _compare(world, True, f"bind {op} {algorithm} {result}", x)
+    return bound(world.group(), flat, operation, algorithm, result == "shared")
 
 
 def reduce(

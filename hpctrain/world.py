@@ -18,6 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing
+
 from hpctrain import collectives, launchers, rundir
 from hpctrain.collectives import Group, over_nodes
 from hpctrain.errors import HpctrainError, HungError, UsageError
@@ -74,6 +77,14 @@ class World:
     def group(self) -> Group:
         """Return the group of all ranks for the main thread; its scratch is kept."""
         return self.main
+
+    def zeros(self, length: int, dtype: np.typing.DTypeLike = np.float32) -> np.ndarray:
+        """Return zeros (length,) which the node's ranks see: sums over them are fastest.
+
+        Collective: all ranks ask for as much, in the same order. Without node memory they are this
+        rank's alone.
+        """
+        return self.memory.zeros(length, dtype)
 
     def group_for(self, purpose: str) -> Group:
         """Return another thread's group of all ranks; collective."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from ranks import on_ranks
+from ranks import on_ranks, run_on
 
 from hpctrain import arrays
 from hpctrain.arrays import allreduce
@@ -36,6 +36,38 @@ def test_allreduce(ranks, op, dtype):
         return np.array_equal(x, expected) and x.dtype == dtype
 
     assert all(ranks(body))
+
+
+@on_ranks(1, 2, 3, 4, mpi=(1, 3))
+@pytest.mark.parametrize("algorithm", ["auto", "native", "direct", "ring"])
+@pytest.mark.parametrize("length", [1, 10_000, 300_000])
+def test_bound_calls(ranks, algorithm, length):
+    """The same call reduces what lies in `x` each time, in place or into one shared array."""
+    sizes = ranks.size * (ranks.size + 1) // 2
+
+    def body(world):
+        for result in arrays.RESULTS:
+            for x in (world.zeros(length), np.zeros(length, np.float32)):
+                call = arrays.bind(x, algorithm=algorithm, result=result, world=world)
+                for factor in (1, 2):
+                    x[:] = factor * (world.rank + 1)
+                    total = call()
+                    assert (x if result == "in-place" else total) == pytest.approx(factor * sizes)
+                    world.link.barrier()
+
+    ranks(body)
+
+
+@pytest.mark.parametrize("options, told", [
+    ({"result": "there"}, "expected a result of in-place, shared, seen 'there'"),
+    ({"op": "mean"}, "unknown op 'mean'"),
+    ({"algorithm": "tre"}, "did you mean 'tree'?"),
+])  # fmt: skip
+def test_bind_refuses(options, told):
+    def body(world):
+        return refusal(lambda: arrays.bind(np.ones(3), world=world, **options))[1]
+
+    assert all(told in said for said in run_on("threads", 2, body))
 
 
 # x of a rank, further arguments -> what every rank is told

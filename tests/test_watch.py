@@ -15,12 +15,25 @@ from dataclasses import replace
 from pathlib import Path
 from queue import Empty, Queue
 from tempfile import mkdtemp
+from types import SimpleNamespace
 
 import pytest
 from conftest import Job
 
 from hpctrain import watch
-from hpctrain.watch import Call, Record, Snapshot, Watch, read, record_path, report, where
+from hpctrain.watch import (
+    About,
+    Call,
+    Record,
+    Snapshot,
+    Watch,
+    read,
+    record_path,
+    report,
+    unnoted,
+    where,
+)
+from hpctrain.watch.inside import Insides
 
 # Rank 1 of 2, without MPI. `compute` lies in no library, so its line is the one to be shown.
 CHILD = """
@@ -408,3 +421,38 @@ def test_stacks_of_all_threads(tmp_path: Path, folder: str) -> None:
     done = subprocess.run([sys.executable, "-c", WAITS, path], capture_output=True, text=True)
     text = path.read_text() if folder == "." else done.stderr
     assert "in asks" in text and "in waits_elsewhere" in text, done.stderr
+
+
+def test_a_call_that_notes_nothing_is_noted_by_the_watch() -> None:
+    """Once it lasts for two looks; its note goes when it is over, but no later call's."""
+    record, insides = Record(None, 0, 2), Insides()
+    link = SimpleNamespace(entry=record.entry("main"))
+    gates = [threading.Lock(), threading.Lock()]
+
+    def work() -> None:
+        for gate in gates:
+            unnoted(gate.acquire, About(link, b"MPI_Allreduce", 12))()
+        link.entry.enter(b"barrier", -1, 0)
+
+    for gate in gates:
+        gate.acquire()
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    for gate in gates:
+        waits: tuple[Call, ...] | list[Call] = []
+        for _ in range(1000):
+            if waits := record.snapshot().waits:
+                break
+            insides.look()
+            time.sleep(0.001)  # the thread comes to the call when it may run
+        assert [(c.operation, c.peer, c.nbytes) for c in waits] == [("MPI_Allreduce", -1, 12)]
+        insides.look()
+        assert record.snapshot().waits == waits
+        gate.release()
+        while insides._noted:
+            insides.look()
+            assert len(record.snapshot().waits) <= 1
+            time.sleep(0.001)
+    thread.join(20)
+    insides.look()
+    assert [call.operation for call in record.snapshot().waits] == ["barrier"]

@@ -26,7 +26,7 @@ BLOCK = 32_768  # elements that are held in float32 at once
 
 def operation(name: str, dtype: np.dtype) -> Operation:
     """Return the operation `name` for arrays of `dtype`; raise UsageError if either is unknown."""
-    ufunc = config.pick(OPERATIONS, name, "op")
+    ufunc = OPERATIONS.get(name) or config.pick(OPERATIONS, name, "op")
     if dtype.name not in DTYPES:
         raise UsageError(f"a reduction needs one of {', '.join(DTYPES)}, seen {dtype}")
     return ufunc if dtype.itemsize > 2 else in_float32(ufunc)

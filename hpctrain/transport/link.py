@@ -66,6 +66,9 @@ class Link(Protocol):
     def native_allreduce(self, x: np.ndarray, op: Any) -> None:
         """Reduce `x` in place by the library's own all-reduce: yardstick and oracle."""
 
+    def bind_native(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
+        """Return a call that does `native_allreduce` to flat `x`, with nothing looked up again."""
+
     def native_call(self, operation: str, x: np.ndarray, op: Any) -> NativeCall:
         """Return a call of the library's own `operation` on flat `x`, in place: a yardstick.
 

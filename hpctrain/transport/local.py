@@ -145,6 +145,10 @@ class LocalLink:
         for other in others:
             op(x, other, out=x)
 
+    def bind_native(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
+        """Return a call that does `native_allreduce` to flat `x`."""
+        return partial(self.native_allreduce, x, op)
+
     def native_call(self, operation: str, x: np.ndarray, op: Any) -> NativeCall:
         """Return a call that does `operation` on flat `x`; there is no library, but this desk."""
         chunk = x.size // self.size

@@ -25,7 +25,7 @@ from mpi4py import MPI  # noqa: E402  (the settings above must come first)
 
 from hpctrain.errors import TransportError, UsageError  # noqa: E402
 from hpctrain.transport.link import NativeCall  # noqa: E402
-from hpctrain.watch import Entry  # noqa: E402
+from hpctrain.watch import About, Entry, unnoted  # noqa: E402
 
 #: Open MPI refuses counts above 2^31 - 1; longer messages travel in pieces of this many bytes.
 CUT_BYTES = 1 << 30
@@ -38,8 +38,8 @@ OPERATIONS: dict[np.ufunc, MPI.Op] = {
     np.bitwise_or: MPI.BOR,
 }
 #: Who waits for a word in shared memory first yields its core again and again; after YIELD_S it
-#: sleeps between its looks: a nap is 1/20 of what it has waited then.
-YIELD_S, NAP_S, LOOKS_PER_PROBE = 0.01, 0.0005, 32
+#: sleeps between its looks: a nap is 1/100 of what it has waited then.
+YIELD_S, NAP_S, LOOKS_PER_PROBE = 0.05, 0.0005, 32
 #: MPI waits by looking at its wires without a pause. A thread beside one that computes on the same
 #: cores sleeps between its looks, twice as long each time: 1 ms of 1 Gbit/s are 125 KB, which lie
 #: in the kernel's buffers meanwhile.
@@ -148,6 +148,13 @@ class MpiLink:
         for piece in cuts(x, self.cut_bytes):
             self._comm.Allreduce(MPI.IN_PLACE, piece, OPERATIONS[op])
         self.entry.leave()
+
+    def bind_native(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
+        """Return a call that does `native_allreduce` to flat `x`, seen by the watch, not noted."""
+        if op not in OPERATIONS or x.nbytes > LONGEST_BYTES:
+            return partial(self.native_allreduce, x, op)
+        about = About(self, b"MPI_Allreduce", x.nbytes)
+        return unnoted(self.native_call("allreduce", x, op).call, about)
 
     def native_call(self, operation: str, x: np.ndarray, op: Any) -> NativeCall:
         """Return a call of MPI's own `operation` on flat `x`; see Link.

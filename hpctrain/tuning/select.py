@@ -20,6 +20,8 @@ import numpy as np
 from hpctrain import collectives, config
 from hpctrain.collectives import AllReduceFunction, Group, broadcast
 from hpctrain.collectives.choices import Choices
+from hpctrain.collectives.direct import bound as direct_bound
+from hpctrain.collectives.direct import direct
 from hpctrain.collectives.gathers import ALL_GATHERS, AllGather, joined_by
 from hpctrain.collectives.native import native
 from hpctrain.collectives.nccl import nccl
@@ -37,8 +39,6 @@ NAMES = ("auto", *collectives.ALLREDUCE, "nccl")
 #: What one more bucket costs beside its time on the wire: the hand-off to the thread that carries
 #: it, and back (benchmarks/overhead.py).
 HAND_OFF_S = 15e-6
-#: Above this what a call notes for the watch is nothing beside its work.
-BARE_BYTES = 64 << 10
 
 
 def auto(group: Group, x: np.ndarray, op: Operation) -> None:
@@ -70,15 +70,25 @@ def _seen_by_all(group: Group, x: np.ndarray) -> bool:
     return bool(vote[0])
 
 
-def bound(group: Group, x: np.ndarray, op: Operation, name: str = "auto") -> Callable[[], Any]:
+def bound(
+    group: Group, x: np.ndarray, op: Operation, name: str = "auto", shared: bool = False
+) -> Callable[[], Any]:
     """Return a call that reduces flat `x` by algorithm `name`, chosen once; all ranks must call.
 
-    Of MPI's own all-reduce nothing but mpi4py's call is left: the watch learns nothing of it.
+    Nothing is looked up in the call. With `shared` it returns the array that holds the sum, which
+    may be a neighbour's (`direct_shared`).
     """
     function = resolved(allreduce_named(name), group, x, op)
-    if function is native and x.nbytes <= BARE_BYTES:
-        return group.link.native_call("allreduce", x, op).call
-    return partial(function, group, x, op)
+    if function is direct:
+        return direct_bound(group, x, op, shared)
+    ours = partial(function, group, x, op)
+    call = group.link.bind_native(x, op) if function is native else ours
+    return partial(_then, call, x) if shared else call
+
+
+def _then(call: Callable[[], Any], x: np.ndarray) -> np.ndarray:
+    call()
+    return x
 
 
 def resolved(
@@ -99,6 +109,8 @@ def allreduce_named(name: str) -> AllReduceFunction:
 
     Also where it is one that needs what is not installed here.
     """
+    if name == "auto":  # the commonest, and a call of few bytes feels every microsecond
+        return auto
     if name == "nccl":
         libraries()
     return config.pick({"auto": auto, **collectives.ALLREDUCE, "nccl": nccl}, name, "algorithm")

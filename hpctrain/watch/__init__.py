@@ -7,12 +7,14 @@ it reads all records and reports. In DIR: rank-00000, ... (removed at a clean en
 """
 
 from hpctrain.watch.deadline import Watch
+from hpctrain.watch.inside import About, unnoted
 from hpctrain.watch.record import ENTRIES, Call, Entry, Record, Snapshot, read, record_path, where
 from hpctrain.watch.report import REPORT, dump_stacks, interval_s, report, write_report
 
 __all__ = [
     "ENTRIES",
     "REPORT",
+    "About",
     "Call",
     "Entry",
     "Record",
@@ -23,6 +25,7 @@ __all__ = [
     "read",
     "record_path",
     "report",
+    "unnoted",
     "where",
     "write_report",
 ]

@@ -85,6 +85,11 @@ class Entry:
         """Note that the call is over; what it was stays readable as the last operation."""
         self._map[self._flag] = 0
 
+    @property
+    def note(self) -> bytes:
+        """What `enter` has written last."""
+        return bytes(self._map[self._at : self._flag + 1])
+
 
 class Record:
     """One rank's record in the file `path`, or in plain memory where `path` is None.

@@ -1,0 +1,53 @@
+"""A rank is killed, or stopped, while it adds up its neighbours' memory; the others wait for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from jobs import MARK
+
+pytestmark = pytest.mark.processes
+
+SUMS = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+import hpctrain as ht
+from hpctrain.collectives.direct import direct
+
+def springs(a, b, out):
+    if world.rank == 1 and out[0] == 2:
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    np.add(a, b, out=out)
+
+world = ht.init()
+x = world.zeros(100_000)
+with world.watched(Path(sys.argv[2]), timeout_s=1):
+    for step in range(2):
+        world.record.step = step  # the limit does not hold in the first
+        x[:] = 1 + step
+        world.link.barrier()
+        print("step", step, flush=True)
+        direct(world.main, x, springs)
+        world.link.barrier()
+print("never comes here")
+"""
+
+
+@pytest.mark.parametrize(
+    "signal, said", [("SIGKILL", ""), ("SIGSTOP", "flags of the node with all")]
+)
+def test_a_rank_that_is_lost_in_direct(start, mark, tmp_path, signal, said):
+    """The launcher sees that one was killed, the watch that one was stopped."""
+    before = set(os.listdir("/dev/shm"))
+    job = start("-c", SUMS, signal, tmp_path / "run", ranks=2, env={MARK: mark})
+    ended = job.finish()
+    assert ended.returncode != 0
+    assert ended.seconds < 20
+    assert "step 1" in ended.stdout
+    assert "never comes here" not in ended.stdout
+    assert said in ended.stderr
+    left = set(os.listdir("/dev/shm")) - before
+    assert not [name for name in left if "hpctrain" in Path(name).name]

@@ -1,0 +1,82 @@
+"""Flags: no rank passes before all have come, and all see what each has written before."""
+
+from __future__ import annotations
+
+import itertools
+import platform
+
+import numpy as np
+import pytest
+from ranks import on_ranks, run_on
+
+from hpctrain.errors import HungError
+from hpctrain.transport import flags
+from hpctrain.transport.flags import Flags, words_needed
+from hpctrain.transport.local import run_ranks
+
+WAYS = list(itertools.product([True, False], [True, False]))  # spins, fenced
+ROUNDS = 300
+
+
+def flags_of(world, spins=True, fenced=True):
+    """Return flags in node memory; and an array of all ranks' beside them."""
+    words = world.memory.one_for_all(words_needed(world.size), np.uint64)
+    return Flags(world.main.node, words, spins, fenced)
+
+
+@on_ranks(2, 3, 4, 9)
+@pytest.mark.parametrize("spins, fenced", WAYS)
+def test_all_see_what_all_said_and_wrote(ranks, spins, fenced):
+    """One exchange a round, with an array that is written in turns: no race may be seen."""
+
+    def body(world):
+        mine = flags_of(world, spins, fenced)
+        seen = world.memory.neighbours(world.memory.zeros(2 * 512, np.int64))
+        own = seen[world.rank]
+        for i in range(ROUNDS):
+            at = slice(i % 2 * 512, i % 2 * 512 + 512)  # the other half may still be read
+            own[at] = i * world.rank
+            assert mine.exchange(i + world.rank) == [i + r for r in range(world.size)]
+            for rank, array in enumerate(seen):
+                assert (array[at] == i * rank).all()
+
+    ranks(body)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("spins, fenced", WAYS)
+def test_who_disagrees_is_heard_by_all(ranks, spins, fenced):
+    def body(world):
+        mine = flags_of(world, spins, fenced)
+        mine.round = flags.MASK - 5  # on past the end of the counter
+        for i in range(12):
+            odd = i % 4  # 3: nobody
+            assert mine.agree(int(world.rank == odd)) == (odd == 3)
+
+    ranks(body)
+
+
+@pytest.mark.parametrize("spins", [True, False])
+def test_who_never_comes_is_not_waited_for_for_ever(spins):
+    def body(link):
+        from hpctrain.world import over_threads
+
+        mine = flags_of(over_threads(link), spins)
+        if link.rank == 0:
+            mine.agree()
+
+    with pytest.raises(HungError, match=r"rank 0: (flags of the node|barrier): nothing for 0.3 s"):
+        run_ranks(2, body, timeout_s=0.3)
+
+
+def test_words_are_cache_lines_of_their_own():
+    def body(world):
+        mine = flags_of(world)
+        address = np.asarray(mine._words).ctypes.data
+        return address % 64, mine._places
+
+    (start, places), *others = run_on("threads", 4, body)
+    assert start == 0
+    assert [places] * 3 == [other for _, other in others]
+    assert len({8 * at // 64 for at in itertools.chain(*places)}) == 8
+    assert (platform.machine() != "x86_64") == flags.FENCED
