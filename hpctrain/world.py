@@ -86,11 +86,15 @@ class World:
         """
         return self.memory.zeros(length, dtype)
 
-    def group_for(self, purpose: str) -> Group:
-        """Return another thread's group of all ranks; collective."""
+    def group_for(self, purpose: str, alone: bool = False) -> Group:
+        """Return another thread's group of all ranks; collective.
+
+        `alone`: no other thread computes while this one communicates, so it may keep looking.
+        """
         group = over_nodes(self.link.split(0, self.rank), self.host)
         self._noted(purpose, *group.links)
-        return replace(group, memory=self.memory, choices=self.main.choices)
+        spins = alone and self.main.spins
+        return replace(group, memory=self.memory, choices=self.main.choices, spins=spins)
 
     def link_for(self, purpose: str, color: int = 0) -> Link:
         """Return another link, to all ranks that give the same `color`; all ranks must call."""

@@ -145,10 +145,10 @@ class AllReduce:
             if options.shard_optimizer
             else Replicated(self._group, arena, optimizer, self._compressor or sums)
         )
-        self._wire = world.group_for("wire")
+        concurrent = overlap.pays(world, options)
+        self._wire = world.group_for("wire", alone=not concurrent)
         if sums is nccl:
             communicator(self._wire)  # now, before training, it can still be refused
-        concurrent = overlap.pays(world, options)
         overlap.let_compute(self._wire, concurrent)
         cut = overlap.cut(arena, self._wire, options, concurrent)
         reduce = overlap.shared_form(self.update.reduce, self._wire, arena.grad, cut, options)
