@@ -19,8 +19,9 @@ from hpctrain.world import World
 
 BUFFERS = {"node": True, "private": False}
 TIMED = (
-    "per round all ranks start at a barrier, make `calls` calls back to back, and the slowest "
-    "rank's time / calls counts; contenders and floor take turns; buffers hold zeros"
+    "per round, after a call that does not count, all ranks start at a barrier and make `calls` "
+    "calls back to back; the slowest rank's time / calls counts; contenders and floor take "
+    "turns; buffers hold zeros"
 )
 MATPLOTLIB = "--plot needs matplotlib; run: pip install 'hpctrain[report]'"
 

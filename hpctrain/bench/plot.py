@@ -28,14 +28,10 @@ def draw(rows: Sequence[Row], title: str, path: Path, bandwidth: str = "busbw") 
     figure = Figure((12, 5), layout="constrained")
     time, speed = figure.subplots(1, 2)
     names = list(dict.fromkeys(row["algorithm"] for row in rows))
-    for number, name in enumerate(names):
+    styles = _styles(names)
+    for name in names:
         own = sorted((row for row in rows if row["algorithm"] == name), key=lambda r: r["bytes"])
-        style = {
-            "color": COLORS[number % 8],
-            "marker": MARKS[number % 8],
-            "markersize": 4,
-            "linestyle": "-" if number < 8 else "--",
-        }
+        style = styles[name]
         _line(time, own, name, style, "median_s", 1e6)
         timed = [row for row in own if row[bandwidth]]
         _line(speed, timed, name, style, bandwidth, 1.0)
@@ -45,9 +41,27 @@ def draw(rows: Sequence[Row], title: str, path: Path, bandwidth: str = "busbw") 
     sizes = sorted({row["bytes"] for row in rows})
     axes_over(time, sizes, "median time of a call [us]")
     axes_over(speed, sizes, f"{bandwidth} [GB/s]")
-    time.legend(fontsize="small")
+    handles, labels = time.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize="small")
     figure.suptitle(title.replace("$", r"\$"))
     figure.savefig(path, dpi=130)
+
+
+def _styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return a line per name; `x, A` and `x, B` have one colour, and differ in their dashes."""
+    parts = {name: name.partition(", ")[::2] for name in names}
+    kinds = list(dict.fromkeys(kind for kind, _ in parts.values()))
+    where = list(dict.fromkeys(place for _, place in parts.values()))
+    styles = {}
+    for name, (kind, place) in parts.items():
+        number = kinds.index(kind) % len(COLORS)
+        styles[name] = {
+            "color": COLORS[number],
+            "marker": MARKS[number],
+            "markersize": 4,
+            "linestyle": ("-", "--", ":")[where.index(place) % 3],
+        }
+    return styles
 
 
 def bars(rows: Sequence[Row], title: str, path: Path) -> None:

@@ -24,7 +24,7 @@ from hpctrain.world import World
 
 FLOOR, AUTO = "floor", "auto"
 BATCH_BYTES, MOST_CALLS = 1 << 20, 64
-FIRST_CALLS = 2  # of a rival that was asleep
+RIVALS_FIRST = 2  # calls of a rival that was asleep, before those that count
 Row = dict[str, Any]
 
 
@@ -52,12 +52,13 @@ class Contender:
     call: Callable[[], Any]
     result: np.ndarray
     awake: Around = nullcontext  #: what calls are made in
+    first_calls: int = 1  #: before those that count, in each turn
 
     @contextmanager
     def warm(self) -> Iterator[None]:
-        """Be awake, and past the first calls, in which caches are filled."""
+        """Be awake, and past the first calls, which find in the caches what another has left."""
         with self.awake():
-            for _ in range(FIRST_CALLS):
+            for _ in range(self.first_calls):
                 self.call()
             yield
 
@@ -94,7 +95,7 @@ def contenders(
             call = partial(plan.collective.algorithms[algorithm], world.group(), x, op)
             found[algorithm] = Contender(call, x)
     for rival, library in rivals.items():
-        found[rival] = Contender(library.call(name, x, plan.op), x, library.awake)
+        found[rival] = Contender(library.call(name, x, plan.op), x, library.awake, RIVALS_FIRST)
     return found
 
 
@@ -132,7 +133,7 @@ def _rows(world: World, plan: Plan, rivals: Mapping[str, Rival], x: np.ndarray) 
     x.fill(0)
     floor, calls = floors.of(world.group(), x), calls_per_round(x.nbytes)
     timed = {name: one.call for name, one in found.items()} | {FLOOR: floor.call}
-    around = {name: one.warm for name, one in found.items() if name in rivals}
+    around = {name: one.warm for name, one in found.items()}
     seconds = interleaved(world.link, timed, plan.rounds, plan.warm_up, calls, around)
     streamed = float(np.median(seconds.pop(FLOOR)))
     rows = []
