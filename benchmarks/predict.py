@@ -69,8 +69,6 @@ def main() -> None:
 def world_on(hosts: int, ranks: int, link: str) -> World:
     """Return the World of a rank on each of `hosts`, or of `ranks` ranks here; see world_of."""
     if hosts > 1 and launchers.launched(os.environ).size == 1:
-        if hosts > (os.cpu_count() or 1):  # or each message waits until a spinning rank is stopped
-            os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
         sys.exit(netlab(Lab(hosts, 1, bits_of(link)), [sys.executable, *sys.argv]))
     return world_of(ranks)
 

@@ -73,17 +73,22 @@ def test_other_mpis_are_refused(vendor, mpiexec):
 
 def test_a_users_own_settings_go_before_ours():
     given = {"OMPI_MCA_btl": "tcp,self", "UCX_TLS": "tcp", "SLURMD_NODENAME": "n1", "PATH": "/x"}
-    ours = environment(OPENMPI, given)
+    ours = environment(OPENMPI, 2, given)
     assert ours["OMPI_MCA_btl"] == "tcp,self"
     assert ours["OMPI_MCA_coll"] == "^han"
     assert "SLURMD_NODENAME" not in ours  # all hosts would have one name
-    assert environment(MPICH, given)["UCX_TLS"] == "tcp"
-    assert environment(MPICH, {})["UCX_TLS"] == "tcp,self"
+    assert environment(MPICH, 2, given)["UCX_TLS"] == "tcp"
+    assert environment(MPICH, 2, {})["UCX_TLS"] == "tcp,self"
     assert ours["PATH"].endswith(":/x")
 
 
+def test_more_ranks_than_cores_make_way_for_each_other():
+    asked = {ranks: environment(OPENMPI, ranks, {}) for ranks in (1, 1 + os.cpu_count())}
+    assert ["OMPI_MCA_mpi_yield_when_idle" in one for one in asked.values()] == [False, True]
+
+
 def test_a_segment_is_sent_unasked():
-    assert int(environment(OPENMPI, {})["OMPI_MCA_btl_tcp_eager_limit"]) > SEGMENT_BYTES
+    assert int(environment(OPENMPI, 2, {})["OMPI_MCA_btl_tcp_eager_limit"]) > SEGMENT_BYTES
 
 
 @pytest.mark.processes
