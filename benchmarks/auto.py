@@ -36,9 +36,9 @@ def main() -> None:
     arguments = options(__doc__).parse_args()
     world = world_of(arguments.ranks)
     tuned = parse(SIZES)
-    *_, rows = sweep.sweep(world.group(), tuned, ROUNDS, LIMIT_S)
+    *_, rows = sweep.sweep(world.main, tuned, ROUNDS, LIMIT_S)
     plan = choose.plan(rows, (), measured=True)
-    group = replace(world.group(), choices=choose.choices(plan))
+    group = replace(world.main, choices=choose.choices(plan))
     arrays = sweep.arrays(group, max(tuned))
     found = [
         one_size(world, group, nbytes, in_memory, x[: nbytes // 4], arguments.rounds)

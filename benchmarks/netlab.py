@@ -110,7 +110,7 @@ def measure(world: World, name: str, rounds: int) -> None:
 def measure_size(world: World, section: Section, size: int, rounds: int) -> list[dict[str, Any]]:
     """Return a row per algorithm, and of the link, for `size` bytes."""
     x = world.memory.zeros(size // 4, np.float32)
-    rivals = {one: partial(ALLREDUCE[one], world.group(), x, np.add) for one in section.algorithms}
+    rivals = {one: partial(ALLREDUCE[one], world.main, x, np.add) for one in section.algorithms}
     crossing = size * 2 * (section.hosts - 1) // section.hosts  # bytes of `best`, a host's link
     seconds = interleaved(world.link, {**rivals, **links(world, crossing)}, rounds, warm_up=1)
     link = min(("link", "link-in-segments"), key=lambda one: np.median(seconds[one]))
@@ -129,7 +129,7 @@ def measure_size(world: World, section: Section, size: int, rounds: int) -> list
                 "busbw": moved / found["median_s"] / 1e9,
                 "share_of_link": paired_ratio(seconds[link], taken),
                 "speed_up": paired_ratio(taken, seconds[best]),
-                "correct": is_link or correct(world.group(), name),
+                "correct": is_link or correct(world.main, name),
             }
         )
     return rows

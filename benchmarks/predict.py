@@ -182,8 +182,7 @@ def allreduces(world: World, clocks: Any, rounds: int) -> Iterator[dict[str, Any
     for nbytes in SIZES:
         x = np.zeros(nbytes // 4, np.float32)
         calls = {
-            name: partial(collectives.ALLREDUCE[name], world.group(), x, np.add)
-            for name in ALGORITHMS
+            name: partial(collectives.ALLREDUCE[name], world.main, x, np.add) for name in ALGORITHMS
         }
         for name, seconds in interleaved(world.link, calls, rounds).items():
             at = clocks()

@@ -49,7 +49,7 @@ def allreduce(
     world, function = world or init(), allreduce_named(algorithm)
     flat, operation = _flat(x), _operation(x, op)
     _compare(world, check, f"allreduce {op} {algorithm}", x)
-    function(world.group(), flat, operation)
+    function(world.main, flat, operation)
     if op == "mean":
         flat /= world.size
 
@@ -74,7 +74,7 @@ def bind(
         raise UsageError(f"expected a result of {', '.join(RESULTS)}, seen {result!r}")
     operation = collectives.operation(op, x.dtype)
     _compare(world, True, f"bind {op} {algorithm} {result}", x)
-    return bound(world.group(), flat, operation, algorithm, result == "shared")
+    return bound(world.main, flat, operation, algorithm, result == "shared")
 
 
 def reduce(
@@ -87,7 +87,7 @@ def reduce(
     world = world or init()
     flat, operation = _flat(x), _operation(x, op)
     _compare(world, check, f"reduce {op} {_rank(root, world)}", x)
-    tree_reduce(world.group(), flat, operation, root)
+    tree_reduce(world.main, flat, operation, root)
     if op == "mean":
         flat /= world.size
 
@@ -96,7 +96,7 @@ def broadcast(x: np.ndarray, root: int = 0, world: World | None = None, check: b
     """Copy `root`'s `x` into every rank's `x`; binomial tree, ceil(log2 P) steps."""
     world = world or init()
     _compare(world, check, f"broadcast {_rank(root, world)}", x)
-    tree_broadcast(world.group(), _flat(x), root)
+    tree_broadcast(world.main, _flat(x), root)
 
 
 def reduce_scatter(
@@ -109,7 +109,7 @@ def reduce_scatter(
     world = world or init()
     flat, operation = _flat(_rows(x, world)), _operation(x, op)
     _compare(world, check, f"reduce_scatter {op}", x)
-    mine = ring_reduce_scatter(world.group(), flat, operation)
+    mine = ring_reduce_scatter(world.main, flat, operation)
     if op == "mean":
         mine /= world.size
     return x[world.rank]
@@ -120,7 +120,7 @@ def all_gather(x: np.ndarray, world: World | None = None, check: bool = True) ->
     world = world or init()
     _compare(world, check, "all_gather", _checked(x))
     rows = _room_for(x, world)
-    ring_all_gather(world.group(), rows.reshape(-1))
+    ring_all_gather(world.main, rows.reshape(-1))
     return rows
 
 
@@ -134,7 +134,7 @@ def gather(
         world.link.isend(x, root).wait()
         return None
     rows = _room_for(x, world)
-    linear.gather(world.group(), rows.reshape(-1), root)
+    linear.gather(world.main, rows.reshape(-1), root)
     return rows
 
 
@@ -145,7 +145,7 @@ def scatter(
     world = world or init()
     flat = _flat(_rows(x, world))
     _compare(world, check, f"scatter {_rank(root, world)}", x)
-    linear.scatter(world.group(), flat, root)
+    linear.scatter(world.main, flat, root)
     return x[world.rank]
 
 
@@ -154,7 +154,7 @@ def all_to_all(x: np.ndarray, world: World | None = None, check: bool = True) ->
     world = world or init()
     flat, out = _flat(_rows(x, world)), np.empty_like(x)
     _compare(world, check, "all_to_all", x)
-    linear.all_to_all(world.group(), flat, out.reshape(-1))
+    linear.all_to_all(world.main, flat, out.reshape(-1))
     return out
 
 

@@ -20,8 +20,7 @@ from hpctrain import config, data, engines, nn, optim
 from hpctrain.callbacks import EarlyStop
 from hpctrain.errors import UsageError
 from hpctrain.faults import FaultsOptions
-from hpctrain.gradients import compress
-from hpctrain.gradients.reducer import WireOptions
+from hpctrain.gradients.reducer import ALLREDUCE_ALONE, WireOptions
 from hpctrain.metrics import Metric
 from hpctrain.trace import TraceOptions
 from hpctrain.tuning.select import allreduce_named
@@ -219,14 +218,8 @@ def _engine(table: Table, wire: Table) -> Any:
         raise UsageError(f"[engine] {', '.join(sorted(misplaced))}: belongs into [wire]")
     kind = config.pick(engines.ENGINES, table["kind"], "[engine] kind")
     _must_belong(table, kind)
-    if wire_options.compression != "none" and not issubclass(kind, engines.AllReduce):
-        raise UsageError(compress.ALLREDUCE_ALONE.format(table["kind"]))
     known = {option.name for option in fields(kind)}
-    if wire_options.reduction == "ordered" and "reduction" not in known:
-        raise UsageError(
-            f"[wire] reduction: 'ordered' belongs to allreduce and single, seen with "
-            f"{table['kind']}; take --engine allreduce, or reduction = 'fast'"
-        )
+    wire_options.must_be_plain(table["kind"], ALLREDUCE_ALONE.keys() - known)
     keys = {key: value for key, value in wire.items() if key in known}
     return config.read_kind(engines.ENGINES, table | keys, "engine")
 

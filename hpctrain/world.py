@@ -50,7 +50,7 @@ class World:
     record: Record | None = None  #: where links write what they wait for; None among threads
     trace: Trace = field(default_factory=Trace)  #: where threads note what they did
     others: dict[str, list[Link]] = field(default_factory=dict)  #: by what they are for
-    main: Group = field(init=False)  #: of the main thread
+    main: Group = field(init=False)  #: all ranks, for the main thread; its scratch is kept
     memory: Memory = field(init=False)  #: what the ranks of this node see of each other
 
     def __post_init__(self) -> None:
@@ -73,10 +73,6 @@ class World:
     @property
     def host(self) -> str:
         return self.hosts[self.rank]
-
-    def group(self) -> Group:
-        """Return the group of all ranks for the main thread; its scratch is kept."""
-        return self.main
 
     def zeros(self, length: int, dtype: np.typing.DTypeLike = np.float32) -> np.ndarray:
         """Return zeros (length,) which the node's ranks see: sums over them are fastest.

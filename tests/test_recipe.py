@@ -88,6 +88,10 @@ REFUSED = {
         ["engine.kind=local-sgd", "wire.priority=true"],
         "[wire] priority: expected the engine 'allreduce', which sums a gradient in each step",
     ),
+    "priority of servers": (
+        ["engine.kind=ps-async", "wire.priority=true"],
+        "each step; seen 'ps-async'; set priority = false",
+    ),
     "no patience": (["early_stop.metric=test_loss"], "[early_stop] patience is missing"),
     "metric": (
         ["early_stop.patience=2", "early_stop.metric=loss"],
@@ -134,11 +138,11 @@ REFUSED = {
     ),
     "ordered servers": (
         ["wire.reduction=ordered", "engine.kind=ps-sync"],
-        "[wire] reduction: 'ordered' belongs to allreduce and single, seen with ps-sync",
+        "[wire] reduction: expected the engine 'allreduce', which sums a gradient in each step",
     ),
     "ordered apart": (
         ["wire.reduction=ordered", "engine.kind=local-sgd"],
-        "[wire] reduction: expected 'fast', seen 'ordered': ranks that train apart",
+        "each step; seen 'local-sgd'; set reduction = \"fast\"",
     ),
     "bucket": (
         ["wire.bucket_bytes=0"],

@@ -152,7 +152,7 @@ def _buffers(world: World, plan: sweep.Plan) -> str:
 
 
 def _title(world: World, plan: sweep.Plan) -> str:
-    nodes = len(world.group().nodes)
+    nodes = len(world.main.nodes)
     where = "1 node" if nodes == 1 else f"{nodes} nodes"
     reduced = f", {plan.op}" if plan.collective.name in ("allreduce", "reduce-scatter") else ""
     return f"{plan.collective.name} of {plan.dtype.name}{reduced}, {world.size} ranks on {where}"

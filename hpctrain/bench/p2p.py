@@ -185,7 +185,7 @@ def _ends(world: World, wanted: tuple[int, int] | None) -> tuple[int, int]:
     if world.size < 2:
         raise UsageError("p2p needs two ranks, seen 1: mpirun -n 2 hpctrain bench p2p")
     if wanted is None:
-        nodes = world.group().nodes
+        nodes = world.main.nodes
         return 0, nodes[1][0] if len(nodes) > 1 else 1
     if max(wanted) >= world.size:
         raise UsageError(f"--ranks: expected ranks below {world.size}, seen {max(wanted)}")

@@ -90,9 +90,9 @@ def contenders(
         if algorithm == NATIVE:
             found[algorithm] = Contender(*world.link.native_call(name, x, op))
         elif bind := plan.collective.bound.get(algorithm):
-            found[algorithm] = Contender(bind(world.group(), x, op), x)
+            found[algorithm] = Contender(bind(world.main, x, op), x)
         else:
-            call = partial(plan.collective.algorithms[algorithm], world.group(), x, op)
+            call = partial(plan.collective.algorithms[algorithm], world.main, x, op)
             found[algorithm] = Contender(call, x)
     for rival, library in rivals.items():
         found[rival] = Contender(library.call(name, x, plan.op), x, library.awake, RIVALS_FIRST)
@@ -131,7 +131,7 @@ def _rows(world: World, plan: Plan, rivals: Mapping[str, Rival], x: np.ndarray) 
     found = contenders(world, plan, rivals, x)
     verdicts = {name: judge(world, plan, one, x) for name, one in found.items()}
     x.fill(0)
-    floor, calls = floors.of(world.group(), x), calls_per_round(x.nbytes)
+    floor, calls = floors.of(world.main, x), calls_per_round(x.nbytes)
     timed = {name: one.call for name, one in found.items()} | {FLOOR: floor.call}
     around = {name: one.warm for name, one in found.items()}
     seconds = interleaved(world.link, timed, plan.rounds, plan.warm_up, calls, around)
@@ -142,7 +142,7 @@ def _rows(world: World, plan: Plan, rivals: Mapping[str, Rival], x: np.ndarray) 
         if NATIVE in seconds:
             row["times_native"] = paired_ratio(seconds[NATIVE], taken)
         if name == AUTO:
-            row["takes"] = name_of(auto, world.group(), x)
+            row["takes"] = name_of(auto, world.main, x)
         correct, shared = verdicts[name]
         row["result"] = "shared" if shared else "in place"
         row["floor"] = floor.kind
@@ -154,7 +154,7 @@ def _rows(world: World, plan: Plan, rivals: Mapping[str, Rival], x: np.ndarray) 
 
 def least_bytes(world: World, plan: Plan, shared: bool, nbytes: int) -> float:
     """Return the bytes that must be moved: in the memory of one node, or out of each of several."""
-    collective, nodes = plan.collective, len(world.group().nodes)
+    collective, nodes = plan.collective, len(world.main.nodes)
     if nodes > 1:
         return nbytes * collective.busbw(nodes)
     moved = collective.moved_if_shared if shared else None

@@ -55,7 +55,7 @@ def run(world: World, asked: Asked) -> None:
     """Measure, write the table, show and draw it. Collective; rank 0 touches files and speaks."""
     if world.size == 1:
         raise UsageError("one rank has nothing to tune; start more: mpirun -n RANKS hpctrain tune")
-    group, over_mpi = world.group(), world.transport == "mpi"
+    group, over_mpi = world.main, world.transport == "mpi"
     here = table.fingerprint(group, over_mpi)
     path = asked.out or table.place(here)
     room.check(world, max(asked.sizes), rivals=False)

@@ -10,7 +10,7 @@ each rank makes 1/P of the update, for as many bytes; see `update.py`. Source: G
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from time import perf_counter
 
 import numpy as np
@@ -22,13 +22,7 @@ from hpctrain.collectives.nccl import communicator, nccl
 from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.collectives.vote import largest
 from hpctrain.engines import compressed, overlap
-from hpctrain.engines.engine import (
-    Flags,
-    Task,
-    Times,
-    Work,
-    in_step,
-)
+from hpctrain.engines.engine import Flags, Task, Times, Work, in_step
 from hpctrain.engines.ordered import sums_of
 from hpctrain.engines.overlap import AsNeeded
 from hpctrain.engines.shared import Shared
@@ -54,41 +48,57 @@ class AllReduceOptions(WireOptions):
     def __post_init__(self) -> None:
         """Refuse options that contradict each other, and what compression does not go with."""
         super().__post_init__()
-        if self.shard_optimizer and self.share_parameters:
-            raise UsageError(
-                "[engine] shard_optimizer: expected without share_parameters, seen both; where "
-                "parameters are shared, a rank keeps only a part of the optimizer's state anyway"
-            )
-        own = [key for key in ("shard_optimizer", "share_parameters") if getattr(self, key)]
-        if own and self.compression != "none":
-            raise UsageError(
-                f"[engine] {own[0]}: ranks exchange ranges of the gradient as it is; "
-                f"expected [wire] compression none, seen {self.compression}"
-            )
-        if self.share_parameters and self.reduction == "ordered":
-            raise UsageError(
-                "[engine] share_parameters: ranks add what their neighbours have, in the order of "
-                "ranks; expected [wire] reduction 'fast', seen 'ordered'"
-            )
         if self.reduction == "ordered":
             all_gather_named(self.algorithm)  # some cannot
-        own += ["compression"] * (self.compression != "none")
-        own += ["reduction 'ordered'"] * (self.reduction == "ordered")
-        if own and self.priority:
-            raise UsageError(
+        for seen, message in self._contradictions():
+            if seen:
+                raise UsageError(message)
+
+    def _contradictions(self) -> Iterator[tuple[bool, str]]:
+        """Say what does not go together, and whether it is seen here."""
+        shard, share, ordered = (
+            self.shard_optimizer,
+            self.share_parameters,
+            self.reduction == "ordered",
+        )
+        yield (
+            shard and share,
+            "[engine] shard_optimizer: expected without share_parameters, seen both; where "
+            "parameters are shared, a rank keeps only a part of the optimizer's state anyway",
+        )
+        for key in ("shard_optimizer", "share_parameters"):
+            yield (
+                getattr(self, key) and self.compression != "none",
+                f"[engine] {key}: ranks exchange ranges of the gradient as it is; "
+                f"expected [wire] compression none, seen {self.compression}",
+            )
+        yield (
+            share and ordered,
+            "[engine] share_parameters: ranks add what their neighbours have, in the order of "
+            "ranks; expected [wire] reduction 'fast', seen 'ordered'",
+        )
+        beside = {
+            "shard_optimizer": shard,
+            "share_parameters": share,
+            "compression": self.compression != "none",
+            "reduction 'ordered'": ordered,
+        }
+        for key, seen in beside.items():
+            yield (
+                seen and self.priority,
                 "[wire] priority: expected all parameters on each rank, updated bucket by bucket "
-                f"from plain sums; seen {own[0]}"
+                f"from plain sums; seen {key}",
             )
-        if self.share_parameters and self.overlap == "always":
-            raise UsageError(
-                "[engine] share_parameters: sums are made in the pass of the update, after "
-                "backward; expected [wire] overlap 'auto' or 'never', seen 'always'"
-            )
-        if self.shard_optimizer and self.algorithm not in ("auto", "ring"):
-            raise UsageError(
-                "[engine] shard_optimizer: ranks exchange ranges along a ring; expected [wire] "
-                f"algorithm auto or ring, seen {self.algorithm}"
-            )
+        yield (
+            share and self.overlap == "always",
+            "[engine] share_parameters: sums are made in the pass of the update, after "
+            "backward; expected [wire] overlap 'auto' or 'never', seen 'always'",
+        )
+        yield (
+            shard and self.algorithm not in ("auto", "ring"),
+            "[engine] shard_optimizer: ranks exchange ranges along a ring; expected [wire] "
+            f"algorithm auto or ring, seen {self.algorithm}",
+        )
 
     def build(self, world: World, replica: Replica, optimizer: Optimizer) -> AllReduce | Single:
         """Return this rank's engine; collective. Alone there is nothing to sum."""
@@ -111,54 +121,47 @@ class AllReduce:
     def __init__(
         self, world: World, replica: Replica, optimizer: Optimizer, options: AllReduceOptions
     ):
-        if options.priority and optimizer.needs_norms:
-            raise UsageError(
-                "[wire] priority: parameters are updated bucket by bucket; expected an optimizer "
-                "that needs no norm of whole tensors, seen lars, lamb or clip_norm"
-            )
-        grad = replica.arena.grad
-        replica.move(grad=world.memory.zeros(grad.size, grad.dtype))
-        arena = replica.arena
-        said = f"{options}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
-        world.must_agree(said, "model and options")
+        _must_take_buckets(optimizer, options)
+        _same_start(world, replica, options)
         self.times, self.algorithm = Times(), options.algorithm
         self.workers, self.worker = world.size, world.rank
-        self._trace = world.trace
-        self._group = world.group()
-        for plane in (arena.param, arena.buffer):
-            broadcast(self._group, plane)  # a user's own model may start from random numbers
+        self._trace, self._group = world.trace, world.main
         self._vote(Flags())  # what votes need is made now: no step pays for it
         self._sums = sums_of(replica, options, world.rank, world.size)
-        self.replica, sums = self._sums.replica, self._sums.allreduce
+        self.replica = self._sums.replica
         self._wire: Group | None = None  # of the communication thread
-        self._compressor = compress.build(options, sums, arena, world.size)
+        self._compressor = compress.build(options, self._sums.allreduce, replica.arena, world.size)
+        self._as_needed: AsNeeded | None = None
         self._reducer: Reducer | Shared
         self.update: Replicated | Sharded | Shared
-        self._as_needed: AsNeeded | None = None
         if options.share_parameters:
-            self.update = self._reducer = Shared(world, replica, optimizer, sums, self.times)
-            return
+            self.update = Shared(world, replica, optimizer, self._sums.allreduce, self.times)
+            self._reducer = self.update
+        else:
+            self._update_in_buckets(world, optimizer, options)
+
+    def _update_in_buckets(
+        self, world: World, optimizer: Optimizer, options: AllReduceOptions
+    ) -> None:
+        """Make the update of gradients that are summed bucket by bucket; collective."""
+        arena, sums, times, trace = self.replica.arena, self._sums, self.times, world.trace
         self.update = (
-            Sharded(
-                self._group, arena, optimizer, self.times, world.trace, self._sums.reduce_scatter
-            )
+            Sharded(self._group, arena, optimizer, times, trace, sums.reduce_scatter)
             if options.shard_optimizer
-            else Replicated(self._group, arena, optimizer, self._compressor or sums)
+            else Replicated(self._group, arena, optimizer, self._compressor or sums.allreduce)
         )
         concurrent = overlap.pays(world, options)
-        self._wire = world.group_for("wire", alone=not concurrent)
-        if sums is nccl:
-            communicator(self._wire)  # now, before training, it can still be refused
-        overlap.let_compute(self._wire, concurrent)
-        cut = overlap.cut(arena, self._wire, options, concurrent)
-        reduce = overlap.shared_form(self.update.reduce, self._wire, arena.grad, cut, options)
-        self._reducer = Reducer(
-            arena.grad, cut, self._wire, reduce, concurrent, world.trace, options.priority
-        )
+        wire = self._wire = world.group_for("wire", alone=not concurrent)
+        if sums.allreduce is nccl:
+            communicator(wire)  # now, before training, it can still be refused
+        overlap.let_compute(wire, concurrent)
+        cut = overlap.cut(arena, wire, options, concurrent)
+        reduce = overlap.shared_form(self.update.reduce, wire, arena.grad, cut, options)
+        self._reducer = Reducer(arena.grad, cut, wire, reduce, concurrent, trace, options.priority)
         if options.priority:
             parts = [slice(bucket.start, bucket.stop) for bucket in cut]
             update = InParts(optimizer, self.update.state, arena.param, arena.slots, parts)
-            self._as_needed = AsNeeded(self._reducer, update, self.times, world.trace)
+            self._as_needed = AsNeeded(self._reducer, update, times, trace)
         if self.update.reduce is auto:
             self.algorithm = f"auto ({', '.join(dict.fromkeys(self._reducer.algorithms))})"
 
@@ -242,3 +245,22 @@ class AllReduce:
 
     def _vote(self, flags: Flags) -> Flags:
         return Flags(*largest(self._group, flags))
+
+
+def _must_take_buckets(optimizer: Optimizer, options: AllReduceOptions) -> None:
+    if options.priority and optimizer.needs_norms:
+        raise UsageError(
+            "[wire] priority: parameters are updated bucket by bucket; expected an optimizer "
+            "that needs no norm of whole tensors, seen lars, lamb or clip_norm"
+        )
+
+
+def _same_start(world: World, replica: Replica, options: AllReduceOptions) -> None:
+    """Let neighbours see the gradients, and all ranks begin from the parameters of rank 0."""
+    grad = replica.arena.grad
+    replica.move(grad=world.memory.zeros(grad.size, grad.dtype))
+    arena = replica.arena
+    said = f"{options}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
+    world.must_agree(said, "model and options")
+    for plane in (arena.param, arena.buffer):
+        broadcast(world.main, plane)  # a user's own model may start from random numbers

@@ -39,7 +39,7 @@ class Centreless:
         world.must_agree(said, "model and options")
         self.replica, self.times = replica, Times()
         self.workers, self.worker = world.size, world.rank
-        self._world, self._trace, self._group = world, world.trace, world.group()
+        self._world, self._trace, self._group = world, world.trace, world.main
         for plane in (arena.param, arena.buffer):
             broadcast(self._group, plane)  # a user's own model may start from random numbers
         self._apart = Apart(arena, optimizer, self.worker, self.workers)

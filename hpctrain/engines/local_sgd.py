@@ -52,7 +52,6 @@ from hpctrain.engines.engine import (
 )
 from hpctrain.engines.node import Node
 from hpctrain.errors import UsageError
-from hpctrain.gradients import compress
 from hpctrain.gradients.reducer import WireOptions
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums
@@ -76,19 +75,8 @@ class LocalSgdOptions(WireOptions):
 
     def __post_init__(self) -> None:
         """Refuse options that contradict each other."""
-        if self.compression != "none":
-            raise UsageError(compress.ALLREDUCE_ALONE.format("local-sgd"))
         super().__post_init__()
-        if self.reduction == "ordered":
-            raise UsageError(
-                "[wire] reduction: expected 'fast', seen 'ordered': ranks that train apart take "
-                "other steps on another number of ranks; take --engine allreduce"
-            )
-        if self.priority:
-            raise UsageError(
-                "[wire] priority: expected the engine 'allreduce', which sums a gradient in each "
-                "step; seen 'local-sgd'; remove it"
-            )
+        self.must_be_plain("local-sgd")
         given = [key for key in ("outer_rate", "outer_momentum") if getattr(self, key) is not None]
         if given and self.outer == "none":
             raise UsageError(
@@ -131,7 +119,7 @@ class LocalSgd:
         self._together = AllReduce(world, replica, optimizer, wire)
         self.replica, self.times, self.algorithm = replica, self._together.times, options.algorithm
         self.workers, self.worker = world.size, world.rank
-        self._options, self._trace, self._group = options, world.trace, world.group()
+        self._options, self._trace, self._group = options, world.trace, world.main
         self._update = self._together.update
         self._allreduce = allreduce_named(options.algorithm)
         self._node = Node(world, self.times, self._allreduce, options.apart == "nodes")

@@ -80,7 +80,7 @@ class ParameterServer:
         self.asynchronous = method.asynchronous
         self.staleness: Staleness | None = None
         self.recorder = None if method.in_step else Recorder()
-        self._group = world.group()
+        self._group = world.main
         for plane in (arena.param, arena.buffer):
             broadcast(self._group, plane)  # a user's own model may start from random numbers
         self._links = [world.link_for("push"), world.link_for("pull")]

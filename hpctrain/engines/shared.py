@@ -29,10 +29,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from hpctrain.checkpoint import Piece
-from hpctrain.collectives import AllReduceFunction, Group, all_gather_bytes
+from hpctrain.collectives import AllReduceFunction, Group
 from hpctrain.collectives.chunks import bounds
-from hpctrain.engines.engine import BLOCK, Times, fitting, load_into, pieces_of
-from hpctrain.engines.update import InParts, seen_from
+from hpctrain.engines.engine import BLOCK, Times
+from hpctrain.engines.update import InParts, load_range, range_pieces, rows_of_all, seen_from
 from hpctrain.errors import UsageError
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
@@ -97,21 +97,14 @@ class Shared:
 
     def pieces(self) -> list[Piece]:
         """Return this rank's part of the state; each node saves an equal part of a range."""
-        nodes, size = self._across.link, self._arena.param.size
+        nodes = self._across.link
         offsets = bounds(self._param.size, nodes.size, BLOCK)
         at = slice(offsets[nodes.rank], offsets[nodes.rank + 1])
-        arrays = {name: x for name, x in self.state.items() if name != "step"}
-        step = {name: self.state[name] for name in self.state.keys() - arrays.keys()}
-        start = self._own.start + at.start
-        own = [Piece(f"optimizer.{name}", start, size, x[at]) for name, x in arrays.items()]
-        return own + pieces_of(self._arena, step, self._link.rank, self._link.size)
+        return range_pieces(self._arena, self.state, self._own.start, at, self._link)
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Take the parameters, as all of the node do alike, and our range of the state."""
-        load_into(self._arena, {}, arrays)
-        for name, x in self.state.items():
-            size, at = (1, slice(1)) if name == "step" else (self._arena.param.size, self._own)
-            x[...] = fitting(arrays, f"optimizer.{name}", size)[at]
+        load_range(self._arena, self.state, self._own, arrays)
 
     def close(self) -> None:
         """Do nothing: there are no threads."""
@@ -147,10 +140,7 @@ class Shared:
 
     def _rows_of_all(self, rows: np.ndarray) -> np.ndarray:
         """Return the rows of all ranges, in order, as any node has them; see `Optimizer`."""
-        with self._trace.span("gather norms", "wait") as waiting:
-            everyones = all_gather_bytes(self._node, rows.tobytes())
-        self._times.wait_s += waiting.seconds
-        return np.frombuffer(b"".join(everyones)).reshape(-1, rows.shape[1])
+        return rows_of_all(rows, self._node, self._times, self._trace)
 
 
 def _share(world: World, replica: Replica) -> None:

@@ -31,6 +31,7 @@ from hpctrain.gradients.arena import Arena, Slot, offset_in
 from hpctrain.optim import Optimizer
 from hpctrain.optim.optimizer import State
 from hpctrain.trace import Trace
+from hpctrain.transport.link import Link
 
 ReduceScatter = Callable[..., Any]
 
@@ -138,22 +139,47 @@ class Sharded:
 
     def pieces(self) -> list[Piece]:
         """Return what this rank alone holds, and its 1/P of what all hold."""
-        link, size = self._group.link, self._arena.param.size
-        arrays = {name: x for name, x in self.state.items() if name != "step"}
-        step = {name: self.state[name] for name in self.state.keys() - arrays.keys()}
-        own = [Piece(f"optimizer.{name}", self._own.start, size, x) for name, x in arrays.items()]
-        return own + pieces_of(self._arena, step, link.rank, link.size)
+        return range_pieces(self._arena, self.state, self._own.start, slice(None), self._group.link)
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Take this rank's range out of the whole state."""
-        load_into(self._arena, {}, arrays)
-        for name, x in self.state.items():
-            size, at = (1, slice(1)) if name == "step" else (self._arena.param.size, self._own)
-            x[...] = fitting(arrays, f"optimizer.{name}", size)[at]
+        load_range(self._arena, self.state, self._own, arrays)
 
     def _rows_of_all(self, rows: np.ndarray) -> np.ndarray:
         """Return the rows of all ranges, in order; see `hpctrain.optim.optimizer.Optimizer`."""
-        with self._trace.span("gather norms", "wait") as waiting:
-            everyones = all_gather_bytes(self._group.link, rows.tobytes())
-        self._times.wait_s += waiting.seconds
-        return np.frombuffer(b"".join(everyones)).reshape(-1, rows.shape[1])
+        return rows_of_all(rows, self._group.link, self._times, self._trace)
+
+
+def range_pieces(
+    arena: Arena, state: Mapping[str, np.ndarray], start: int, at: slice, link: Link
+) -> list[Piece]:
+    """Return this rank's part of what all hold, and elements `at` of its range from `start` on.
+
+    `state` is the optimizer's of this range; all hold the parameters and the step.
+    """
+    size, begin = arena.param.size, start + (at.start or 0)
+    own = {name: x for name, x in state.items() if name != "step"}
+    step = {name: state[name] for name in state.keys() - own.keys()}
+    ranges = [Piece(f"optimizer.{name}", begin, size, x[at]) for name, x in own.items()]
+    return ranges + pieces_of(arena, step, link.rank, link.size)
+
+
+def load_range(
+    arena: Arena,
+    state: Mapping[str, np.ndarray],
+    own: slice,
+    arrays: Mapping[str, np.ndarray],
+) -> None:
+    """Take the parameters, and range `own` of the optimizer's state, out of the full `arrays`."""
+    load_into(arena, {}, arrays)
+    for name, x in state.items():
+        size, at = (1, slice(1)) if name == "step" else (arena.param.size, own)
+        x[...] = fitting(arrays, f"optimizer.{name}", size)[at]
+
+
+def rows_of_all(rows: np.ndarray, link: Link, times: Times, trace: Trace) -> np.ndarray:
+    """Return the rows of all ranges, in order; see `hpctrain.optim.optimizer.Optimizer`."""
+    with trace.span("gather norms", "wait") as waiting:
+        everyones = all_gather_bytes(link, rows.tobytes())
+    times.wait_s += waiting.seconds
+    return np.frombuffer(b"".join(everyones)).reshape(-1, rows.shape[1])

@@ -25,8 +25,9 @@ distributed DNN training", 2019. There slices of layers are exchanged, here whol
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Annotated, Any, Literal
@@ -56,6 +57,10 @@ def _auto_or_bytes(value: Any) -> Any:
     return value
 
 
+#: What only a sum of gradients in each step can do, and the value that asks for nothing.
+ALLREDUCE_ALONE = {"compression": "none", "reduction": "fast", "priority": False}
+
+
 @config.options
 class WireOptions(ReductionOptions, CompressionOptions):
     """The keys of `[wire]`: which all-reduce, how much travels at once, how small, what order."""
@@ -79,6 +84,15 @@ class WireOptions(ReductionOptions, CompressionOptions):
                 "[wire] priority: expected overlap = 'auto' or 'always' beside it, seen 'never': "
                 "it orders what travels while ranks compute"
             )
+
+    def must_be_plain(self, engine: str, keys: Collection[str] = ALLREDUCE_ALONE.keys()) -> None:
+        """Raise UsageError for what `engine` cannot do, of `keys`: no step sums gradients."""
+        for key, plain in ALLREDUCE_ALONE.items():
+            if key in keys and getattr(self, key) != plain:
+                raise UsageError(
+                    f"[wire] {key}: expected the engine 'allreduce', which sums a gradient in each "
+                    f"step; seen '{engine}'; set {key} = {json.dumps(plain)}"
+                )
 
 
 class Reducer:

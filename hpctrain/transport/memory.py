@@ -135,18 +135,23 @@ class Memory:
     def _shared_by(self, kind: str, nbytes: int) -> list[np.ndarray] | None:
         skew = ALIGN_BYTES + self._link.rank * SKEW_BYTES % PAGE_BYTES
         if kind == "window":
-            return [_at_a_cache_line(x) for x in self._link.window(nbytes + ALIGN_BYTES)]
+            pages = self._link.window(nbytes + ALIGN_BYTES)
+            return [_at_a_cache_line(x) for x in pages] if self._all(bool(pages)) else None
         token = secrets.token_bytes(16)
         file = _made(FILES[kind], token, skew + nbytes)
         told = self._gather(token + _TOLD.pack(skew, nbytes) + file.path.encode() if file else b"")
         arrays = list(map(_mapped, told)) if all(told) else [None]
         fine = all(x is not None for x in arrays)
-        everywhere = all(one == b"y" for one in self._gather(b"y" if fine else b"n"))
+        everywhere = self._all(fine)
         if file is not None:
             os.close(file.descriptor)
             with suppress(OSError):  # a memfd has no name to remove
                 os.unlink(file.path)
         return [x for x in arrays if x is not None] if everywhere else None
+
+    def _all(self, fine: bool) -> bool:
+        """Return whether all ranks say that this kind is `fine`."""
+        return all(one == b"y" for one in self._gather(b"y" if fine else b"n"))
 
 
 def aligned_zeros(length: int, dtype: np.typing.DTypeLike) -> np.ndarray:

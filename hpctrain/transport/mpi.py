@@ -24,19 +24,13 @@ mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402  (the settings above must come first)
 
 from hpctrain.errors import TransportError, UsageError  # noqa: E402
+from hpctrain.transport import native  # noqa: E402
 from hpctrain.transport.link import NativeCall  # noqa: E402
 from hpctrain.watch import About, Entry, unnoted  # noqa: E402
 
 #: Open MPI refuses counts above 2^31 - 1; longer messages travel in pieces of this many bytes.
 CUT_BYTES = 1 << 30
-LONGEST_BYTES = (1 << 31) - 1  # what Open MPI takes in one call
 TAG = 0
-OPERATIONS: dict[np.ufunc, MPI.Op] = {
-    np.add: MPI.SUM,
-    np.minimum: MPI.MIN,
-    np.maximum: MPI.MAX,
-    np.bitwise_or: MPI.BOR,
-}
 #: Who waits for a word in shared memory first yields its core again and again; after YIELD_S it
 #: sleeps between its looks: a nap is 1/100 of what it has waited then.
 YIELD_S, NAP_S, LOOKS_PER_PROBE = 0.05, 0.0005, 32
@@ -129,10 +123,15 @@ class MpiLink:
     def window(self, nbytes: int) -> list[np.ndarray]:
         """Return all ranks' arrays of zeros, ours of `nbytes`, in a window that lives to the end.
 
-        Freeing it would be collective, and nobody knows when the last array in it is gone.
+        Freeing it would be collective, and nobody knows when the last array in it is gone. None
+        are returned where MPI refuses.
         """
         self.entry.enter(b"window", ALL, nbytes)
-        window = MPI.Win.Allocate_shared(nbytes, 1, comm=MPI.Intracomm(self._comm))
+        try:
+            window = MPI.Win.Allocate_shared(nbytes, 1, comm=MPI.Intracomm(self._comm))
+        except MPI.Exception:
+            self.entry.leave()
+            return []
         pages = [window.Shared_query(rank)[0] for rank in range(self.size)]
         arrays = [np.frombuffer(page, np.uint8) for page in pages]  # type: ignore[call-overload]
         arrays[self.rank][:] = 0
@@ -142,43 +141,23 @@ class MpiLink:
 
     def native_allreduce(self, x: np.ndarray, op: Any) -> None:
         """Reduce `x` in place by the MPI library's own `MPI_Allreduce`."""
-        if op not in OPERATIONS:
+        if op not in native.OPERATIONS:
             raise UsageError(f"MPI reduces no arrays of {x.dtype}; take an algorithm of ours")
         self.entry.enter(b"MPI_Allreduce", ALL, x.nbytes)
         for piece in cuts(x, self.cut_bytes):
-            self._comm.Allreduce(MPI.IN_PLACE, piece, OPERATIONS[op])
+            self._comm.Allreduce(MPI.IN_PLACE, piece, native.OPERATIONS[op])
         self.entry.leave()
 
     def bind_native(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
         """Return a call that does `native_allreduce` to flat `x`, seen by the watch, not noted."""
-        if op not in OPERATIONS or x.nbytes > LONGEST_BYTES:
+        if not native.able(x, op):
             return partial(self.native_allreduce, x, op)
         about = About(self, b"MPI_Allreduce", x.nbytes)
         return unnoted(self.native_call("allreduce", x, op).call, about)
 
     def native_call(self, operation: str, x: np.ndarray, op: Any) -> NativeCall:
-        """Return a call of MPI's own `operation` on flat `x`; see Link.
-
-        It costs what MPI costs under mpi4py: no look at the array, no note for the watch. Raises
-        UsageError for a dtype that MPI does not reduce, and above what Open MPI takes at once.
-        """
-        if op not in OPERATIONS or x.nbytes > LONGEST_BYTES:
-            raise UsageError(
-                f"MPI's own {operation}: expected int or float of 32 or 64 bits and at most "
-                f"{LONGEST_BYTES} bytes, seen {x.nbytes} bytes of {x.dtype}"
-            )
-        comm, chunk = self._comm, x.size // self.size
-        kind = MPI.Datatype.fromcode(x.dtype.char)
-        whole, chunks = [x, x.size, kind], [x, chunk, kind]
-        here, by = MPI.IN_PLACE, OPERATIONS[op]
-        calls: dict[str, Callable[[], Any]] = {
-            "allreduce": partial(comm.Allreduce, here, whole, by),
-            "reduce-scatter": partial(comm.Reduce_scatter_block, here, chunks, by),
-            "all-gather": partial(comm.Allgather, here, chunks),
-            "broadcast": partial(comm.Bcast, whole, 0),
-        }
-        result = x[:chunk] if operation == "reduce-scatter" else x
-        return NativeCall(calls[operation], result)
+        """Return a call of MPI's own `operation` on `x`, unseen by the watch; see native.py."""
+        return native.bound(self._comm, operation, x, op)
 
     def free(self) -> None:
         """Give the communicator back to MPI; all its ranks must call, and none may use it after."""

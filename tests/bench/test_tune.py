@@ -17,7 +17,7 @@ from hpctrain.tuning import table
 AUTO = """
 import sys, numpy as np, hpctrain as ht
 world = ht.init()
-assert world.group().choices.measured == (sys.argv[1] == "measured"), sys.argv
+assert world.main.choices.measured == (sys.argv[1] == "measured"), sys.argv
 x = world.memory.zeros(1000, np.float32)
 x[:] = world.rank + 1
 ht.allreduce(x, world=world)

@@ -121,7 +121,7 @@ def test_sums_over_ranks(cuda, dtype, op):
     fake = cuda(3, 4)
 
     def body(world):
-        function, group = allreduce_named("nccl"), world.group()
+        function, group = allreduce_named("nccl"), world.main
         for n in (1, 100, 0):
             x = (np.arange(n) * (world.rank + 1) - 40).astype(dtype)
             function(group, x, collectives.OPERATIONS[op])
@@ -159,7 +159,7 @@ def test_what_nccl_would_round_in_its_own_way_is_refused(cuda):
     def body(world):
         x = np.ones(4, np.float16)
         with pytest.raises(UsageError, match="no arrays of float16"):
-            allreduce_named("nccl")(world.group(), x, collectives.operation("sum", x.dtype))
+            allreduce_named("nccl")(world.main, x, collectives.operation("sum", x.dtype))
 
     run_on("threads", 1, body)
 

@@ -43,7 +43,7 @@ def by_hand(first: int, last: int, leaf) -> np.ndarray:
 
 
 def summed(world, blocks: int, n: int, dtype: str, gather) -> bytes:
-    group = world.group()
+    group = world.main
     own = [partial_of(block, n, dtype) for block in Tree(blocks, world.size).run(world.rank)]
     return ordered.sum_of_blocks(group, own, blocks, gather).tobytes()
 
@@ -84,7 +84,7 @@ def test_neighbours_memory_is_read(ranks, n):
     """The same bits, and where each rank holds one subtotal not a byte is sent."""
 
     def body(world):
-        group, size = world.group(), world.size
+        group, size = world.main, world.size
         for blocks in counts(size):
             tree, x = Tree(blocks, size), world.memory.zeros(n, np.float32)
             own = [partial_of(block, n, "float32") for block in tree.run(world.rank)]
@@ -118,7 +118,7 @@ def test_bytes_and_messages(ranks):
                 x = np.zeros(n)
                 own = [x.copy() for _ in tree.held[world.rank]]
                 before = link.bytes_sent, link.messages_sent
-                ordered.reduce_scatter(world.group(), tree, own, x, np.add)
+                ordered.reduce_scatter(world.main, tree, own, x, np.add)
                 sent = link.bytes_sent - before[0], link.messages_sent - before[1]
                 call = Call(n, x.itemsize, size, world.rank, blocks=blocks)
                 told = MESSAGES["ordered-reduce-scatter"](call)
@@ -181,7 +181,7 @@ def test_gathered_bits_are_those_of_the_owner(ranks, name):
             mine = x[own].copy()
             x.view(told.dtype)[...] = 12345
             x[own] = mine
-            GATHERS[name](world.group(), x)
+            GATHERS[name](world.main, x)
             assert x.tobytes() == told.tobytes(), dtype
 
     ranks(body)
@@ -191,6 +191,6 @@ def test_direct_is_for_one_node():
     def body(link):
         world = over_threads(link, ("a", "b"))
         with pytest.raises(UsageError, match="algorithm direct works inside one node, seen 2"):
-            GATHERS["direct"](world.group(), np.zeros(8))
+            GATHERS["direct"](world.main, np.zeros(8))
 
     run_ranks(2, body)

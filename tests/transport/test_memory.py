@@ -13,6 +13,7 @@ from ranks import on_ranks, run_on
 
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.transport import memory
+from hpctrain.transport.local import LocalLink
 from hpctrain.transport.memory import Memory
 
 KINDS = ("memfd", "file", "window")
@@ -114,6 +115,23 @@ def test_too_little_memory_is_no_crash():
         assert mine.neighbours(mine.zeros(10, np.float32)) is None
 
     run_on("threads", 2, body)
+
+
+def test_a_window_that_one_rank_is_refused_is_none(monkeypatch):
+    """Then nothing is shared: all know it, and have arrays of their own."""
+    window = LocalLink.window
+
+    def refused(link, nbytes):
+        pages = window(link, nbytes)
+        return [] if link.rank == 1 else pages
+
+    def body(world):
+        mine, _ = shared(world, "window")
+        assert mine.neighbours(mine.zeros(10, np.float32)) is None
+        return mine.kind
+
+    monkeypatch.setattr(LocalLink, "window", refused)
+    assert run_on("threads", 3, body) == [None] * 3
 
 
 def test_nothing_stays_behind():

@@ -116,7 +116,7 @@ def test_auto_and_a_bound_call_reduce(ranks):
 def test_ranks_with_arrays_in_different_memory_take_the_same(ranks, nodes):
     def body(world):
         plan = choose.Plan(((0, "tree"),), ((0, "ring"),), ((0, "tree"),), (), True)
-        group = replace(world.group(), choices=choose.choices(plan))
+        group = replace(world.main, choices=choose.choices(plan))
         # Those of another node see no flags of ours.
         group = replace(group, nodes=group.nodes if nodes == 1 else (*group.nodes, ()))
         mixed = world.memory.zeros(5, np.float32)
@@ -146,7 +146,7 @@ def test_bucket_bytes(costs, plane, wanted):
 
 def test_bucket_bytes_of_the_model_grow_with_the_plane():
     def body(world):
-        return [select.bucket_bytes(world.group(), 1 << i) for i in range(10, 34)]
+        return [select.bucket_bytes(world.main, 1 << i) for i in range(10, 34)]
 
     found = run_on("threads", 3, body)[2]
     assert found == sorted(found) and 64 << 10 <= found[0] < found[-1] <= 64 << 20

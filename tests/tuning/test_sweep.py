@@ -41,7 +41,7 @@ def measured(monkeypatch, sizes, rounds=5, limit_s=1e9, steps=0.0, slower=1.0):
         monkeypatch.setattr(sweep, "perf_counter", lambda: float(next(now)))
         monkeypatch.setattr(sweep, "able", lambda group: list(FACTORS))
         monkeypatch.setattr(select, "bound", bound)
-        *_, rows = sweep.sweep(world.group(), sizes, rounds, limit_s)
+        *_, rows = sweep.sweep(world.main, sizes, rounds, limit_s)
         return rows
 
     return run_on("threads", 1, body)[0], counts
@@ -72,7 +72,7 @@ def test_no_round_is_begun_that_would_not_be_done_in_time(monkeypatch, limit_s, 
 @on_ranks(2, 3, mpi=(2, 3))
 def test_all_ranks_find_the_same(ranks):
     def body(world):
-        group = world.group()
+        group = world.main
         *_, rows = sweep.sweep(group, [4, 70_000], 3, 1e9)
         return rows, sweep.buckets(group, rows, 200_000, 1), constants(group, 1)
 

@@ -21,7 +21,7 @@ RANKS = 3
 
 def made(world, name: str = "tree") -> table.Table:
     """Return a table that fits `world` and makes `auto` take `name`."""
-    here = table.fingerprint(world.group(), mpi=world.transport == "mpi")
+    here = table.fingerprint(world.main, mpi=world.transport == "mpi")
     rows = [Row(name, False, 4, 1e-6), Row("native", False, 4, 1e-3)]
     return table.Table(here, rows, [(1 << 20, 1e-9)], Machine())
 
@@ -32,7 +32,7 @@ def written(found: table.Table) -> str:
 
 def told(world) -> str:
     """Return what `auto` takes in a world made anew, on the same link."""
-    group = select.with_choices(world.group(), mpi=world.transport == "mpi")
+    group = select.with_choices(world.main, mpi=world.transport == "mpi")
     return select.name_of(select.auto, group, np.zeros(100, np.float32))
 
 

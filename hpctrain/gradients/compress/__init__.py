@@ -34,11 +34,6 @@ REFUSED = {
     "native": ("bf16", "fp16"),
     "nccl": ("bf16", "fp16"),
 }
-#: What other engines say.
-ALLREDUCE_ALONE = (
-    "[wire] compression: expected the engine 'allreduce', which sums a gradient in each step; seen "
-    "'{}'; set compression = 'none'"
-)
 #: Which method a key belongs to.
 KEYS = {"compression_ratio": "top-k", "compression_rank": "powersgd"}
 
