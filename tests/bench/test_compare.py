@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -53,3 +54,53 @@ def test_claims_fail_where_they_do_not_hold(compare, direct, correct):
     ((claim, holds),) = held.items()
     assert claim.startswith(f"allreduce: direct, A {4 / direct:.2f}x native (geometric mean, 1 MiB")
     assert holds is (4 / direct >= 3.0)
+
+
+def step(algorithm, exposed_s):
+    seconds = {"exposed_s": exposed_s, "alone_s": 1.0, "samples_per_s": 1.0}
+    return row(algorithm, MIB, 1.0) | seconds | {"batch_per_rank": 32}
+
+
+@pytest.mark.parametrize("ours, holds", [(0.009, True), (0.011, False), (-0.002, True)])
+def test_exposed_communication_is_a_third_of_the_least_of_a_rival(compare, ours, holds):
+    runs = [[step("auto", ours), step("gloo", 0.06)], [step("auto", ours), step("gloo", 0.03)]]
+    merged = compare.merge(runs, ["A", "B"], "step")
+    claims = compare.claims("step", 2, merged)
+    held = {told: fine for told, fine in claims.items() if "exposes" in told}
+    assert len(held) == 2 and set(held.values()) == {holds}
+    assert all("of gloo's 30.00 ms, <= 1/3" in told for told in held)
+
+
+def test_a_comparison_goes_on_where_it_was_stopped(compare, monkeypatch, tmp_path, capsys):
+    """Every run is kept when it has ended; of those kept, only equal ones count."""
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(compare, "HERE", tmp_path)
+    made = []
+
+    def bench(environment, ranks, rest):
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        made.append(environment.name)
+        return {"machine": {"mpi": f"{environment.name} 1.0"}, "rows": run(4.0, 1.0)}
+
+    def typed(*more):
+        argv = ["compare.py", "/x/a", "/x/b", "--parts", "allreduce", "--times", "2", *more]
+        monkeypatch.setattr(sys, "argv", argv)
+        compare.main()
+
+    monkeypatch.setattr(compare, "_run", bench)
+    with pytest.raises(KeyboardInterrupt):
+        typed()
+    assert made == ["a", "b", "a"]
+    made.clear()
+    with pytest.raises(SystemExit, match="0"):
+        typed("--resume")
+    assert made == ["b"] and "holds: allreduce: direct, a 4.00x" in capsys.readouterr().out
+    kept = tmp_path / "results" / "compare-allreduce-2-ranks.json"
+    found = json.loads(kept.read_text())
+    assert [one["environment"] for one in found["runs"]] == ["a", "b", "a", "b"]
+    assert {one["runs"] for one in found["merged"]} == {2} and kept.with_suffix(".png").exists()
+    made.clear()
+    with pytest.raises(KeyboardInterrupt):
+        typed("--resume", "--iterations", "3")
+    assert made == ["a", "b", "a"]
