@@ -1,6 +1,6 @@
-"""The World: what `init()` made. Ranks, hosts, the main thread's link, what MPI allows.
+"""The World: what `init()` made. Ranks, hosts, device, the main thread's link, what MPI allows.
 
-Order of start: cores and BLAS threads are bound, then MPI is initialised; see `init`.
+Order of start, see `init`: bind cores and BLAS, make the GPU current, initialise MPI.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from hpctrain import collectives, launchers, rundir
 from hpctrain.collectives import Group, over_nodes
 from hpctrain.errors import HpctrainError, HungError, UsageError
 from hpctrain.trace import Trace
-from hpctrain.transport.bind import bind
+from hpctrain.transport import gpus, seat
 from hpctrain.transport.link import Link
 from hpctrain.transport.memory import Memory
+from hpctrain.transport.paths import Place
 from hpctrain.tuning.select import with_choices
 from hpctrain.watch import Record, Watch, dump_stacks, record_path, write_report
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 300.0
 #: Where all ranks fail alike, each is given this long to say so before one ends the job.
-SAME_FAULT_S = 0.5
-SPEAK_FIRST_S = 3.0  # whoever reports a hang first ends the job, and is given this long to speak
+SAME_FAULT_S, SPEAK_FIRST_S = 0.5, 3.0  # ... and as long to whoever reports a hang first
 
 
 @dataclass
@@ -48,6 +48,8 @@ class World:
     concurrent: bool = True  #: whether several threads may communicate at once
     transport: str = "local"
     record: Record | None = None  #: where links write what they wait for; None among threads
+    gpu: gpus.Gpu | None = None  #: the one this rank computes on; None: on its cores
+    places: tuple[Place, ...] = ()  #: of each rank: its node, and its GPU where it has one
     trace: Trace = field(default_factory=Trace)  #: where threads note what they did
     others: dict[str, list[Link]] = field(default_factory=dict)  #: by what they are for
     main: Group = field(init=False)  #: all ranks, for the main thread; its scratch is kept
@@ -55,6 +57,7 @@ class World:
 
     def __post_init__(self) -> None:
         """Find the neighbours, and let rank 0 decide what `auto` takes; collective."""
+        self.places = self.places or tuple(Place(host, "") for host in self.hosts)
         main = over_nodes(self.link, self.host)
         node = main.links[1]
         self.memory = Memory(node, partial(collectives.all_gather_bytes, node))
@@ -73,6 +76,11 @@ class World:
     @property
     def host(self) -> str:
         return self.hosts[self.rank]
+
+    @property
+    def device(self) -> str:
+        """What this rank computes on: "cpu", or "gpu N, UUID" with CUDA's number for it here."""
+        return "cpu" if self.gpu is None else str(self.gpu)
 
     def zeros(self, length: int, dtype: np.typing.DTypeLike = np.float32) -> np.ndarray:
         """Return zeros (length,) which the node's ranks see: sums over them are fastest.
@@ -142,8 +150,8 @@ class World:
     def _joined(self, faults: list[str]) -> str:
         if len(set(faults)) == 1:
             return faults[0]
-        named = [f"rank {r} on {self.hosts[r]}: {fault}" for r, fault in enumerate(faults) if fault]
-        return "\n".join(named)
+        named = ((f"rank {r} on {self.hosts[r]}", fault) for r, fault in enumerate(faults) if fault)
+        return "\n".join(map(": ".join, named))
 
     @contextmanager
     def watched(self, run: Path, timeout_s: float) -> Iterator[None]:
@@ -180,24 +188,27 @@ class World:
 _world: World | None = None
 
 
-def init() -> World:
-    """Bind cores, start MPI and return the World; a second call returns the same one.
+def init(device: gpus.Device = "auto") -> World:
+    """Bind cores and GPU, start MPI and return the World; a second call returns the same one.
 
-    Without a launcher this is a world of one rank. Raises UsageError if the launcher belongs to
-    another MPI than the one that mpi4py loads.
+    `device`: "cpu", "gpu", or "auto", a GPU where CuPy and CUDA find one. Without a launcher this
+    is a world of one rank. Raises UsageError if the launcher belongs to another MPI than the one
+    that mpi4py loads, or if a "gpu" is not to be had.
     """
     global _world
     if _world is None:
-        _world = _over_mpi()
+        _world = _over_mpi(device)
         atexit.register(finish)
         sys.excepthook = _uncaught
+    elif device not in ("auto", _world.device[:3]):
+        raise UsageError(f"init('{device}'): MPI was started before, on device {_world.device}")
     return _world
 
 
 def over_threads(link: Link, hosts: Sequence[str] = ()) -> World:
-    """Return the World of a rank that is a thread; see `hpctrain.transport.local.run_ranks`.
+    """Return the World of a rank that is a thread, see `transport.local.run_ranks`; collective.
 
-    `hosts` of the ranks may be made up: then those on one host are a node. Collective.
+    `hosts` of the ranks may be made up: then those on one host are a node.
     """
     hosts = tuple(hosts) or (socket.gethostname(),) * link.size
     return World(link, hosts, hosts[: link.rank].count(hosts[link.rank]))
@@ -243,27 +254,26 @@ def abort(code: int) -> None:
     mpi.abort(code)
 
 
-def _over_mpi() -> World:
-    launched = launchers.launched(os.environ)
-    bind(launched)
+def _over_mpi(device: gpus.Device) -> World:
     from hpctrain.transport.probe import loaded_mpi
 
+    launched = launchers.launched(os.environ)
+    taken = seat.take(launched, device)
     mpi_is = loaded_mpi()  # says what is missing where there is no MPI
-    wrong = launchers.unstartable(launched, mpi_is.vendor, mpi_is.libmpi)
-    if wrong:
+    if wrong := launchers.unstartable(launched, mpi_is.vendor, mpi_is.libmpi):
         raise UsageError(wrong)
     from hpctrain.transport import mpi
 
     record = Record(None, launched.rank, launched.size)
     link = mpi.start(record.entry("main"), DEFAULT_TIMEOUT_S)
-    wrong = launchers.mismatch(launched, link.size, mpi_is.vendor, mpi_is.libmpi)
-    if wrong:
+    if wrong := launchers.mismatch(launched, link.size, mpi_is.vendor, mpi_is.libmpi):
         mpi.finalize()
         raise UsageError(wrong)
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     hosts = tuple(name.decode() for name in collectives.all_gather_bytes(link, host.encode()))
-    local_rank = hosts[: link.rank].count(host)
-    world = World(link, hosts, local_rank, mpi.concurrent(), "mpi", record)
+    places = seat.places(link.rank, partial(collectives.all_gather_bytes, link), hosts, taken)
+    local, several = hosts[: link.rank].count(host), mpi.concurrent()
+    world = World(link, hosts, local, several, "mpi", record, taken.gpu, places)
     tell = partial(_hung, link.rank, None)
     Watch(record, None, DEFAULT_TIMEOUT_S, tell, first_step_factor=1)  # no steps are told here
     return world

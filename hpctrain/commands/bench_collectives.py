@@ -72,7 +72,7 @@ def _command(name: str) -> click.Command:
     @_options(name)
     def command(sizes: str, rivals: str, **flags: Any) -> None:
         asked = collectives.check(name, sizes_text=sizes, rivals_text=rivals, **flags)
-        collectives.run(world.init(), asked)
+        collectives.run(world.init("cpu"), asked)
 
     return command
 

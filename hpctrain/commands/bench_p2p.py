@@ -30,4 +30,4 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 def p2p(sizes: str, **flags: Any) -> None:
     """Time messages between two ranks: latency by ping-pong, bandwidth one way."""
     asked = bench.check(sizes, **flags)
-    bench.run(world.init(), asked)
+    bench.run(world.init("cpu"), asked)

@@ -38,4 +38,4 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 def step(name: str, rivals: str, **flags: Any) -> None:
     """Time whole training steps of RECIPE's model, beside other libraries."""
     asked = steps.check(name, rivals_text=rivals, **flags)
-    steps.run(world.init(), asked)
+    steps.run(world.init("cpu"), asked)

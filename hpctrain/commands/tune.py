@@ -42,7 +42,7 @@ def tune(
     """Measure which all-reduce is fastest here: `auto` then takes it."""
     if show is None:
         asked = tuning.check(sizes, rounds, out, plot)
-        tuning.run(world.init(), asked)
+        tuning.run(world.init("cpu"), asked)
     elif (sizes, rounds, out) != (None, None, None):
         raise UsageError("--show measures nothing: leave out --sizes, --rounds and --out")
     elif (here := launchers.launched(os.environ)).rank == 0:

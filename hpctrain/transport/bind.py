@@ -1,4 +1,4 @@
-"""Local rank -> cores and BLAS threads. Called before MPI starts; the one place that binds.
+"""Local rank -> cores and BLAS threads. Called before MPI starts; the one place that binds cores.
 
 A launcher that binds is obeyed. Where none did, each rank takes its own block of cores: otherwise
 P ranks with a BLAS pool of all cores each would take turns on every core.
@@ -16,6 +16,7 @@ from pathlib import Path
 import threadpoolctl
 
 from hpctrain.launchers import Launched
+from hpctrain.transport.gpus import Near
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,16 @@ _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS
 _limiters: list[threadpoolctl.threadpool_limits] = []  # held, so that the limit lives as long
 
 
-def bind(launched: Launched, cores_available: Sequence[int] | None = None) -> Binding:
+def bind(
+    launched: Launched, cores_available: Sequence[int] | None = None, near: Near | None = None
+) -> Binding:
     """Bind this process and limit its BLAS as `plan` says; return the plan.
 
     `cores_available`, in the order in which to deal them out, replaces what the machine offers.
     """
     online = cores_available or by_place(_reachable())
     allowed = os.sched_getaffinity(0)
-    binding = plan(launched, allowed, online, os.environ)
+    binding = plan(launched, allowed, online, os.environ, near)
     if set(binding.cores) != allowed:
         _move(binding.cores)
     if _asked_threads(os.environ) is None:
@@ -71,16 +74,23 @@ def unbound() -> Iterator[None]:
 
 
 def plan(
-    launched: Launched, allowed: Collection[int], online: Sequence[int], environ: Mapping[str, str]
+    launched: Launched,
+    allowed: Collection[int],
+    online: Sequence[int],
+    environ: Mapping[str, str],
+    near: Near | None = None,
 ) -> Binding:
     """Return the cores and BLAS threads of a rank that may run on `allowed` of `online` cores.
 
-    `online` is in the order in which blocks are cut from it. A user's OPENBLAS_NUM_THREADS,
-    MKL_NUM_THREADS or OMP_NUM_THREADS goes before our count.
+    `online` is in the order in which blocks are cut from it; a rank with a GPU takes its block of
+    the cores `near` it. A user's OPENBLAS_NUM_THREADS, MKL_NUM_THREADS or OMP_NUM_THREADS goes
+    before our count.
     """
     # On how many nodes the others are is unknown where the local size is: assume the worst.
     neighbours = launched.local_size or launched.size
     cores, note = _cores(launched, neighbours, allowed, online)
+    if near is not None and launched.size > 1 and not set(online) - set(allowed):
+        cores, note = _cores_near(near, online) or (cores, note)
     # Ranks bound to one socket share its cores, so not even a bound rank may use all it sees.
     fair = min(len(cores), max(1, len(online) // neighbours))
     return Binding(cores, _asked_threads(environ) or fair, note)
@@ -105,6 +115,21 @@ def _cores(
         return mine, "not bound: the launcher does not tell the local rank"
     block = online[rank * count // neighbours : (rank + 1) * count // neighbours]
     return tuple(sorted(block)), f"took {len(block)} of {count} cores as local rank {rank}"
+
+
+def _cores_near(near: Near, online: Sequence[int]) -> tuple[tuple[int, ...], str] | None:
+    """Return the block of a rank among those whose GPUs lie near the same cores, as its GPU does.
+
+    None where these are too few. A rank that does not know its place among them takes all.
+    """
+    cores = [core for core in online if core in near.cores]
+    if not cores or (near.index is not None and near.count > len(cores)):
+        return None
+    if near.index is None:
+        return tuple(sorted(cores)), f"took all {len(cores)} cores near its GPU"
+    start, end = (i * len(cores) // near.count for i in (near.index, near.index + 1))
+    block = cores[start:end]
+    return tuple(sorted(block)), f"took {len(block)} of {len(cores)} cores near its GPU"
 
 
 def _asked_threads(environ: Mapping[str, str]) -> int | None:

@@ -1,0 +1,198 @@
+"""Local rank -> GPU, made current before MPI starts.
+
+    4 ranks, 2 GPUs         rank 0 1 2 3   ->   GPU 0 1 0 1        shared in turn, and said
+    a site that shows each rank one GPU    ->   that one, which CUDA calls 0
+
+CUDA_VISIBLE_DEVICES is read and never narrowed: a process cannot map the memory of a GPU that it
+does not see, so that a rank needs its neighbours' GPUs in sight. A *name* of a GPU is its UUID,
+the same for every process: CUDA's numbers are each process's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from hpctrain.errors import UsageError
+from hpctrain.hardware import pci
+from hpctrain.launchers import Launched
+
+Device = Literal["cpu", "gpu", "auto"]
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+#: CUDA's major version: the extra of ours whose CuPy is made for it
+EXTRAS = {12: "cuda12x", 13: "cuda13x"}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU that this process sees: CUDA's number for it here, its name, where it sits."""
+
+    ordinal: int
+    uuid: str
+    pci: str  #: address as in sysfs; "" where CUDA does not tell
+
+    def __str__(self) -> str:
+        return f"gpu {self.ordinal}, {self.uuid}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The number, as CUDA counts here, of the GPU a rank takes, and why, in a few words."""
+
+    ordinal: int
+    note: str
+
+
+@dataclass(frozen=True)
+class Near:
+    """The cores near a rank's GPU; it is number `index` of `count` ranks there, None: unknown."""
+
+    cores: frozenset[int]
+    index: int | None
+    count: int
+
+
+def gpu_for(launched: Launched, visible: int, listed: Sequence[str] = ()) -> Choice:
+    """Return which of `visible` GPUs the rank takes; `listed` is CUDA_VISIBLE_DEVICES, split.
+
+    Raises UsageError where there is none.
+    """
+    if visible < 1:
+        raise UsageError(f"no GPU is visible{_as_listed(listed)}; {_LOOK}")
+    if visible == 1:
+        return Choice(0, "the only one visible" + _one_slice(listed))
+    rank, unsure = launched.local_rank, ""
+    if rank is None:
+        rank, unsure = launched.rank, ", by its rank: the launcher does not tell the local rank"
+    if launched.local_size is not None and launched.local_size > visible:
+        unsure += f"; {launched.local_size} ranks share {visible} GPUs"
+    return Choice(rank % visible, f"one of {visible} visible, taken in turn{unsure}")
+
+
+def listed(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the words of CUDA_VISIBLE_DEVICES; none where it is not set."""
+    return tuple(word.strip() for word in environ.get(VISIBLE, "").split(",") if word.strip())
+
+
+def near(launched: Launched, ordinal: int, cores: Sequence[frozenset[int]]) -> Near | None:
+    """Return what lies near the GPU `ordinal` of a rank; `cores` are those near each visible GPU.
+
+    None where the machine does not tell. Which of the cores' ranks this one is can be known only
+    where it sees its neighbours' GPUs.
+    """
+    mine = cores[ordinal]
+    if not mine or launched.local_rank is None or launched.local_size is None:
+        return None
+    if len(cores) == 1:
+        return Near(mine, None, launched.local_size)
+    together = [r for r in range(launched.local_size) if cores[r % len(cores)] == mine]
+    return Near(mine, together.index(launched.local_rank), len(together))
+
+
+def visible(device: Device) -> tuple[Gpu, ...]:
+    """Return the GPUs that this process sees, none for "cpu"; no context is made on any.
+
+    "auto" sees none where something is missing, "gpu" raises UsageError then.
+    """
+    if device == "cpu" or (device == "auto" and not (driver_cuda() and find_spec("cupy"))):
+        return ()
+    try:
+        return _seen()
+    except UsageError:
+        if device == "gpu":
+            raise
+        return ()
+
+
+def use(ordinal: int) -> None:
+    """Make the GPU current in this thread; threads that use it later call this, too."""
+    _cupy().cuda.Device(ordinal).use()
+
+
+def driver_cuda() -> int | None:
+    """Return the CUDA that the driver brings, 12040 for 12.4; None where there is no driver."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return version.value or None
+
+
+_LOOK = "look at `hpctrain doctor`, or take device = 'cpu'"
+
+
+def _as_listed(listed: Sequence[str]) -> str:
+    return f" ({VISIBLE} is {','.join(listed)})" if listed else ""
+
+
+def _one_slice(listed: Sequence[str]) -> str:
+    """Return what is to be said where CUDA shows one of several MIG slices: it never shows more."""
+    if len(listed) < 2 or not listed[0].startswith("MIG-"):
+        return ""
+    return f", the first of {len(listed)} MIG slices: let the launcher give each rank its own"
+
+
+def _seen() -> tuple[Gpu, ...]:
+    runtime, words = _cupy().cuda.runtime, listed(os.environ)
+    try:
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        raise UsageError(_refused(str(error), runtime.runtimeGetVersion())) from None
+    if not count:
+        raise UsageError(f"no GPU is visible{_as_listed(words)}; {_LOOK}")
+    return tuple(Gpu(i, _uuid(i, words), _address(runtime, i)) for i in range(count))
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise UsageError(
+            f"device = 'gpu' needs CuPy: pip install 'hpctrain[{_extra()}]'; seen: {error}"
+        ) from None
+    return cupy
+
+
+def _refused(error: str, made_for: int) -> str:
+    """Return the sentence about a CUDA that does not start, under a CuPy made for `made_for`."""
+    driver = driver_cuda()
+    if driver is None:
+        return f"no GPU: this machine has no NVIDIA driver (libcuda.so.1); {_LOOK}"
+    if driver // 1000 < made_for // 1000:
+        return (
+            f"CuPy was made for CUDA {made_for // 1000}, and the driver brings {_dotted(driver)}: "
+            f"pip uninstall cupy-cuda{made_for // 1000}x; pip install 'hpctrain[{_extra()}]'"
+        )
+    return f"CUDA finds no GPU ({error}){_as_listed(listed(os.environ))}; {_LOOK}"
+
+
+def _extra() -> str:
+    return EXTRAS.get((driver_cuda() or 0) // 1000, EXTRAS[max(EXTRAS)])
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _uuid(ordinal: int, words: Sequence[str]) -> str:
+    """Return the name of a GPU or MIG slice; CUDA has been started."""
+    if ordinal < len(words) and words[ordinal].startswith("MIG-"):
+        return words[ordinal]
+    cuda, raw, device = ctypes.CDLL("libcuda.so.1"), (ctypes.c_ubyte * 16)(), ctypes.c_int()
+    ask = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
+    if cuda.cuDeviceGet(ctypes.byref(device), ordinal) or ask(raw, device):
+        return f"GPU-number-{ordinal}"
+    text = bytes(raw).hex()
+    return "GPU-" + "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+
+
+def _address(runtime: Any, ordinal: int) -> str:
+    try:
+        return pci.address(runtime.deviceGetPCIBusId(ordinal))
+    except (runtime.CUDARuntimeError, ValueError):
+        return ""

@@ -1,0 +1,243 @@
+"""Which GPU a rank takes, the cores near it, what is refused: with a made-up CuPy and driver."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from machines import pci_device
+from ranks import on_ranks
+
+from hpctrain import world as worlds
+from hpctrain.collectives import all_gather_bytes
+from hpctrain.errors import UsageError
+from hpctrain.launchers import ALONE, Launched
+from hpctrain.transport import bind, gpus, seat
+from hpctrain.transport.gpus import Gpu, Near, gpu_for, near
+from hpctrain.transport.paths import Place
+
+
+def rank(local_rank, local_size, rank=0, size=8):
+    return Launched("srun", rank, size, local_rank, local_size)
+
+
+MIG = ("MIG-1", "MIG-2")
+# launched, visible, CUDA_VISIBLE_DEVICES -> number, a word of the note
+CHOICES = {
+    "alone": (ALONE, 4, (), 0, "one of 4"),
+    "one each": (rank(3, 4), 4, (), 3, "one of 4 visible, taken in turn"),
+    "narrowed by the site": (rank(3, 4), 1, ("3",), 0, "the only one visible"),
+    "a subset": (rank(1, 2), 2, ("2", "3"), 1, "one of 2"),
+    "shared": (rank(5, 8), 4, (), 1, "8 ranks share 4 GPUs"),
+    "MIG": (rank(1, 2), 1, ("MIG-2",), 0, "the only one visible"),
+    "several MIG": (rank(1, 2), 1, MIG, 0, "the first of 2 MIG slices"),
+    "local rank unknown": (rank(None, None, rank=5), 4, (), 1, "does not tell the local rank"),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_choice(case):
+    launched, visible, listed, ordinal, word = CHOICES[case]
+    choice = gpu_for(launched, visible, listed)
+    assert choice.ordinal == ordinal
+    assert word in choice.note
+
+
+def test_no_gpu_to_choose():
+    with pytest.raises(UsageError, match=r"no GPU is visible \(CUDA_VISIBLE_DEVICES is -1\)"):
+        gpu_for(ALONE, 0, ("-1",))
+
+
+LEFT, RIGHT = frozenset(range(4)), frozenset(range(4, 8))
+# launched, number of the GPU, cores near each visible GPU -> what is near
+NEAR = {
+    "two sockets": (rank(3, 4), 3, [LEFT, LEFT, RIGHT, RIGHT], Near(RIGHT, 1, 2)),
+    "shared GPUs": (rank(2, 4), 0, [LEFT, RIGHT], Near(LEFT, 1, 2)),
+    "narrowed": (rank(2, 4), 0, [RIGHT], Near(RIGHT, None, 4)),
+    "not told": (rank(1, 2), 1, [frozenset(), frozenset()], None),
+    "local rank unknown": (rank(None, None), 0, [LEFT, RIGHT], None),
+}
+
+
+@pytest.mark.parametrize("case", NEAR)
+def test_near(case):
+    launched, ordinal, cores, expected = NEAR[case]
+    assert near(launched, ordinal, cores) == expected
+
+
+EIGHT = tuple(range(8))
+# near, allowed -> cores, BLAS threads, a word
+BLOCKS = {
+    "first there": (Near(RIGHT, 0, 2), EIGHT, (4, 5), 2, "2 of 4 cores near its GPU"),
+    "second there": (Near(RIGHT, 1, 2), EIGHT, (6, 7), 2, "2 of 4 cores near its GPU"),
+    "place unknown": (Near(RIGHT, None, 4), EIGHT, (4, 5, 6, 7), 2, "all 4 cores near its GPU"),
+    "too many there": (Near(RIGHT, 4, 5), EIGHT, (2, 3), 2, "took 2 of 8"),
+    "bound": (Near(RIGHT, 0, 2), (1,), (1,), 1, "bound by the launcher"),
+    "cores of another cpuset": (Near(frozenset({9}), 0, 1), EIGHT, (2, 3), 2, "took 2 of 8"),
+}
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+def test_block_near_the_gpu(case):
+    there, allowed, cores, threads, word = BLOCKS[case]
+    found = bind.plan(rank(1, 4), set(allowed), EIGHT, {}, there)
+    assert (found.cores, found.blas_threads) == (cores, threads)
+    assert word in found.note
+
+
+# ---- with a made-up CuPy ----
+
+
+class CUDARuntimeError(RuntimeError):
+    pass
+
+
+class Cupy:
+    """Stands in for CuPy: `count` GPUs, or an exception; made for CUDA 13."""
+
+    def __init__(self, count):
+        self.count, self.used = count, []
+        self.cuda = SimpleNamespace(runtime=self, Device=self.device)
+
+    CUDARuntimeError = CUDARuntimeError
+
+    def getDeviceCount(self):
+        if isinstance(self.count, Exception):
+            raise self.count
+        return self.count
+
+    def runtimeGetVersion(self):
+        return 13000
+
+    def deviceGetPCIBusId(self, ordinal):
+        return f"0000:{0x13 + ordinal:02X}:00.0"
+
+    def device(self, ordinal):
+        return SimpleNamespace(use=lambda: self.used.append(ordinal))
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Pretend a CuPy of `count` GPUs and a driver of that CUDA version, None for no driver."""
+
+    def pretend(count, driver=13000):
+        cupy = Cupy(count)
+        monkeypatch.setattr(gpus, "_cupy", lambda: cupy)
+        monkeypatch.setattr(gpus, "find_spec", lambda name: cupy)
+        monkeypatch.setattr(gpus, "driver_cuda", lambda: driver)
+        monkeypatch.setattr(gpus, "_uuid", lambda ordinal, words: f"GPU-{ordinal}")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        return cupy
+
+    return pretend
+
+
+def test_a_seat_has_a_gpu_and_cores_near_it(machine, monkeypatch, tmp_path):
+    cupy, bound = machine(2), []
+    for n in ("13", "14"):
+        pci_device(tmp_path, f"pci0000:{'10' if n == '13' else '80'}/0000:{n}:00.0")
+    cores = {address: seat.pci.near_cores(address, tmp_path) for address in
+             ("0000:13:00.0", "0000:14:00.0")}  # fmt: skip
+    monkeypatch.setattr(seat.pci, "near_cores", cores.get)
+    monkeypatch.setattr(seat, "bind", lambda launched, near: bound.append(near) or SimpleNamespace(
+        note=""))  # fmt: skip
+    taken = seat.take(rank(1, 2), "auto")
+    assert (str(taken.gpu), taken.seen, cupy.used) == ("gpu 1, GPU-1", 2, [1])
+    assert bound == [Near(RIGHT, 0, 1)]
+
+
+def test_cpu_asks_for_no_gpu(machine):
+    machine(CUDARuntimeError("not to be called"))
+    assert gpus.visible("cpu") == ()
+
+
+NOT_THERE = CUDARuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected")
+# what CuPy says, driver -> words of the refusal
+REFUSED = {
+    "no driver": (CUDARuntimeError("cudaErrorInsufficientDriver"), None,
+                  ["no NVIDIA driver", "hpctrain doctor"]),
+    "older driver": (CUDARuntimeError("cudaErrorInsufficientDriver"), 12040,
+                     ["made for CUDA 13", "brings 12.4", "hpctrain[cuda12x]"]),
+    "all hidden": (NOT_THERE, 13000, ["no CUDA-capable device", "hpctrain doctor"]),
+    "none": (0, 13000, ["no GPU is visible"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_gpu_that_is_not_to_be_had(machine, case):
+    seen, driver, words = REFUSED[case]
+    machine(seen, driver)
+    with pytest.raises(UsageError) as error:
+        gpus.visible("gpu")
+    assert [word for word in words if word not in str(error.value)] == []
+    assert gpus.visible("auto") == ()
+
+
+def test_without_cupy_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(gpus, "driver_cuda", lambda: 12040)
+    monkeypatch.setitem(__import__("sys").modules, "cupy", None)
+    with pytest.raises(UsageError, match=r"hpctrain\[cuda12x\]"):
+        gpus.visible("gpu")
+
+
+def test_names(monkeypatch):
+    assert gpus._uuid(1, ("0", "MIG-abc")) == "MIG-abc"
+    assert gpus.listed({"CUDA_VISIBLE_DEVICES": " 0, GPU-1,"}) == ("0", "GPU-1")
+
+
+# place of each rank, how many GPUs each sees -> who is told
+CROWDS = {
+    "one each": ([Place("a", "G0"), Place("a", "G1")], [2, 2], []),
+    "all on the first": ([Place("a", "G0")] * 2, [2, 2], ["ranks 0, 1 share G0 of a, and 1 of"]),
+    "more ranks": ([Place("a", "G0"), Place("a", "G1")] * 2, [2] * 4, []),
+    "one GPU": ([Place("a", "G0")] * 3, [1] * 3, []),
+    "two nodes": ([Place("a", "G0"), Place("b", "G0")], [4, 4], []),
+    "a server without": ([Place("a", ""), Place("a", "G0")], [0, 1], []),
+}
+
+
+@pytest.mark.parametrize("case", CROWDS)
+def test_crowded(case):
+    places, seen, told = CROWDS[case]
+    found = seat.crowded(places, seen)
+    assert len(found) == len(told)
+    assert all(word in sentence for word, sentence in zip(told, found, strict=True))
+
+
+@on_ranks(2, mpi=(2,))
+def test_all_are_told_of_all(ranks, caplog):
+    def body(world):
+        mine = seat.Seat(None, Gpu(0, "GPU-x", ""), 2)
+        with caplog.at_level(logging.WARNING, "hpctrain"):
+            gather = lambda told: all_gather_bytes(world.link, told)  # noqa: E731
+            return seat.places(world.rank, gather, ("a", "a"), mine), world.rank
+
+    for places, first in ranks(body):
+        assert places == (Place("a", "GPU-x"),) * 2
+        if first == 0:
+            assert "share GPU-x of a" in caplog.text
+
+
+@on_ranks(1, 2, mpi=())
+def test_a_world_without_gpus(ranks):
+    for device, places in ranks(lambda world: (world.device, world.places)):
+        assert device == "cpu"
+        assert all(place.gpu == "" for place in places)
+
+
+@pytest.mark.processes
+def test_gpu_on_a_machine_without(start):
+    if gpus.driver_cuda():
+        pytest.skip("this machine has a GPU")
+    job = start("-c", "import hpctrain; hpctrain.init('gpu')").finish(30)
+    assert job.returncode == 1
+    assert "CuPy" in job.stderr or "no NVIDIA driver" in job.stderr
+
+
+def test_another_device_than_before(monkeypatch):
+    made = SimpleNamespace(gpu=None, device="cpu")
+    monkeypatch.setattr(worlds, "_world", made)
+    assert worlds.init() is worlds.init("cpu") is made
+    with pytest.raises(UsageError, match="MPI was started before, on device cpu"):
+        worlds.init("gpu")
