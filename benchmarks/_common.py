@@ -19,6 +19,7 @@ from hpctrain.world import World, init
 __all__ = [
     "RESULTS",
     "interleaved",
+    "keep",
     "machine",
     "options",
     "paired_ratio",
@@ -62,23 +63,28 @@ def write(
     Rank 0 writes. Every rank leaves with exit code 1 if a claim does not hold.
     """
     if world.rank == 0:
-        _keep(
-            name, {"machine": machine(world), **about, "claims": dict(claims), "rows": list(rows)}
-        )
-        for row in rows:
-            print("  ".join(f"{k}={short(v)}" for k, v in row.items()))
-        for claim, holds in claims.items():
-            print("holds:" if holds else "DOES NOT HOLD:", claim)
-        sys.stdout.flush()  # once another rank has left with 1, a launcher may kill this one
+        keep(name, {"machine": machine(world), **about}, rows, claims)
     if not all(claims.values()):
         sys.exit(1)
 
 
-def _keep(name: str, found: Mapping[str, Any]) -> None:
-    mpi = found["machine"]["mpi"].rsplit(maxsplit=1)[0].lower().replace(" ", "")
+def keep(
+    name: str,
+    about: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    claims: Mapping[str, bool],
+) -> None:
+    """Do what `write` does, in a process that is no rank; `about` has the facts of the machine."""
+    mpi = about["machine"]["mpi"].rsplit(maxsplit=1)[0].lower().replace(" ", "")
     path = RESULTS / f"{name}-{mpi}.json"
+    found = {**about, "claims": dict(claims), "rows": list(rows)}
     path.write_text(json.dumps(found, indent=1) + "\n")
     print(f"-> {path.name}")
+    for row in rows:
+        print("  ".join(f"{k}={short(v)}" for k, v in row.items()))
+    for claim, holds in claims.items():
+        print("holds:" if holds else "DOES NOT HOLD:", claim)
+    sys.stdout.flush()  # once another rank has left with 1, a launcher may kill this one
 
 
 def short(value: Any) -> str:

@@ -11,30 +11,37 @@ The hosts are network namespaces with shaped links and real MPI over TCP (`hpctr
 script starts itself on them. The link is what one-way messages reach in the same run, between rank
 0 and the next host: as many bytes as cross a host's link in the all-reduce, at once or in segments
 with several in flight, whichever is faster. All on one float32 buffer, in turn; per round the
-slowest rank counts.
+slowest rank counts. A section that ends without a result is begun once more, with the sizes that
+are missing: what was measured is kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
-from _common import interleaved, machine, paired_ratio, spread, write
+from _common import interleaved, keep, machine, paired_ratio, spread
 
 from hpctrain import launchers
 from hpctrain.cluster.netlab import Lab, bits_of, netlab
-from hpctrain.collectives import ALLREDUCE, Group
+from hpctrain.collectives import ALLREDUCE, Group, all_gather_bytes
 from hpctrain.collectives.chunks import segments
 from hpctrain.collectives.ring import STREAM_BYTES
 from hpctrain.world import World, init
 
 MIB = 1 << 20
 SIZES = (8, 16, 64)
+TIMES = 2  #: a section is begun
+INTERRUPTED = 130
 
 
 class Section(NamedTuple):
@@ -67,44 +74,85 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--sections", default=",".join(SECTIONS))
     parser.add_argument("--rounds", type=int, default=7, help="times each rival is measured")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="in MiB")
+    parser.add_argument("--part", type=Path, help="where ranks leave what they saw of each size")
     arguments = parser.parse_args()
     names = arguments.sections.split(",")
     if launchers.launched(os.environ).size > 1:
-        measure(init(), names[0], arguments.rounds)
+        measure(init(), SECTIONS[names[0]], arguments)
         return 0
-    return max(start(name, arguments.rounds) for name in names)
+    return max(start(name, arguments.rounds, arguments.sizes) for name in names)
 
 
-def start(name: str, rounds: int) -> int:
-    """Run this script on the hosts of a section; return its exit code."""
+def start(name: str, rounds: int, sizes: Sequence[int]) -> int:
+    """Run this script on the hosts of a section, tell what it found, and return the exit code."""
     one = SECTIONS[name]
     print(f"{name}: {one.hosts} hosts x {one.ranks_per_host} ranks, {one.link}", flush=True)
-    lab = Lab(one.hosts, one.ranks_per_host, bits_of(one.link))
-    return netlab(lab, [sys.executable, sys.argv[0], "--sections", name, "--rounds", str(rounds)])
+    lab, found = Lab(one.hosts, one.ranks_per_host, bits_of(one.link)), {}
+    with tempfile.TemporaryDirectory() as folder:
+        part = Path(folder, "part")
+        part.touch()
+        here = [sys.executable, __file__, "--sections", name, "--rounds", str(rounds)]
+        for time_ in range(TIMES):
+            missing = [str(size) for size in sizes if size not in found]
+            began = perf_counter()
+            code = netlab(lab, [*here, "--part", str(part), "--sizes", *missing])
+            found |= {told["mib"]: told for told in map(json.loads, part.open())}
+            if len(found) == len(sizes):
+                break
+            _say_what_is_missing(name, code, perf_counter() - began, set(sizes) - set(found))
+            if code == INTERRUPTED or time_ + 1 == TIMES:
+                break
+            print(f"{name}: once more", flush=True)
+    return tell(name, one, found, len(found) == len(sizes))
 
 
-def measure(world: World, name: str, rounds: int) -> None:
-    """Measure every size and keep the rows."""
-    section, rows = SECTIONS[name], []
-    for size in SIZES:
-        rows += measure_size(world, section, size * MIB, rounds)
-    share = {(row["algorithm"], row["bytes"] // MIB): row["share_of_link"] for row in rows}
-    mpi = machine(world)["mpi"].rsplit(maxsplit=1)[0]
-    best, claims = section.algorithms[0], {}
-    for size in SIZES if mpi in section.claimed else ():
-        least = section.claimed[mpi]
-        claims[f"{best} {share[best, size]:.1%} of the link at {size} MiB, >= {least:.0%}"] = (
-            share[best, size] >= least
-        )
+def _say_what_is_missing(name: str, code: int, seconds: float, sizes: Collection[int]) -> None:
+    why = " (interrupted, or its time was up)" if code == INTERRUPTED else ""
+    missing = ", ".join(map(str, sorted(sizes)))
+    print(f"{name}: ended with code {code}{why} after {seconds:.0f} s, without {missing} MiB",
+          flush=True)  # fmt: skip
+
+
+def measure(world: World, section: Section, given: argparse.Namespace) -> None:
+    """Measure every size; rank 0 leaves the rows of each when it has them."""
+    for size in given.sizes:
+        rows = measure_size(world, section, size * MIB, given.rounds)
+        if world.rank == 0:
+            told = {"mib": size, "machine": machine(world), "rows": rows}
+            with given.part.open("a") as part:
+                print(json.dumps(told), file=part)
+            print(f"{size} MiB:", *(f"{r['algorithm']} {r['share_of_link']:.1%}" for r in rows),
+                  flush=True)  # fmt: skip
+
+
+def tell(name: str, section: Section, found: Mapping[int, Any], whole: bool) -> int:
+    """Keep what was `found` at each size, and what is claimed of it; return the exit code."""
+    if not found:
+        return 1
+    parts = [found[size] for size in sorted(found)]
+    rows = [row for part in parts for row in part["rows"]]
+    held = claims(section, rows, parts[0]["machine"]["mpi"].rsplit(maxsplit=1)[0])
+    held["every size was measured"] = whole
+    lab = {"hosts": section.hosts, "ranks_per_host": section.ranks_per_host, "link": section.link}
+    keep(f"netlab-{name}", {"machine": parts[0]["machine"], **lab}, rows, held)
+    return 0 if all(held.values()) else 1
+
+
+def claims(section: Section, rows: Sequence[Mapping[str, Any]], mpi: str) -> dict[str, bool]:
+    """Return what is claimed of `rows` under this MPI, and whether it holds."""
+    best, held = section.algorithms[0], {}
     for row in rows:
+        size, share = row["bytes"] // MIB, row["share_of_link"]
+        if row["algorithm"] == best and mpi in section.claimed:
+            least = section.claimed[mpi]
+            held[f"{best} {share:.1%} of the link at {size} MiB, >= {least:.0%}"] = share >= least
         for this, that, least in section.times:
             if row["algorithm"] == that:
                 times = row["speed_up"]
-                claim = f"{this} {times:.2f}x {that} at {row['bytes'] // MIB} MiB, >= {least}"
-                claims[claim] = times >= least
-    claims["all sums are right"] = all(row["correct"] for row in rows)
-    lab = {"hosts": section.hosts, "ranks_per_host": section.ranks_per_host, "link": section.link}
-    write(world, f"netlab-{name}", rows, claims, **lab)
+                held[f"{this} {times:.2f}x {that} at {size} MiB, >= {least}"] = times >= least
+    held["all sums are right"] = all(row["correct"] for row in rows)
+    return held
 
 
 def measure_size(world: World, section: Section, size: int, rounds: int) -> list[dict[str, Any]]:
@@ -159,14 +207,17 @@ def one_way(world: World, to: int, pieces: list[np.ndarray]) -> None:
 
 
 def correct(group: Group, name: str) -> bool:
-    """Return whether random data, long enough to stream, are summed to what float64 says."""
+    """Return whether random data, long enough to stream, are summed to what float64 says; on all
+    ranks: collective.
+    """
     length = group.link.size * STREAM_BYTES // 4 * 3 + 1
     values = [
         np.random.default_rng(rank).standard_normal(length) for rank in range(group.link.size)
     ]
     x = values[group.link.rank].astype(np.float32)
     ALLREDUCE[name](group, x, np.add)
-    return bool(np.allclose(x, np.sum(values, 0), atol=1e-4))
+    right = np.allclose(x, np.sum(values, 0), atol=1e-4)
+    return all(said == b"\1" for said in all_gather_bytes(group.link, bytes([right])))
 
 
 if __name__ == "__main__":

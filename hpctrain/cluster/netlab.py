@@ -21,6 +21,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -167,7 +168,12 @@ def _until_it_ends(line: Sequence[str], environ: Mapping[str, str]) -> int:
                 stopped = receive()
         finally:
             _end(process)
-    return _INTERRUPTED if stopped else process.returncode
+    if stopped:
+        # `timeout` and schedulers stop us without a word of theirs.
+        name = signal.Signals(stopped[0]).name
+        print(f"hpctrain: netlab: stopped by {name}", file=sys.stderr, flush=True)
+        return _INTERRUPTED
+    return process.returncode
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

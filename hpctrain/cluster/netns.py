@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -92,6 +93,8 @@ def main() -> int:
             print(f"hpctrain: netlab: host h{host} could not be set up", file=sys.stderr)
             return 1
     code = subprocess.run(command, stdin=subprocess.DEVNULL).returncode
+    if code < 0:
+        print(f"hpctrain: netlab: mpiexec ended with {signal.Signals(-code).name}", file=sys.stderr)
     return code if code >= 0 else 128 - code
 
 

@@ -180,7 +180,9 @@ def test_nothing_stays_behind(start, number, code):
     assert len(marked()) > 4
     assert links() == before  # nothing of it is seen here, so nothing of it can stay here
     job.process.send_signal(number)
-    assert job.finish().returncode == code
+    ended = job.finish()
+    assert ended.returncode == code
+    assert (f"netlab: stopped by {number.name}" in ended.stderr) == (code == 130)
     limit = time.monotonic() + 10
     while marked() and number == signal.SIGKILL and time.monotonic() < limit:
         time.sleep(0.02)  # nobody is left to wait for the kernel
