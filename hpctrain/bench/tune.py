@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +13,7 @@ from hpctrain import progress
 from hpctrain.bench import room, sizes, tuned
 from hpctrain.bench.collectives import must_draw, rounds_of
 from hpctrain.errors import UsageError
-from hpctrain.tuning import sweep, table
+from hpctrain.tuning import choose, sweep, table
 from hpctrain.tuning.choose import Row
 from hpctrain.tuning.constants import constants
 from hpctrain.tuning.table import Table
@@ -68,7 +69,7 @@ def run(world: World, asked: Asked) -> None:
         bar.update(TASK, completed=asked.rounds, description="buckets", refresh=True)
         buckets = list(sweep.buckets(group, found, max(asked.sizes), BUCKET_ROUNDS))
         bar.update(TASK, advance=1, refresh=True)
-    made = Table(here, found, buckets, node, across)
+    made = Table(here, found, buckets, node, across, choose.noisy(found))
     world.together(lambda: _keep(world, made, path, asked.plot))
 
 
@@ -100,6 +101,8 @@ def _keep(world: World, found: Table, path: Path, plot: Path | None) -> None:
         table.write(found, path)
         tuned.show(found, path)
         _draw(found, plot)
+        if found.noisy:
+            print(f"hpctrain: tune: {tuned.noise(found.noisy)}", file=sys.stderr, flush=True)
 
 
 def _draw(found: Table, plot: Path | None) -> None:

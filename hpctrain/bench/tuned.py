@@ -30,7 +30,17 @@ def show(found: Table, path: Path) -> None:
         if constants is not None:
             out.print(f"{where}: {_constants(constants)}")
     out.print(f"buckets: {_buckets(found)}")
+    if found.noisy is not None:
+        out.print(noise(found.noisy), soft_wrap=True)
     out.print(f"table: {path}", soft_wrap=True)
+
+
+def noise(spread: float) -> str:
+    """Return what people should know of a table that was made on a busy machine."""
+    return (
+        f"noisy: repeats lay {spread:.0%} of their median apart (quartiles), expected at most "
+        f"{choose.NOISY:.0%}: something else kept the machine busy; tune again when it is quiet"
+    )
 
 
 def kinds(found: Table) -> dict[bool, choose.Times]:

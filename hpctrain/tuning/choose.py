@@ -24,10 +24,12 @@ from hpctrain.collectives import ALLREDUCE
 from hpctrain.collectives.choices import Choices, Pick
 
 HYSTERESIS = 1.05
+NOISY = 0.25  #: from quartile to quartile, as share of the median: the machine did something else
 FALLBACK = "recursive-doubling"  #: any dtype, any layout: where nothing else is known
 NEVER = ("null",)  #: reduces nothing
 
 Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 Bytes = Annotated[int, pydantic.Field(gt=0)]
 Times = dict[int, dict[str, float]]  #: {bytes: {algorithm: seconds}}
 Steps = tuple[tuple[int, str], ...]  #: ((from how many bytes on, algorithm), ...), first from 0
@@ -42,6 +44,7 @@ class Row:
     in_memory: bool
     bytes: Bytes
     seconds: Positive
+    spread: Share | None = None  #: of repeats: from quartile to quartile, as share of the median
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,21 @@ def taken_at(times: Times) -> dict[int, str]:
             last = best
         taken[nbytes] = last
     return taken
+
+
+def noisy(rows: Iterable[Row]) -> float | None:
+    """Return how far the repeats of the fastest lie apart, if that is more than NOISY, else None.
+
+    Of each size and kind of array the fastest; of these spreads the upper quartile.
+    """
+    fastest: dict[tuple[int, bool], Row] = {}
+    for row in rows:
+        best = fastest.setdefault((row.bytes, row.in_memory), row)
+        if row.seconds < best.seconds:
+            fastest[row.bytes, row.in_memory] = row
+    spreads = sorted(row.spread for row in fastest.values() if row.spread is not None)
+    found = spreads[len(spreads) * 3 // 4] if spreads else 0.0
+    return found if found > NOISY else None
 
 
 def _crossing(times: Times, a: int, b: int, old: str, new: str) -> int:

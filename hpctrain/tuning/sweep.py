@@ -156,7 +156,17 @@ class Place:
             name: stayed.get(name) or stayed[fastest] * min(taken) / best
             for name, taken in self._seconds.items()
         }
-        return [Row(name, self._in_memory, self._bytes, s) for name, s in medians.items()]
+        return [
+            Row(name, self._in_memory, self._bytes, s, self._spread(name))
+            for name, s in medians.items()
+        ]
+
+    def _spread(self, name: str) -> float | None:
+        """Return how far the repeats of one of those left lie apart."""
+        if name not in self._running:
+            return None
+        low, median, high = np.percentile(self._seconds[name], [25, 50, 75]).tolist()
+        return float((high - low) / median)
 
 
 def slower(times: Mapping[str, Sequence[float]], factor: float) -> set[str]:

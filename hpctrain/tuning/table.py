@@ -69,6 +69,7 @@ class Table:
     buckets: list[tuple[choose.Bytes, choose.Positive]]  #: (bytes, seconds per byte)
     node: cost.Machine | None = None  #: between two ranks of a node
     across: cost.Machine | None = None  #: between two ranks of different nodes
+    noisy: choose.Share | None = None  #: how far repeats lay apart, if too far: see `choose.noisy`
     algorithms: str = field(default_factory=sources)
     versions: dict[str, str] = field(default_factory=machine.versions)
     date: str = field(default_factory=lambda: time.strftime("%Y-%m-%d"))

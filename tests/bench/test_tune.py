@@ -12,7 +12,7 @@ from hpctrain import world as worlds
 from hpctrain.bench import tune
 from hpctrain.commands.tune import tune as command
 from hpctrain.errors import UsageError
-from hpctrain.tuning import table
+from hpctrain.tuning import choose, table
 
 AUTO = """
 import sys, numpy as np, hpctrain as ht
@@ -106,3 +106,15 @@ def test_the_newest_of_so_many_ranks_is_shown(tmp_path, monkeypatch, capsys):
         assert f"{shown} ranks on 1 node" in capsys.readouterr().out
     with pytest.raises(UsageError, match="of 9 ranks"):
         tune.show(None, 9, None)
+
+
+@pytest.mark.parametrize("noisy", [0.414, None])
+def test_a_table_made_on_a_busy_machine_says_so(noisy, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(choose, "noisy", lambda rows: noisy)
+    out = tmp_path / "table.json"
+    run_on("threads", 2, lambda world: tune.run(world, tune.check("8B", 3, out, None)))
+    told = "noisy: repeats lay 41% of their median apart (quartiles), expected at most 25%"
+    assert (f"hpctrain: tune: {told}" in capsys.readouterr().err) == (noisy is not None)
+    assert json.loads(out.read_text())["noisy"] == noisy
+    tune.show(out, 2, None)
+    assert (told in capsys.readouterr().out) == (noisy is not None)

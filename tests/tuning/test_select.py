@@ -150,3 +150,22 @@ def test_bucket_bytes_of_the_model_grow_with_the_plane():
 
     found = run_on("threads", 3, body)[2]
     assert found == sorted(found) and 64 << 10 <= found[0] < found[-1] <= 64 << 20
+
+
+# Spreads of the fastest at each size -> what the table is told; `tree` is slower and never counts.
+NOISE = [
+    ([0.1, 0.02, 0.24, 0.0], None),
+    ([0.02, 0.02, 0.02, 0.9], 0.9),
+    ([0.02, 0.02, 0.02, 0.02, 0.9], None),  # one size of five: less than a quarter
+    ([0.3, 0.3, 0.3, 0.5], 0.5),
+    ([None, 0.4], 0.4),
+    ([None, None], None),
+    ([], None),
+]
+
+
+@pytest.mark.parametrize(("spreads", "told"), NOISE)
+def test_a_table_of_a_busy_machine_is_noisy(spreads, told):
+    fastest = [Row("ring", False, 4 << i, 1e-6, spread) for i, spread in enumerate(spreads)]
+    others = [Row("tree", False, row.bytes, 2e-6, 5.0) for row in fastest]
+    assert choose.noisy(others + fastest) == told
