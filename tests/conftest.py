@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import fakes
 import psutil
 import pytest
 from ranks import run_on
@@ -115,6 +116,20 @@ def hpctrain(start: Callable[..., Job]) -> Callable[..., Completed]:
         return start("-m", "hpctrain", *args, **options).finish(timeout)
 
     return hpctrain
+
+
+@pytest.fixture
+def gpu() -> Iterator[fakes.Machine]:
+    """Yield a machine with stand-ins for CuPy and one GPU."""
+    with fakes.installed() as machine:
+        yield machine
+
+
+@pytest.fixture
+def lazy_gpu() -> Iterator[fakes.Machine]:
+    """Yield the same, on which work is done when somebody waits for its stream, not before."""
+    with fakes.installed(lazy=True) as machine:
+        yield machine
 
 
 @pytest.fixture

@@ -1,0 +1,65 @@
+"""Stand-ins for what a machine without a GPU lacks; they compute with NumPy, and watch.
+
+    with fakes.installed(devices=2, lazy=True) as machine:     # or the fixtures `gpu`, `lazy_gpu`
+        import cupy                                             # the stand-in
+        ...
+        assert machine.counts["D2H"] == 0
+
+What is seen here is that the right calls are made in the right order, not that they work on a GPU.
+`python -m fakes train ...` is `hpctrain train ...` on such a machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from types import ModuleType
+
+from fakes import arrays, cuda, functions
+from fakes.machine import CUDARuntimeError, ImplicitHostAccess, Machine, OutOfMemoryError, replaced
+from fakes.machine import machine as machine_now
+
+__all__ = [
+    "CUDARuntimeError",
+    "ImplicitHostAccess",
+    "Machine",
+    "OutOfMemoryError",
+    "installed",
+    "machine_now",
+    "modules",
+]
+
+
+class _Cupy(ModuleType):
+    """The module `cupy`: what is not set is looked up among the functions."""
+
+    __version__ = "14.2.0"
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(functions, name)
+
+
+def modules() -> dict[str, ModuleType]:
+    """Return the modules that Python is to find."""
+    cupy, found = _Cupy("cupy"), cuda.modules()
+    cupy.ndarray, cupy.cuda = arrays.ndarray, found["cupy.cuda"]
+    cupy.get_default_memory_pool = lambda: cuda.MemoryPool()
+    return {"cupy": cupy, **found}
+
+
+@contextmanager
+def installed(**options):
+    """Let `import cupy` find the stand-in until the end of the block; yield its Machine."""
+    found = modules()
+    before = {name: sys.modules.get(name) for name in found}
+    sys.modules.update(found)
+    try:
+        with replaced(Machine(**options)) as machine:
+            yield machine
+    finally:
+        for name, module in before.items():
+            sys.modules.pop(name)
+            if module is not None:
+                sys.modules[name] = module

@@ -1,0 +1,220 @@
+"""Memory by its address: pointers, pinned host memory, copies, and handles for other processes."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+
+import numpy as np
+
+from fakes.machine import CUDARuntimeError, machine
+from fakes.streams import by_pointer, get_current_stream, null_stream
+
+HOST_TO_HOST, HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE, DEFAULT = range(5)
+HANDLE_BYTES = 64
+_HANDLE = struct.Struct("<qqqq")  # process, descriptor, bytes, device
+_held: dict[int, tuple[mmap.mmap, int | None]] = {}  # by address: pages, and their descriptor
+_opened: dict[bytes, list[int]] = {}  # by handle: address, how often it was opened
+
+
+class UnownedMemory:
+    """cupy.cuda.UnownedMemory: somebody else's."""
+
+    def __init__(self, ptr, size, owner, device_id=-1):
+        if device_id < 0:
+            found = machine().region(ptr)
+            device_id = found[2] if found else machine().device
+        self.ptr, self.size, self._owner, self.device_id = ptr, size, owner, device_id
+
+
+class MemoryPointer:
+    """cupy.cuda.MemoryPointer: a place in memory."""
+
+    def __init__(self, mem, offset):
+        self.mem, self.ptr, self.device_id = mem, mem.ptr + offset, mem.device_id
+
+    def __add__(self, offset):
+        return MemoryPointer(self.mem, self.ptr - self.mem.ptr + offset)
+
+    def copy_from_device_async(self, src, size, stream=None):
+        memcpyAsync(self.ptr, src.ptr, size, DEVICE_TO_DEVICE, _pointer(stream))
+
+    def copy_from_host_async(self, mem, size, stream=None):
+        memcpyAsync(self.ptr, _host_pointer(mem), size, HOST_TO_DEVICE, _pointer(stream))
+
+    def copy_to_host_async(self, mem, size, stream=None):
+        memcpyAsync(_host_pointer(mem), self.ptr, size, DEVICE_TO_HOST, _pointer(stream))
+
+    def memset_async(self, value, size, stream=None):
+        memsetAsync(self.ptr, value, size, _pointer(stream))
+
+
+class PinnedMemoryPointer(mmap.mmap):
+    """cupy.cuda.PinnedMemoryPointer: host memory, as a buffer and by its address."""
+
+    def __new__(cls, size):
+        self = super().__new__(cls, -1, max(size, 1))
+        self.ptr, self.mem = _address_of(self), self
+        machine().pinned[self.ptr] = max(size, 1)
+        return self
+
+    def size(self) -> int:  # mmap's word, CuPy's method
+        return super().size()
+
+
+def alloc_pinned_memory(size) -> PinnedMemoryPointer:
+    machine().must_have_devices()
+    return PinnedMemoryPointer(size)
+
+
+def hostAlloc(size, flags=0) -> int:
+    pages = PinnedMemoryPointer(size)
+    _held[pages.ptr] = (pages, None)
+    return pages.ptr
+
+
+def freeHost(ptr) -> None:
+    machine().pinned.pop(ptr)
+    _held.pop(ptr)
+
+
+def malloc(size) -> int:
+    """cudaMalloc: memory that other processes can open."""
+    machine().must_have_devices()
+    machine().must_fit(size, machine().device)
+    descriptor = os.memfd_create("device")
+    os.truncate(descriptor, max(size, 1))
+    pages = mmap.mmap(descriptor, max(size, 1))
+    return _hold(pages, descriptor)
+
+
+def free(ptr) -> None:
+    if not ptr:
+        return
+    if ptr not in _held:
+        raise CUDARuntimeError(1, "cudaErrorInvalidValue: invalid argument")
+    machine().forget(ptr)
+    _, descriptor = _held.pop(ptr)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def ipcGetMemHandle(ptr) -> bytes:
+    """The handle is of the whole allocation in which `ptr` lies."""
+    if not machine().ipc:
+        raise CUDARuntimeError(801, "cudaErrorNotSupported: operation not supported")
+    found = machine().region(ptr)
+    if found is None or found[0] not in _held or _held[found[0]][1] is None:
+        raise CUDARuntimeError(1, "cudaErrorInvalidValue: invalid argument")
+    start, nbytes, device = found
+    told = _HANDLE.pack(os.getpid(), _held[start][1], nbytes, device)
+    return told.ljust(HANDLE_BYTES, b"\0")
+
+
+def ipcOpenMemHandle(handle, flags=1) -> int:
+    process, descriptor, nbytes, device = _HANDLE.unpack_from(handle)
+    if not machine().ipc:
+        raise CUDARuntimeError(801, "cudaErrorNotSupported: operation not supported")
+    if process == os.getpid() and not machine().ipc_within:
+        raise CUDARuntimeError(201, "cudaErrorDeviceUninitialized: invalid device context")
+    with machine().lock:
+        if handle not in _opened:
+            _opened[handle] = [_open(process, descriptor, nbytes, device), 0]
+        _opened[handle][1] += 1
+        return _opened[handle][0]
+
+
+def ipcCloseMemHandle(ptr) -> None:
+    with machine().lock:
+        handle = next((h for h, (address, _) in _opened.items() if address == ptr), None)
+        if handle is None:
+            raise CUDARuntimeError(400, "cudaErrorInvalidResourceHandle: invalid resource handle")
+        _opened[handle][1] -= 1
+        if not _opened[handle][1]:
+            del _opened[handle]
+            free(ptr)
+
+
+def memcpy(dst, src, size, kind) -> None:
+    """cudaMemcpy: done when it returns, behind all work of the null stream."""
+    memcpyAsync(dst, src, size, kind, 0)
+    null_stream().run()
+    machine().count("stream sync")
+
+
+def memcpyAsync(dst, src, size, kind, stream) -> None:
+    _count(dst, src, size, kind)
+    where = by_pointer(stream)
+    where.put(lambda: ctypes.memmove(dst, src, size))
+    host = {HOST_TO_DEVICE: src, DEVICE_TO_HOST: dst}.get(kind)
+    if host is not None and not machine().is_pinned(host):
+        machine().count("pageable")
+        where.run()
+
+
+def memcpyPeerAsync(dst, dst_device, src, src_device, size, stream) -> None:
+    memcpyAsync(dst, src, size, DEVICE_TO_DEVICE, stream)
+
+
+def memset(ptr, value, size) -> None:
+    memsetAsync(ptr, value, size, 0)
+
+
+def memsetAsync(ptr, value, size, stream) -> None:
+    _must_be_device(ptr)
+    by_pointer(stream).put(lambda: ctypes.memset(ptr, value, size))
+
+
+def pageable_or_pinned(x: np.ndarray) -> bool:
+    """Return whether the host array is pinned; count it if not."""
+    pinned = machine().is_pinned(x.__array_interface__["data"][0])
+    if not pinned:
+        machine().count("pageable")
+    return pinned
+
+
+def _count(dst, src, size, kind) -> None:
+    """Count a copy by its kind; refuse a kind that the memory is not of."""
+    seen = (machine().region(src) is not None, machine().region(dst) is not None)
+    kinds = {(False, True): 1, (True, False): 2, (True, True): 3, (False, False): 0}
+    if kind not in (kinds[seen], DEFAULT):
+        raise CUDARuntimeError(1, "cudaErrorInvalidValue: invalid argument")
+    machine().count(("H2H", "H2D", "D2H", "D2D")[kinds[seen]], size)
+
+
+def _must_be_device(ptr) -> None:
+    if machine().region(ptr) is None:
+        raise CUDARuntimeError(1, "cudaErrorInvalidValue: invalid argument")
+
+
+def _open(process, descriptor, nbytes, device) -> int:
+    try:
+        own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
+    except OSError:
+        raise CUDARuntimeError(400, "cudaErrorInvalidResourceHandle: handle is gone") from None
+    try:
+        return _hold(mmap.mmap(own, max(nbytes, 1)), None, nbytes, device)
+    finally:
+        os.close(own)
+
+
+def _hold(pages, descriptor, nbytes=None, device=None) -> int:
+    address = _address_of(pages)
+    _held[address] = (pages, descriptor)
+    here = machine().device if device is None else device
+    machine().register(address, len(pages) if nbytes is None else nbytes, here)
+    return address
+
+
+def _address_of(pages: mmap.mmap) -> int:
+    return np.frombuffer(pages, np.uint8).ctypes.data
+
+
+def _host_pointer(mem) -> int:
+    return mem.value if isinstance(mem, ctypes.c_void_p) else int(mem)
+
+
+def _pointer(stream) -> int:
+    return (stream or get_current_stream()).ptr

@@ -1,0 +1,164 @@
+"""Streams and events. On a lazy machine work waits in its stream until somebody waits for it:
+
+    stream a   [ copy ][ add ][ * event e ]           nothing has run yet
+    stream b   [ wait for e ][ multiply ]
+    b.synchronize()  runs a up to e, then b           what a does behind e still waits
+
+So whoever reads device memory by its address (MPI, a neighbour) before the right wait sees what
+was there before. The null stream and all streams but those that are `non_blocking` wait for each
+other, as CUDA's do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+
+from fakes.machine import machine
+
+_numbers = itertools.count(0x5000)
+
+
+class _WithNull(type):
+    @property
+    def null(cls) -> Stream:
+        return null_stream()
+
+
+class Stream(metaclass=_WithNull):
+    """cupy.cuda.Stream."""
+
+    def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
+        machine().must_have_devices()
+        self.ptr, self.is_non_blocking = 0 if null else next(_numbers), non_blocking
+        self.device_id = machine().device
+        self._waiting: deque = deque()
+        self.issued = 0  # pieces of work since the start
+        self._before: list[Stream] = []
+        machine().streams.append(self)
+
+    def __enter__(self):
+        self._before.append(get_current_stream())
+        _set(self)
+        return self
+
+    def __exit__(self, *_):
+        _set(self._before.pop())
+
+    def use(self):
+        _set(self)
+        return self
+
+    @property
+    def done(self) -> bool:
+        return not self._waiting
+
+    def synchronize(self) -> None:
+        machine().count("stream sync")
+        self.run()
+
+    def record(self, event=None):
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def wait_event(self, event) -> None:
+        where, n = event.where
+        if where is not None:
+            self.put(lambda: where.run(n))
+
+    def launch_host_func(self, callback, arg=None) -> None:
+        self.put(lambda: callback(arg))
+
+    def put(self, work) -> None:
+        """Run `work` in the order of this stream: now, or on a lazy machine when waited for."""
+        now = machine()
+        if not now.lazy:
+            work()
+            return
+        with now.lock:
+            for other in self._others():
+                self._append(lambda s=other, n=other.issued: s.run(n))
+            self._append(work)
+
+    def _append(self, work) -> None:
+        self._waiting.append(work)
+        self.issued += 1
+
+    def _others(self) -> list[Stream]:
+        """Return the streams whose work goes before by CUDA's own rule."""
+        if self.is_non_blocking:
+            return []
+        streams = [s for s in machine().streams if not s.is_non_blocking and s is not self]
+        of_ours = [s for s in streams if s.device_id == self.device_id and not s.done]
+        return of_ours if self.ptr == 0 else [s for s in of_ours if s.ptr == 0]
+
+    def run(self, count: int | None = None) -> None:
+        """Do the first `count` pieces of work since the start, all if None."""
+        with machine().lock:
+            stop = self.issued if count is None else count
+            while self.issued - len(self._waiting) < stop:
+                self._waiting.popleft()()
+
+
+class ExternalStream:
+    """cupy.cuda.ExternalStream: the stream of a pointer."""
+
+    def __new__(cls, ptr, device_id=-1):
+        return by_pointer(ptr)
+
+
+class Event:
+    """cupy.cuda.Event: how far a stream is to go."""
+
+    def __init__(self, block=False, disable_timing=False, interprocess=False):
+        machine().must_have_devices()
+        self.where: tuple[Stream | None, int] = (None, 0)
+        self.ptr, self.at = next(_numbers), 0.0
+
+    def record(self, stream=None) -> None:
+        stream = get_current_stream() if stream is None else stream
+        self.where, self.at = (stream, stream.issued), time.perf_counter()
+
+    @property
+    def done(self) -> bool:
+        stream, n = self.where
+        return stream is None or stream.issued - len(stream._waiting) >= n
+
+    def synchronize(self) -> None:
+        machine().count("event sync")
+        stream, n = self.where
+        if stream is not None:
+            stream.run(n)
+
+
+def null_stream() -> Stream:
+    """Return the null stream of the current device."""
+    now = machine()
+    with now.lock:
+        if now.device not in now.nulls:
+            now.nulls[now.device] = Stream(null=True)
+        return now.nulls[now.device]
+
+
+def by_pointer(ptr: int) -> Stream:
+    if ptr in (0, 1):  # 1: the legacy null stream by name
+        return null_stream()
+    return next(s for s in machine().streams if s.ptr == ptr)
+
+
+def get_current_stream(device_id=-1) -> Stream:
+    """Return this thread's stream of the current device."""
+    now = machine()
+    streams = now.here.__dict__.setdefault("streams", {})
+    return streams.get(now.device) or null_stream()
+
+
+def get_elapsed_time(start: Event, end: Event) -> float:
+    """Return milliseconds between two events."""
+    return (end.at - start.at) * 1e3
+
+
+def _set(stream: Stream) -> None:
+    machine().here.__dict__.setdefault("streams", {})[machine().device] = stream
