@@ -1,13 +1,25 @@
-"""Which library an array belongs to; the one place outside the wire that knows CuPy exists."""
+"""Which library an array belongs to; the one place outside the wire that knows CuPy exists.
+
+All that is done to arrays is written once, for NumPy and CuPy alike, by the functions that
+`namespace` returns. What only a device has (streams, kernels of one's own, another memory) has a
+word here that does nothing to arrays of the host.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
+from hpctrain.errors import UsageError
+
 Array = Any  #: a numpy.ndarray or a cupy.ndarray; no type says "either" without importing CuPy
+Event = Any  #: how far a device has come with its work, as `event` returns it; None: no device
 
 
 def namespace(x: Array) -> Any:
@@ -18,3 +30,144 @@ def namespace(x: Array) -> Any:
     if cupy is not None and isinstance(x, cupy.ndarray):
         return cupy
     return np
+
+
+def on_device(x: Array) -> bool:
+    """Return whether `x` lies in the memory of a GPU."""
+    return namespace(x) is not np
+
+
+def to_host(x: Array, out: np.ndarray | None = None) -> np.ndarray:
+    """Return `x` in the memory of the host, in `out` if given; `x` itself if it is there already.
+
+    A copy waits for the work of this thread's stream.
+    """
+    if on_device(x):
+        return x.get(out=out)
+    if out is None:
+        return x
+    out[...] = x
+    return out
+
+
+def like(x: Array, values: Any, dtype: np.typing.DTypeLike = None) -> Array:
+    """Return `values`, of the host or of a device, as an array where `x` is, of `dtype` or `x`'s.
+
+    What is there already in that dtype is returned itself.
+    """
+    xp = namespace(x)
+    if xp is np:
+        values = to_host(values)
+    return xp.asarray(values, dtype=x.dtype if dtype is None else dtype)
+
+
+def copy(x: Array, values: Array) -> None:
+    """Write `values`, of the host or of a device, into all of `x`."""
+    x[...] = like(x, values) if on_device(x) else to_host(values)
+
+
+def address_of(x: Array) -> int:
+    """Return the address at which `x` begins, in the memory where it is."""
+    if on_device(x):
+        return int(x.data.ptr)
+    return int(x.__array_interface__["data"][0])
+
+
+def fused(function: Callable[..., None], x: Array) -> Callable[..., None]:
+    """Return `function(xp, ...)` for arrays like `x`, without its first argument.
+
+    On a device it becomes one kernel, which reads and writes each element once: `function` may
+    only compute element by element, by operators and by functions of `xp`. Its arguments are
+    arrays of one length and numbers; what it writes, it writes in place.
+    """
+    xp = namespace(x)
+    return partial(function, xp) if xp is np else _kernel(xp, function)
+
+
+@cache
+def _kernel(cupy: Any, function: Callable[..., None]) -> Callable[..., None]:
+    name = function.__name__.strip("_")
+    kernel: Callable[..., None] = cupy.fuse(kernel_name=name)(partial(function, cupy))
+    return kernel
+
+
+def event(x: Array) -> Event:
+    """Take note of how far this thread's stream has come; None if `x` is of the host."""
+    return namespace(x).cuda.get_current_stream().record() if on_device(x) else None
+
+
+def wait_for(event: Event) -> None:
+    """Let what this thread's stream does from now on come after `event`; the host goes on."""
+    if event is not None:
+        sys.modules["cupy"].cuda.get_current_stream().wait_event(event)
+
+
+def finish(x: Array) -> None:
+    """Return once this thread's stream has done all it was given, if `x` is on a device.
+
+    Before that, whoever takes the address of `x` (MPI, a neighbour) may find what was there before.
+    """
+    if on_device(x):
+        namespace(x).cuda.get_current_stream().synchronize()
+
+
+def own_stream(x: Array) -> AbstractContextManager[Any]:
+    """Give this thread a stream of its own, on the device of `x`, within the block.
+
+    A thread begins with the first device and its common stream: whatever it does with arrays on a
+    device belongs in such a block.
+    """
+    return _own_stream(x) if on_device(x) else nullcontext()
+
+
+@contextmanager
+def _own_stream(x: Array) -> Iterator[None]:
+    with x.device, namespace(x).cuda.Stream(non_blocking=True):
+        yield
+
+
+def cupy() -> Any:
+    """Return the module `cupy`; raise UsageError if it, or a GPU that it can use, is missing."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise UsageError(
+            "a GPU needs CuPy: pip install 'hpctrain[cuda13x]' (with a driver for CUDA 12: "
+            f"'hpctrain[cuda12x]'), or take --device cpu; seen: {error}"
+        ) from None
+    try:
+        count = int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise UsageError(_why_none(cupy, error)) from None
+    if not count:
+        raise UsageError(_NONE.format(seen="0 devices"))
+    return cupy
+
+
+_NONE = (
+    "no GPU can be used here: look at nvidia-smi and CUDA_VISIBLE_DEVICES, or take --device cpu; "
+    "seen: {seen}"
+)
+
+
+def _why_none(cupy: Any, error: Exception) -> str:
+    """Return what to do where CUDA refuses; a driver older than CuPy's CUDA has an extra."""
+    runtime = cupy.cuda.runtime
+    driver, built = (v // 1000 for v in (runtime.driverGetVersion(), runtime.runtimeGetVersion()))
+    if not 0 < driver < built:
+        return _NONE.format(seen=error)
+    return (
+        f"CuPy is built for CUDA {built}, but the driver knows CUDA {driver}: pip uninstall "
+        f"cupy-cuda{built}x and pip install 'hpctrain[cuda{driver}x]', or take --device cpu; "
+        f"seen: {error}"
+    )
+
+
+def devices() -> int:
+    """Return the number of GPUs that this process can use; 0 without CuPy."""
+    if importlib.util.find_spec("cupy") is None:
+        return 0
+    try:
+        return int(cupy().cuda.runtime.getDeviceCount())
+    except UsageError:
+        return 0

@@ -1,21 +1,116 @@
-"""Which library an array belongs to, with a stand-in for the one that needs a GPU."""
+"""One code for both kinds of array: what `hpctrain.xp` does to each."""
 
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
+import threading
 
+import fakes
 import numpy as np
+import pytest
 
-from hpctrain.xp import namespace
+from hpctrain import xp
+from hpctrain.errors import UsageError
+
+HOST = np.arange(6, dtype=np.float32)
 
 
-class DeviceArray:
-    """Stands for cupy.ndarray."""
+def on(kind: str, values: np.ndarray = HOST):
+    """Return `values` on the host or on the device."""
+    return values.copy() if kind == "host" else sys.modules["cupy"].asarray(values)
 
 
-def test_an_array_finds_its_library(monkeypatch):
-    assert namespace(np.ones(1)) is np
-    fake = SimpleNamespace(ndarray=DeviceArray)
-    monkeypatch.setitem(sys.modules, "cupy", fake)
-    assert namespace(DeviceArray()) is fake and namespace(np.ones(1)) is np
+@pytest.fixture(params=["host", "device"])
+def kind(request, gpu):
+    return request.param
+
+
+def test_an_array_finds_its_library(gpu):
+    assert xp.namespace(HOST) is np and not xp.on_device(HOST)
+    assert xp.namespace(on("device")) is sys.modules["cupy"] and xp.on_device(on("device"))
+
+
+def test_to_the_host_and_back(kind, gpu):
+    x = on(kind)
+    host = xp.to_host(x)
+    assert type(host) is np.ndarray and (host == HOST).all() and (host is x) == (kind == "host")
+    inbox = np.empty_like(HOST)
+    assert xp.to_host(x, out=inbox) is inbox and (inbox == HOST).all()
+    y = xp.like(x, HOST, np.float64)
+    assert type(y) is type(x) and y.dtype == np.float64 and (xp.to_host(y) == HOST).all()
+    assert xp.like(x, x) is x
+    xp.copy(x, HOST + 1)
+    xp.copy(inbox, x)
+    assert (inbox == HOST + 1).all()
+    assert gpu.counts["implicit"] == 0 and gpu.counts["D2H"] == (4 if kind == "device" else 0)
+
+
+def test_addresses(kind):
+    x = on(kind)
+    assert xp.address_of(x[2:]) - xp.address_of(x) == 8
+
+
+def twice_and_more(xp, y, x, factor):
+    x += factor
+    xp.multiply(x, 2, out=y)
+
+
+def test_one_kernel_on_a_device(kind, gpu):
+    y, x = on(kind), on(kind)
+    for _ in range(2):
+        xp.fused(twice_and_more, x)(y, x, 1.0)
+    assert (xp.to_host(y) == 2 * (HOST + 2)).all()
+    assert gpu.counts["fused"] == (2 if kind == "device" else 0)
+
+
+def test_streams_of_threads_wait_for_events(lazy_gpu):
+    x = on("device")
+    x += 1
+    ready, seen = xp.event(x), []
+
+    def body():
+        with xp.own_stream(x):
+            xp.wait_for(ready)
+            y = x * 2
+            xp.finish(y)
+            seen.append(y._host.copy())  # as it lies in memory, with no further wait
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert (seen[0] == 2 * (HOST + 1)).all()
+    assert lazy_gpu.counts["stream sync"] == 1 and not lazy_gpu.counts["device sync"]
+
+
+def test_the_host_has_no_streams():
+    assert xp.event(HOST) is None
+    xp.wait_for(None)
+    with xp.own_stream(HOST):
+        xp.finish(HOST)
+
+
+REFUSED = [
+    ({"devices": 0}, "nvidia-smi and CUDA_VISIBLE_DEVICES"),
+    ({"devices": None}, "nvidia-smi and CUDA_VISIBLE_DEVICES"),
+    ({"driver": 12040}, r"driver knows CUDA 12.*pip install 'hpctrain\[cuda12x\]'"),
+]
+
+
+@pytest.mark.parametrize(("options", "advice"), REFUSED)
+def test_what_is_missing_is_named(options, advice):
+    with fakes.installed(**options):
+        with pytest.raises(UsageError, match=advice):
+            xp.cupy()
+        assert xp.devices() == 0
+
+
+def test_no_cupy_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(UsageError, match=r"pip install 'hpctrain\[cuda13x\]'"):
+        xp.cupy()
+    assert xp.devices() == 0
+
+
+def test_devices_are_counted():
+    with fakes.installed(devices=3):
+        assert xp.devices() == 3 and xp.cupy() is sys.modules["cupy"]

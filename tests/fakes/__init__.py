@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from fakes import arrays, cuda, functions
@@ -44,6 +45,7 @@ class _Cupy(ModuleType):
 def modules() -> dict[str, ModuleType]:
     """Return the modules that Python is to find."""
     cupy, found = _Cupy("cupy"), cuda.modules()
+    cupy.__spec__ = ModuleSpec("cupy", None)  # whoever asks whether there is a CuPy looks for it
     cupy.ndarray, cupy.cuda = arrays.ndarray, found["cupy.cuda"]
     cupy.get_default_memory_pool = lambda: cuda.MemoryPool()
     return {"cupy": cupy, **found}

@@ -53,8 +53,6 @@ class ndarray:
     strides = property(lambda self: self._host.strides)
     flags = property(lambda self: self._host.flags)
     T = property(lambda self: _wrapped(self._host.T, self))
-    mT = property(lambda self: _wrapped(self._host.mT, self))
-    real = property(lambda self: _wrapped(self._host.real, self))
 
     @property
     def device(self):

@@ -111,7 +111,7 @@ def memGetInfo() -> tuple[int, int]:
 
 
 def driverGetVersion() -> int:
-    return 13000 if machine().devices is not None else 0
+    return machine().driver
 
 
 def runtimeGetVersion() -> int:

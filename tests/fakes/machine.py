@@ -49,14 +49,17 @@ class Machine:
         ipc: bool = True,
         ipc_within: bool = False,
         name: str = "Stand-in",
+        driver: int = 13000,
     ):
         """`devices` None: no driver. `lazy`: work runs when somebody waits for its stream.
 
         `peers`: devices reach each other's memory; `ipc`: handles can be had; `ipc_within`: a
         process may open its own, which CUDA refuses, so that threads can stand for processes.
+        `driver`: the newest CUDA it knows, 1000 for each; CuPy is built for 13000.
         """
         self.devices, self.lazy, self.memory_bytes = devices, lazy, memory_bytes
         self.peers, self.ipc, self.ipc_within, self.name = peers, ipc, ipc_within, name
+        self.driver = 0 if devices is None else driver
         self.counts: Counter[str] = Counter()
         self.lock = threading.RLock()
         self.here = threading.local()  # the current device, and streams, of each thread
@@ -127,7 +130,7 @@ class Machine:
         weakref.finalize(x, self.forget, x.ctypes.data)
 
     def must_have_devices(self) -> None:
-        if self.devices is None:
+        if self.driver < 13000:
             raise CUDARuntimeError(
                 35,
                 "cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA "
