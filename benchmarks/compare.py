@@ -26,6 +26,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from _compared import Row, claims, merge
@@ -37,6 +38,13 @@ HERE = Path(__file__).parent
 NOT_DRAWN = ("ring", "auto-bound")  # near others: more lines would hide them
 RIVALS = ["--rivals", "horovod,gloo"]
 _ROWS = "rows come here"
+#: Prints a hash of all sources, and where they lie.
+SOURCES = """
+import hashlib, pathlib, hpctrain
+folder = pathlib.Path(hpctrain.__path__[0])
+texts = b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))
+print(hashlib.sha256(texts).hexdigest(), folder)
+"""
 PARTS: dict[str, list[str]] = {
     "allreduce": ["allreduce", "--algorithms", "auto,auto-bound,direct,direct-shared,ring,native",
                   *RIVALS],
@@ -49,6 +57,8 @@ PARTS: dict[str, list[str]] = {
 
 def main() -> None:
     arguments = _arguments()
+    for environment in arguments.environments:
+        _must_have_this_hpctrain(environment)
     fine = [_measure(part, arguments) for part in arguments.parts.split(",")]
     sys.exit(0 if all(fine) else 1)
 
@@ -66,6 +76,21 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _must_have_this_hpctrain(environment: Path) -> None:
+    """End if `environment` has another hpctrain than this process: it would be measured instead."""
+    ours, theirs = (
+        subprocess.run(
+            [python, "-c", SOURCES], stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+        for python in (sys.executable, environment / "bin" / "python")
+    )
+    if ours.split()[0] != theirs.split()[0]:
+        sys.exit(
+            f"{environment} has another hpctrain, {theirs.split()[1]}, than the one that is to be "
+            f"measured, {ours.split()[1]}: install that one there, or set PYTHONPATH"
+        )
+
+
 def _measure(part: str, arguments: argparse.Namespace) -> bool:
     """Make the runs of `part`, keep each when it has ended; return whether all claims hold."""
     sizes = [] if part == "step" else ["--sizes", arguments.sizes]
@@ -77,8 +102,10 @@ def _measure(part: str, arguments: argparse.Namespace) -> bool:
         for environment in arguments.environments:
             if sum(run["environment"] == environment.name for run in runs) >= number:
                 continue
-            print(f"{part}: run {number} of {arguments.times}, {environment}", flush=True)
+            print(f"{part}: run {number} of {arguments.times}, {environment}", end="", flush=True)
+            began = perf_counter()
             found = _run(environment, arguments.ranks, rest)
+            print(f": {perf_counter() - began:.0f} s", flush=True)
             runs.append({"environment": environment.name, "asked": asked, **found})
             _keep(path, part, arguments.ranks, runs)
     return _tell(path, part, arguments.ranks, runs)

@@ -89,6 +89,7 @@ def test_a_comparison_goes_on_where_it_was_stopped(compare, monkeypatch, tmp_pat
         compare.main()
 
     monkeypatch.setattr(compare, "_run", bench)
+    monkeypatch.setattr(compare, "_must_have_this_hpctrain", lambda environment: None)
     with pytest.raises(KeyboardInterrupt):
         typed()
     assert made == ["a", "b", "a"]
@@ -104,3 +105,18 @@ def test_a_comparison_goes_on_where_it_was_stopped(compare, monkeypatch, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         typed("--resume", "--iterations", "3")
     assert made == ["a", "b", "a"]
+
+
+def test_an_environment_with_another_hpctrain_is_refused(compare, tmp_path, capfd):
+    """It would be measured in place of this one, and nobody would see it."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\necho 123 /somewhere/hpctrain\n")
+    python.chmod(0o755)
+    with pytest.raises(
+        SystemExit, match=r"another hpctrain, /somewhere/hpctrain, than .*PYTHONPATH"
+    ):
+        compare._must_have_this_hpctrain(tmp_path)
+    python.unlink()
+    python.symlink_to(sys.executable)
+    compare._must_have_this_hpctrain(Path(sys.prefix))
