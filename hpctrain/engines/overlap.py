@@ -13,8 +13,9 @@ mostly the wire is waited for, and a thread pays.
 With FIFO order the last bucket to arrive is the first layer's, which is needed first: an update of
 the whole has to wait for it, and priority could gain nothing. So with `priority` an update is made
 bucket by bucket, when the next forward pass comes to a layer of it, and all else may still travel:
-a step takes max(compute, wire) instead of forward + max(backward, wire). Evaluation, checkpoints
-and the end wait for all. Parameters have the same bytes as without.
+a step takes max(compute, wire) instead of forward + max(backward, wire). While the pass waits for a
+bucket it updates those that are in already. Evaluation, checkpoints and the end wait for all.
+Parameters have the same bytes as without.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def shared_form(
 
 
 class AsNeeded:
-    """Updates each bucket when the next forward pass needs it; its sum may travel until then."""
+    """Updates each bucket when the next forward pass needs it, or has to wait anyway."""
 
     def __init__(self, reducer: Reducer, update: InParts, times: Times, trace: Trace):
         """`update` has the reducer's buckets as its parts."""
@@ -104,24 +105,25 @@ class AsNeeded:
     def need(self, name: str) -> None:
         """Take the sum in which slot `name` is, if that was not done yet."""
         number = self._reducer.bucket(name)
-        if number in self._due:
-            self._take(number)
+        while number in self._due:
+            self._take_one(number)
 
     def finish(self) -> None:
         """Take all sums that are left."""
         start, waited = perf_counter(), self._times.wait_s
-        for number in sorted(self._due, reverse=True):
-            self._take(number)
+        while self._due:
+            self._take_one(max(self._due))
         took = self._trace.add("take what travels", "compute", start, perf_counter())
         self._times.compute_s += took - (self._times.wait_s - waited)
         self._times.wire_s = self._reducer.wire_s
 
-    def _take(self, number: int) -> None:
-        with self._trace.span("wait for gradients", "wait", bucket=number) as waiting:
-            total = self._reducer.wait_for(number)
+    def _take_one(self, first: int) -> None:
+        """Take the sum of bucket `first`, or another that is in before it: else we were idle."""
+        with self._trace.span("wait for gradients", "wait", bucket=first) as waiting:
+            number = self._reducer.wait_for_one(self._due, first)
         self._times.wait_s += waiting.seconds
         with self._trace.span("update", "compute", bucket=number):
-            self._update(number, total)
+            self._update(number, self._reducer.wait_for(number))
         self._due.discard(number)
         if not self._due:
             self._update.done()

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Annotated, Any, Literal
@@ -175,15 +175,27 @@ class Reducer:
     def wait_for(self, number: int) -> np.ndarray:
         """Return the array that holds the sum of bucket `number`, once it is in."""
         while number not in self._in:
-            if self._thread is None:
-                self._reduce(len(self._in))
-                self._in.add(len(self._in))
-                continue
-            came, error = self._arrived.get()
+            self._next()
+        return self._sums[number]
+
+    def wait_for_one(self, wanted: Set[int], first: int) -> int:
+        """Return bucket `first` if it is in, else the last of `wanted` that are; wait for one."""
+        while not self._arrived.empty():
+            self._next()
+        while not (here := self._in & wanted):
+            self._next()
+        return first if first in here else max(here)
+
+    def _next(self) -> None:
+        """Take note of the next bucket that is in; raise what went wrong with it."""
+        if self._thread is None:
+            number = len(self._in)
+            self._reduce(number)
+        else:
+            number, error = self._arrived.get()
             if error is not None:
                 raise error
-            self._in.add(came)
-        return self._sums[number]
+        self._in.add(number)
 
     def release(self) -> None:
         """Let all ranks write gradients again, once all are through with the sums; collective."""

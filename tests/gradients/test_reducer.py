@@ -106,6 +106,28 @@ def test_with_priority_the_last_bucket_that_is_ready_everywhere_goes_first(late,
     run_on("threads", 2, body)
 
 
+@pytest.mark.parametrize("concurrent", [True, False])
+def test_who_needs_a_bucket_is_given_those_that_are_in_before_it(concurrent):
+    def body(world):
+        arena, reducer = reducer_of(world, concurrent=concurrent)
+        arena.grad[:] = 1
+        for name in "fedcba":
+            reducer.ready(name)
+        reducer.complete()
+        due, taken = {0, 1, 2}, []
+        while 2 in due:
+            taken.append(reducer.wait_for_one(due, 2))
+            due.discard(taken[-1])
+        assert taken[-1] == 2
+        assert sorted([*taken, *due]) == [0, 1, 2]
+        assert all((reducer.wait_for(number) == world.size).all() for number in range(3))
+        assert reducer.wait_for_one({0, 1}, 0) == 0, "the one that is needed"
+        assert reducer.wait_for_one({0, 1}, 2) == 1, "else the one that is needed next"
+        reducer.close()
+
+    run_on("threads", 2, body)
+
+
 @pytest.mark.parametrize("slots", ["abcdef", "a"])
 @on_ranks(2, 3, mpi=(2, 3))
 def test_the_sum_may_lie_in_the_plane_of_the_first_rank(ranks, slots):
