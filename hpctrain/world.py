@@ -28,7 +28,7 @@ from hpctrain.trace import Trace
 from hpctrain.transport import gpus, seat
 from hpctrain.transport.link import Link
 from hpctrain.transport.memory import Memory
-from hpctrain.transport.paths import Place
+from hpctrain.transport.paths import STAGED, Place, Verdict
 from hpctrain.tuning.select import with_choices
 from hpctrain.watch import Record, Watch, dump_stacks, record_path, write_report
 
@@ -50,6 +50,7 @@ class World:
     record: Record | None = None  #: where links write what they wait for; None among threads
     gpu: gpus.Gpu | None = None  #: the one this rank computes on; None: on its cores
     places: tuple[Place, ...] = ()  #: of each rank: its node, and its GPU where it has one
+    verdict: Verdict = STAGED  #: which way GPU memory takes between ranks
     trace: Trace = field(default_factory=Trace)  #: where threads note what they did
     others: dict[str, list[Link]] = field(default_factory=dict)  #: by what they are for
     main: Group = field(init=False)  #: all ranks, for the main thread; its scratch is kept
@@ -270,10 +271,10 @@ def _over_mpi(device: gpus.Device) -> World:
         mpi.finalize()
         raise UsageError(wrong)
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    hosts = tuple(name.decode() for name in collectives.all_gather_bytes(link, host.encode()))
-    places = seat.places(link.rank, partial(collectives.all_gather_bytes, link), hosts, taken)
+    hosts = tuple(map(bytes.decode, collectives.all_gather_bytes(link, host.encode())))
+    told = seat.told(link.rank, partial(collectives.all_gather_bytes, link), hosts, taken)
     local, several = hosts[: link.rank].count(host), mpi.concurrent()
-    world = World(link, hosts, local, several, "mpi", record, taken.gpu, places)
+    world = World(link, hosts, local, several, "mpi", record, taken.gpu, *told)
     tell = partial(_hung, link.rank, None)
     Watch(record, None, DEFAULT_TIMEOUT_S, tell, first_step_factor=1)  # no steps are told here
     return world
@@ -294,6 +295,6 @@ def _hung(rank: int, run: Path | None, report: str) -> None:
 
 def _speak_for_the_hung(run: Path | None, report: str) -> None:
     print(report, file=sys.stderr, flush=True)
+    told = {"status": "hung", "exit_code": HungError.exit_code, "reason": report}
     if run is not None:
-        told = {"status": "hung", "exit_code": HungError.exit_code, "reason": report}
         rundir.write_summary(run, told)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpctrain import launchers, rundir
+from hpctrain.cluster import gpus
 from hpctrain.errors import UsageError
 from hpctrain.progress import TERMINAL
 
@@ -60,6 +61,9 @@ def launch(n: int, arguments: Sequence[str]) -> int:
 
     Raises UsageError when n < 1, inside a rank of another job, or without an mpiexec.
     """
+    _refuse(n, launchers.launched(os.environ))
+    if gpus.wanted(arguments):
+        gpus.verdict()
     return launch_argv(n, [sys.executable, "-m", "hpctrain", *arguments])
 
 

@@ -8,7 +8,10 @@ from hpctrain.commands._lazy import LazyGroup, load
 
 COMMANDS = {
     name: partial(load, name, name)
-    for name in ("train", "launch", "netlab", "evaluate", "report", "checkpoint", "bench", "tune")
+    for name in (
+        *("train", "launch", "netlab", "evaluate", "report", "checkpoint", "bench", "tune"),
+        "doctor",
+    )
 }
 
 __all__ = ["COMMANDS", "LazyGroup"]

@@ -45,7 +45,7 @@ def bind(
     binding = plan(launched, allowed, online, os.environ, near)
     if set(binding.cores) != allowed:
         _move(binding.cores)
-    if _asked_threads(os.environ) is None:
+    if asked_threads(os.environ) is None:
         _limit(binding.blas_threads)
     return binding
 
@@ -55,7 +55,7 @@ def one_blas_thread() -> None:
 
     Cores per rank depend on the number of ranks, and how BLAS adds on how many threads it has.
     """
-    if _limiters or _asked_threads(os.environ) is None:  # what is asked for may be our own limit
+    if _limiters or asked_threads(os.environ) is None:  # what is asked for may be our own limit
         _limit(1)
 
 
@@ -93,7 +93,7 @@ def plan(
         cores, note = _cores_near(near, online) or (cores, note)
     # Ranks bound to one socket share its cores, so not even a bound rank may use all it sees.
     fair = min(len(cores), max(1, len(online) // neighbours))
-    return Binding(cores, _asked_threads(environ) or fair, note)
+    return Binding(cores, asked_threads(environ) or fair, note)
 
 
 def by_place(cores: Collection[int]) -> tuple[int, ...]:
@@ -132,7 +132,8 @@ def _cores_near(near: Near, online: Sequence[int]) -> tuple[tuple[int, ...], str
     return tuple(sorted(block)), f"took {len(block)} of {len(cores)} cores near its GPU"
 
 
-def _asked_threads(environ: Mapping[str, str]) -> int | None:
+def asked_threads(environ: Mapping[str, str]) -> int | None:
+    """Return how many BLAS threads the user asks for; None where nothing is said."""
     for name in _THREAD_VARIABLES:
         # OpenMP takes a list, one number per level of nesting; the first is the outer one
         if found := re.match(r"\s*([1-9]\d*)", environ.get(name, "")):

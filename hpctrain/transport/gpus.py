@@ -113,6 +113,11 @@ def use(ordinal: int) -> None:
     _cupy().cuda.Device(ordinal).use()
 
 
+def runtime() -> Any:
+    """Return CUDA's runtime as CuPy offers it."""
+    return _cupy().cuda.runtime
+
+
 def driver_cuda() -> int | None:
     """Return the CUDA that the driver brings, 12040 for 12.4; None where there is no driver."""
     version = ctypes.c_int()
@@ -138,14 +143,14 @@ def _one_slice(listed: Sequence[str]) -> str:
 
 
 def _seen() -> tuple[Gpu, ...]:
-    runtime, words = _cupy().cuda.runtime, listed(os.environ)
+    cuda, words = runtime(), listed(os.environ)
     try:
-        count = runtime.getDeviceCount()
-    except runtime.CUDARuntimeError as error:
-        raise UsageError(_refused(str(error), runtime.runtimeGetVersion())) from None
+        count = cuda.getDeviceCount()
+    except cuda.CUDARuntimeError as error:
+        raise UsageError(_refused(str(error), cuda.runtimeGetVersion())) from None
     if not count:
         raise UsageError(f"no GPU is visible{_as_listed(words)}; {_LOOK}")
-    return tuple(Gpu(i, _uuid(i, words), _address(runtime, i)) for i in range(count))
+    return tuple(Gpu(i, _uuid(i, words), _address(cuda, i)) for i in range(count))
 
 
 def _cupy() -> Any:
@@ -183,16 +188,21 @@ def _uuid(ordinal: int, words: Sequence[str]) -> str:
     """Return the name of a GPU or MIG slice; CUDA has been started."""
     if ordinal < len(words) and words[ordinal].startswith("MIG-"):
         return words[ordinal]
-    cuda, raw, device = ctypes.CDLL("libcuda.so.1"), (ctypes.c_ubyte * 16)(), ctypes.c_int()
-    ask = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
-    if cuda.cuDeviceGet(ctypes.byref(device), ordinal) or ask(raw, device):
+    raw, device = (ctypes.c_ubyte * 16)(), ctypes.c_int()
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        ask = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
+        failed = cuda.cuDeviceGet(ctypes.byref(device), ordinal) or ask(raw, device)
+    except (OSError, AttributeError):
+        failed = True
+    if failed:
         return f"GPU-number-{ordinal}"
     text = bytes(raw).hex()
     return "GPU-" + "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
 
 
-def _address(runtime: Any, ordinal: int) -> str:
+def _address(cuda: Any, ordinal: int) -> str:
     try:
-        return pci.address(runtime.deviceGetPCIBusId(ordinal))
-    except (runtime.CUDARuntimeError, ValueError):
+        return pci.address(cuda.deviceGetPCIBusId(ordinal))
+    except (cuda.CUDARuntimeError, ValueError):
         return ""

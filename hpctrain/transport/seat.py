@@ -8,16 +8,19 @@ seen whether two ranks sit on one GPU while another is idle.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from hpctrain.errors import UsageError
 from hpctrain.hardware import pci
 from hpctrain.launchers import Launched
-from hpctrain.transport import gpus
+from hpctrain.transport import gpus, verdicts
 from hpctrain.transport.bind import Binding, bind
-from hpctrain.transport.paths import Place
+from hpctrain.transport.paths import STAGED, Place, Verdict
 
 logger = logging.getLogger("hpctrain")
 Gather = Callable[[bytes], list[bytes]]  #: from this rank's bytes to those of all ranks
@@ -49,14 +52,32 @@ def take(launched: Launched, device: gpus.Device) -> Seat:
     return Seat(binding, gpu, len(seen))
 
 
-def places(rank: int, gather: Gather, hosts: Sequence[str], seat: Seat) -> tuple[Place, ...]:
-    """Return where each rank's arrays lie; rank 0 warns of GPUs that are doubled. Collective."""
-    mine = f"{seat.seen} {seat.gpu.uuid if seat.gpu else ''}"
-    told = [one.decode().split(" ") for one in gather(mine.encode())]
-    found = tuple(Place(host, uuid) for host, (_, uuid) in zip(hosts, told, strict=True))
-    for sentence in crowded(found, [int(seen) for seen, _ in told]) if rank == 0 else ():
+def told(
+    rank: int, gather: Gather, hosts: Sequence[str], seat: Seat
+) -> tuple[tuple[Place, ...], Verdict]:
+    """Return where each rank's arrays lie, and which way they take, the same on all; collective.
+
+    Rank 0 warns of GPUs that are doubled. MPI was started. Raises UsageError, on all ranks, if the
+    variable that overrides the verdict makes no sense.
+    """
+    mine = {"seen": seat.seen, "gpu": seat.gpu.uuid if seat.gpu else ""}
+    said = [json.loads(one) for one in gather(json.dumps(mine | _known(seat)).encode())]
+    for one in said:
+        if "refused" in one:
+            raise UsageError(one["refused"])
+    places = tuple(Place(host, one["gpu"]) for host, one in zip(hosts, said, strict=True))
+    for sentence in crowded(places, [one["seen"] for one in said]) if rank == 0 else ():
         logger.warning("%s", sentence)
-    return found
+    return places, next((Verdict(**one["verdict"]) for one in said if "verdict" in one), STAGED)
+
+
+def _known(seat: Seat) -> dict[str, Any]:
+    if seat.gpu is None:
+        return {}
+    try:
+        return {"verdict": asdict(verdicts.known(os.environ).verdict)}
+    except UsageError as error:
+        return {"refused": str(error)}
 
 
 def crowded(places: Sequence[Place], seen: Sequence[int]) -> list[str]:

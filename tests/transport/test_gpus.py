@@ -205,18 +205,32 @@ def test_crowded(case):
     assert all(word in sentence for word, sentence in zip(told, found, strict=True))
 
 
-@on_ranks(2, mpi=(2,))
-def test_all_are_told_of_all(ranks, caplog):
-    def body(world):
-        mine = seat.Seat(None, Gpu(0, "GPU-x", ""), 2)
-        with caplog.at_level(logging.WARNING, "hpctrain"):
-            gather = lambda told: all_gather_bytes(world.link, told)  # noqa: E731
-            return seat.places(world.rank, gather, ("a", "a"), mine), world.rank
+def told_on(world):
+    mine = seat.Seat(None, Gpu(0, "GPU-x", ""), 2)
+    gather = lambda said: all_gather_bytes(world.link, said)  # noqa: E731
+    return seat.told(world.rank, gather, ("a", "a"), mine)
 
-    for places, first in ranks(body):
+
+@on_ranks(2, mpi=(2,))
+def test_all_are_told_of_all(ranks, caplog, monkeypatch):
+    monkeypatch.setenv("HPCTRAIN_GPU_PATH", "same_node=cuda-aware")
+    with caplog.at_level(logging.WARNING, "hpctrain"):
+        found = ranks(lambda world: (told_on(world), world.rank))
+    for (places, verdict), rank in found:
         assert places == (Place("a", "GPU-x"),) * 2
-        if first == 0:
-            assert "share GPU-x of a" in caplog.text
+        assert verdict.same_node == "cuda-aware"
+        assert rank or "share GPU-x of a" in caplog.text
+
+
+@on_ranks(2, mpi=(2,))
+def test_an_override_that_makes_no_sense_is_refused_by_all(ranks, monkeypatch):
+    monkeypatch.setenv("HPCTRAIN_GPU_PATH", "magic")
+
+    def body(world):
+        with pytest.raises(UsageError, match="HPCTRAIN_GPU_PATH: expected one of gdr"):
+            told_on(world)
+
+    ranks(body)
 
 
 @on_ranks(1, 2, mpi=())

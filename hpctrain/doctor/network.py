@@ -1,0 +1,39 @@
+"""Network adapters: which are up, how fast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpctrain.doctor.check import Check
+from hpctrain.hardware.nics import Nic, fastest
+
+
+def checks(found: Sequence[Nic]) -> list[Check]:
+    """Return what is to be said of the adapters."""
+    if not found:
+        return [Check("network", "note", "no adapter in /sys/class: this node is alone")]
+    best = fastest(tuple(found))
+    seen = ", ".join(map(told, found))
+    rows = [Check("network", "ok" if best else "note", seen)]
+    down = [nic for nic in found if nic.rdma and not nic.active]
+    if down:
+        names = ", ".join(nic.name for nic in down)
+        rows.append(Check("links down", "slow", names, "ask the site: ibstat, ibdev2netdev"))
+    slow = _slower_than_others(found)
+    if slow:
+        names = ", ".join(f"{nic.name} {nic.gbit_s:g} Gbit/s" for nic in slow)
+        rows.append(Check("slow links", "slow", names, "a cable or a port: tell the site"))
+    return rows
+
+
+def told(nic: Nic) -> str:
+    """Return an adapter in a few words."""
+    rate = f"{nic.gbit_s:g} Gbit/s" if nic.gbit_s else "rate unknown"
+    return f"{nic.name} {nic.kind} {rate}{'' if nic.active else ' DOWN'}"
+
+
+def _slower_than_others(found: Sequence[Nic]) -> list[Nic]:
+    """Return the active RDMA ports below the rate of the node's best: they train down when hurt."""
+    rdma = [nic for nic in found if nic.rdma and nic.active and nic.gbit_s]
+    best = max((nic.gbit_s or 0 for nic in rdma), default=0)
+    return [nic for nic in rdma if (nic.gbit_s or 0) < best]

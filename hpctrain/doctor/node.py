@@ -1,0 +1,112 @@
+"""Cores and BLAS, shared memory and what dead jobs left in it, the limit of locked memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+from hpctrain.doctor.check import Check
+
+SHM = Path("/dev/shm")
+MIB, GIB = 1 << 20, 1 << 30
+#: Docker gives 64 MiB; MPIs keep their queues there, tens of MiB per rank.
+LEAST_SHM, ENOUGH_SHM = 128 * MIB, GIB
+#: Files of MPI libraries and of ours; those of a dead job stay until somebody removes them.
+LEFT_OVERS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*", "hpctrain-*")
+
+
+def blas(threads: int, cores: int) -> Check:
+    """Return the check of BLAS `threads` in a process that may run on so many `cores`."""
+    seen = f"{threads} BLAS threads on {cores} cores"
+    if threads <= cores:
+        return Check("BLAS", "ok", seen)
+    return Check(
+        "BLAS",
+        "bad",
+        f"{seen}: they take turns",
+        "unset OMP_NUM_THREADS, OPENBLAS_NUM_THREADS and MKL_NUM_THREADS, or set them to the "
+        "cores of a rank",
+    )
+
+
+def shared_memory(folder: Path = SHM, in_use: Collection[str] | None = None) -> list[Check]:
+    """Return the checks of the memory that ranks of a node share; `in_use` are files mapped now."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        remedy = "mount a tmpfs there; containers: --shm-size=8g or --ipc=host"
+        return [Check("shared memory", "bad", f"{folder}: {error.strerror}", remedy)]
+    return [_room(folder, free), _left(folder, _mapped() if in_use is None else in_use)]
+
+
+def memlock(limit: int, rdma: bool) -> Check:
+    """Return the check of the bytes a process may lock, -1 for no limit; `rdma`: NICs want it."""
+    if limit == resource.RLIM_INFINITY:
+        return Check("locked memory", "ok", "no limit")
+    seen = f"limit of {limit // MIB} MiB"
+    if not rdma:
+        return Check("locked memory", "note", seen)
+    return Check(
+        "locked memory",
+        "slow",
+        f"{seen}: InfiniBand must lock what it sends",
+        "ulimit -l unlimited; the site: LimitMEMLOCK=infinity for slurmd",
+    )
+
+
+def _room(folder: Path, free: int) -> Check:
+    seen = f"{free / MIB:,.0f} MiB free in {folder}"
+    if free >= ENOUGH_SHM:
+        return Check("shared memory", "ok", seen)
+    grow = "containers: --shm-size=8g or --ipc=host; else mount -o remount,size=50% /dev/shm"
+    return Check("shared memory", "bad" if free < LEAST_SHM else "slow", seen, grow)
+
+
+def _left(folder: Path, in_use: Collection[str]) -> Check:
+    files = [f for pattern in LEFT_OVERS for f in folder.glob(pattern) if str(f) not in in_use]
+    mine = [file for file in files if _owner(file) == os.geteuid()]
+    if not mine:
+        return Check("left-overs", "ok", f"none of yours in {folder}")
+    total = sum(_size(file) for file in mine)
+    return Check(
+        "left-overs",
+        "slow" if total > ENOUGH_SHM else "note",
+        f"{len(mine)} files of dead jobs in {folder}, {total / MIB:,.0f} MiB of memory",
+        f"when no job of yours runs here: rm {' '.join(_named(folder, mine))}",
+    )
+
+
+def _named(folder: Path, files: Collection[Path]) -> list[str]:
+    """Return the patterns that name `files`."""
+    return [f"{folder}/{one}" for one in LEFT_OVERS if any(f.match(one) for f in files)]
+
+
+def _mapped() -> set[str]:
+    """Return the files in /dev/shm that a process maps or holds open, of those we may look at."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is not ours
+            lines = (process / "maps").read_text().splitlines()
+            found |= {line.split(maxsplit=5)[-1] for line in lines if str(SHM) in line}
+            for descriptor in os.listdir(process / "fd"):
+                with suppress(OSError):  # closed since
+                    found.add(os.readlink(process / "fd" / descriptor))
+    return found
+
+
+def _owner(file: Path) -> int | None:
+    try:
+        return file.lstat().st_uid
+    except OSError:
+        return None
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.lstat().st_blocks * 512
+    except OSError:
+        return 0

@@ -1,0 +1,77 @@
+"""A node as text: what sits on which NUMA node, and what lies between any two GPUs and adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.doctor import network
+from hpctrain.hardware import pci
+from hpctrain.hardware.nics import Nic
+from hpctrain.hardware.nvidia import Card, Cards
+
+_KEY = "NV# that many NVLinks, PIX one PCIe switch, PXB several, PHB one host bridge, NODE one \
+NUMA node, SYS two"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """NUMA nodes by number (cores as the kernel lists them), and the matrix with its headings."""
+
+    numa: dict[int, str]
+    headings: tuple[str, ...]
+    matrix: tuple[tuple[str, ...], ...]
+
+
+def picture(cards: Cards, nics: Sequence[Nic], root: Path = pci.ROOT) -> Picture:
+    """Return what `root` tells of a node with these GPUs and adapters."""
+    devices = [(f"GPU{card.index}", card.pci) for card in cards.cards]
+    devices += [(nic.name, nic.pci) for nic in nics if nic.pci]
+    wires = {frozenset((f"GPU{i}", f"GPU{j}")): f"NV{n}" for (i, j), n in cards.nvlinks.items()}
+    rows = tuple(
+        tuple(
+            "X" if a == b else wires.get(frozenset((a, b))) or pci.relation(at, to, root) or "?"
+            for b, to in devices
+        )
+        for a, at in devices
+    )
+    return Picture(_numa(root), tuple(name for name, _ in devices), rows)
+
+
+def lines(host: str, cards: Cards, nics: Sequence[Nic], drawn: Picture, root: Path = pci.ROOT
+          ) -> list[str]:  # fmt: skip
+    """Return the node's picture: a line per NUMA node, then the matrix, where there are GPUs."""
+    of: dict[int | None, list[str]] = {number: [] for number in drawn.numa}
+    for card in cards.cards:
+        of.setdefault(pci.numa_node(card.pci, root), []).append(_named(card))
+    for nic in nics:
+        of.setdefault(pci.numa_node(nic.pci, root), []).append(network.told(nic))
+    out = [f"node {host}"]
+    for number, things in of.items():
+        if number in drawn.numa:
+            out.append(f"  NUMA {number}, cores {drawn.numa[number]}: {'; '.join(things) or '-'}")
+        else:
+            out.append(f"  NUMA node unknown: {'; '.join(things)}")
+    return out + (_matrix(drawn) if cards.cards else [])
+
+
+def _matrix(drawn: Picture) -> list[str]:
+    width = max(map(len, drawn.headings)) + 2
+    head = "".join(name.ljust(width) for name in ("", *drawn.headings))
+    rows = [
+        "".join(word.ljust(width) for word in (name, *row))
+        for name, row in zip(drawn.headings, drawn.matrix, strict=True)
+    ]
+    return [f"  {line.rstrip()}" for line in (head, *rows, _KEY)]
+
+
+def _named(card: Card) -> str:
+    memory = f" {card.memory_bytes / 2**30:.0f} GiB" if card.memory_bytes else ""
+    return f"GPU{card.index} {card.name}{memory}"
+
+
+def _numa(root: Path) -> dict[int, str]:
+    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
+    numbered = {int(folder.name.removeprefix("node")): folder for folder in folders}
+    return {n: pci.read(folder / "cpulist") for n, folder in sorted(numbered.items())}

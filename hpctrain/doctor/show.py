@@ -1,0 +1,40 @@
+"""Draw what the doctor found: the picture of the node, the table of checks, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hpctrain.doctor.check import Check
+from hpctrain.doctor.examine import Examined
+
+COLOURS = {"ok": "green", "note": "cyan", "slow": "yellow", "bad": "bold red"}
+WIDTH = 110  # where there is no terminal
+
+
+def show(found: Examined, console: Console) -> None:
+    """Print the picture, the table, then the remedies, a line each that can be copied."""
+    for line in found.hardware.lines:
+        console.print(Text(line), soft_wrap=True)
+    console.print(table(found.checks))
+    for check in found.checks:
+        if check.remedy and check.verdict in ("slow", "bad"):
+            console.print(Text(f"{check.name}: {check.remedy}"), soft_wrap=True)
+
+
+def table(checks: Sequence[Check]) -> Table:
+    """Return a row per check."""
+    drawn = Table("check", "verdict", "seen", "remedy")
+    for check in checks:
+        verdict = Text(check.verdict, COLOURS[check.verdict])
+        drawn.add_row(check.name, verdict, Text(check.seen), Text(check.remedy))
+    return drawn
+
+
+def console() -> Console:
+    """Return a console on stdout, wide enough for the table where nobody watches."""
+    out = Console()
+    return out if out.is_terminal else Console(width=WIDTH)

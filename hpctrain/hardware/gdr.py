@@ -1,0 +1,67 @@
+"""May a NIC read and write GPU memory by itself (GPUDirect RDMA)? What the kernel tells of it.
+
+Either a module hands the GPU's pages to the InfiniBand stack (nvidia_peermem, before it
+nv_peer_mem), or driver and kernel share them as a dmabuf: Linux 5.12, NVIDIA's open kernel modules
+from driver 515 on. That it may is not that it does: the rate that a transfer reaches tells.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.hardware.nics import Nic
+from hpctrain.hardware.pci import ROOT, read
+
+MODULES = {
+    "nvidia_peermem": "sys/module/nvidia_peermem",
+    "nv_peer_mem": "sys/module/nv_peer_mem",
+    "nv_mem": "sys/kernel/mm/memory_peers/nv_mem",
+}
+DMABUF_LINUX, DMABUF_DRIVER = (5, 12), 515
+
+
+@dataclass(frozen=True)
+class Gdr:
+    """Whether there may be GPUDirect RDMA (None: not to be told), what was seen, what helps."""
+
+    available: bool | None
+    seen: str
+    remedy: str = ""
+
+
+def gdr(nics: Sequence[Nic], root: Path = ROOT) -> Gdr:
+    """Return what can be told of GPUDirect RDMA through `nics`."""
+    if not any(nic.rdma for nic in nics):
+        return Gdr(False, "no adapter that does RDMA")
+    if not any(nic.rdma and nic.active for nic in nics):
+        return Gdr(False, "no active port of an adapter that does RDMA", "ask the site: ibstat")
+    module = next((name for name, path in MODULES.items() if (root / path).exists()), None)
+    if module is not None:
+        return Gdr(True, f"module {module} is loaded")
+    return _dmabuf(read(root / "proc/driver/nvidia/version"), read(root / _RELEASE))
+
+
+_RELEASE = "proc/sys/kernel/osrelease"
+
+
+def _dmabuf(driver: str, release: str) -> Gdr:
+    linux = tuple(int(n) for n in re.findall(r"\d+", release)[:2])
+    version = re.search(r"\s(\d+)\.\d+", driver)
+    if not version or not linux:
+        return Gdr(None, "neither the driver nor Linux tells its version")
+    lacks = [
+        what
+        for what, there in {
+            f"Linux {release} is older than 5.12": linux >= DMABUF_LINUX,
+            "the driver's kernel modules are not the open ones": "Open Kernel Module" in driver,
+            f"driver {version[1]} is older than {DMABUF_DRIVER}": int(version[1]) >= DMABUF_DRIVER,
+        }.items()
+        if not there
+    ]
+    if lacks:
+        remedy = "ask the site to load nvidia_peermem (modprobe nvidia-peermem)"
+        return Gdr(False, "no nvidia_peermem; no dmabuf: " + ", ".join(lacks), remedy)
+    return Gdr(True, "dmabuf: Linux, driver and its open kernel modules have it")

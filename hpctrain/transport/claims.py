@@ -1,0 +1,202 @@
+"""What an MPI says of itself and GPU memory, and what its user has to set; functions of facts.
+
+No answer here is believed: a claim may be wrong, and then a device pointer is a segfault. They
+serve to say *why* a trial failed, and what would help. A vendor's variable that is not set is named
+first, then what the library lacks.
+
+Sources: Open MPI's and UCX's documentation on CUDA; MPICH's MPIX_GPU_query_support and
+MPIR_CVAR_ENABLE_GPU; Cray's intro_mpi(3) (MPICH_GPU_SUPPORT_ENABLED); MVAPICH2-GDR's user guide
+(MV2_USE_CUDA); Intel's developer reference (I_MPI_OFFLOAD); ParaStation's PSP_CUDA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+#: kind of GPU that MPIX_GPU_query_support is asked about
+_CUDA = 0
+_OF_INTEREST = re.compile(r"/lib(mpi_gtl_cuda|uct_cuda|ucp|pscom\w*|fabric)[^/]*\.so[^/]*$")
+#: Variables whose values a verdict depends on; all of UCX's count, too.
+VARIABLES = (
+    "FI_HMEM_CUDA_ENABLE_XFER",
+    "FI_PROVIDER",
+    "I_MPI_OFFLOAD",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "MPICH_GPU_SUPPORT_ENABLED",
+    "MPIR_CVAR_CH4_OFI_ENABLE_HMEM",
+    "MPIR_CVAR_ENABLE_GPU",
+    "MV2_USE_CUDA",
+    "OMPI_MCA_btl",
+    "OMPI_MCA_opal_common_ucx_devices",
+    "OMPI_MCA_opal_common_ucx_tls",
+    "OMPI_MCA_pml",
+    "PSP_CUDA",
+)
+_UCX, _LOADER = "UCX_", "LD_LIBRARY_PATH"
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What the MPI of a process in which it runs says; None where it has no such function."""
+
+    vendor: str
+    query_cuda: bool | None = None  #: MPIX_Query_cuda_support
+    query_gpu: bool | None = None  #: MPIX_GPU_query_support
+    alloc_kinds: str = ""  #: MPI 4.1's info key mpi_memory_alloc_kinds
+    libraries: tuple[str, ...] = ()  #: those in this process that matter for GPU memory
+
+    @property
+    def sure(self) -> bool:
+        """Whether one of its functions says yes."""
+        return bool(self.query_cuda or self.query_gpu or "cuda" in self.alloc_kinds)
+
+    def mapped(self, name: str) -> bool:
+        """Return whether a library whose name begins so is in the process; "" always is."""
+        return not name or any(Path(path).name.startswith(name) for path in self.libraries)
+
+
+class Fault(NamedTuple):
+    """Why GPU memory cannot be given to an MPI, and what helps."""
+
+    reason: str
+    remedy: str
+
+
+class _Switch(NamedTuple):
+    """A variable without which a vendor's MPI takes no device pointers."""
+
+    vendors: tuple[str, ...]
+    name: str
+    also: str  #: what it needs besides
+    library: str = ""  #: told from others of this vendor by what is in the process
+
+
+_SWITCHES = (
+    _Switch(("Cray MPICH",), "MPICH_GPU_SUPPORT_ENABLED", "libmpi_gtl_cuda in the process"),
+    _Switch(("MVAPICH2", "MVAPICH"), "MV2_USE_CUDA", "a build for CUDA (MVAPICH2-GDR)"),
+    _Switch(("Intel MPI",), "I_MPI_OFFLOAD", "version 2021.9 or newer, and libfabric with CUDA"),
+    _Switch(("MPICH",), "PSP_CUDA", "ParaStation's CUDA module (mpi-settings/CUDA)", "libpscom"),
+)
+
+
+def asked(vendor: str, libmpi: str, alloc_kinds: str) -> Claims:
+    """Ask the `libmpi` that this process has loaded; MPI must have been started."""
+    library = ctypes.CDLL(libmpi)
+    return Claims(vendor, _cuda(library), _gpu(library), alloc_kinds, _libraries())
+
+
+def fault(claims: Claims, environ: Mapping[str, str]) -> Fault:
+    """Return why an MPI that failed its trial did so, as far as one can tell, and what helps."""
+    return (
+        _switched_off(claims, environ)
+        or _left_out(environ)
+        or _of_cray(claims)
+        or _of_mpich(claims, environ)
+        or _of_open_mpi(claims)
+        or Fault(
+            f"{claims.vendor} says that it takes device pointers, and fails",
+            "the driver and what MPI or UCX were built for may not fit: tell the site; "
+            "hpctrain does without",
+        )
+    )
+
+
+def relevant(environ: Mapping[str, str], libmpi: str) -> dict[str, str]:
+    """Return the variables that a verdict depends on, the same in a rank as outside."""
+    found = {
+        name: value
+        for name, value in sorted(environ.items())
+        if name in VARIABLES or name.startswith(_UCX)
+    }
+    # Open MPI's mpirun puts the folder of its own libraries in front, several times.
+    own = str(Path(libmpi).parent)
+    kept = [folder for folder in found.get(_LOADER, "").split(":") if folder not in ("", own)]
+    return found | {_LOADER: ":".join(kept)}
+
+
+def _switched_off(claims: Claims, environ: Mapping[str, str]) -> Fault | None:
+    for switch in _SWITCHES:
+        off = environ.get(switch.name, "").lower() in ("", "0", "no", "off", "false")
+        if off and claims.vendor in switch.vendors and claims.mapped(switch.library):
+            why = f"{claims.vendor} takes device pointers only where {switch.name}=1 is set"
+            return Fault(why, f"export {switch.name}=1 (it needs {switch.also})")
+    return None
+
+
+def _left_out(environ: Mapping[str, str]) -> Fault | None:
+    """Return the fault of a UCX_TLS that names transports and none of CUDA."""
+    asked_for = environ.get("UCX_TLS", "")
+    if not asked_for or asked_for.startswith("^") or "cuda" in asked_for or asked_for == "all":
+        return None
+    return Fault(
+        f"UCX_TLS={asked_for} leaves out UCX's CUDA transports",
+        f"export UCX_TLS={asked_for},cuda_copy,cuda_ipc",
+    )
+
+
+def _of_cray(claims: Claims) -> Fault | None:
+    if claims.vendor != "Cray MPICH" or claims.mapped("libmpi_gtl_cuda"):
+        return None
+    return Fault(
+        "Cray MPICH's GPU layer, libmpi_gtl_cuda, is not in the process",
+        "module load craype-accel-nvidia80 (or -nvidia90) and build mpi4py with it, or "
+        "LD_PRELOAD libmpi_gtl_cuda.so",
+    )
+
+
+def _of_mpich(claims: Claims, environ: Mapping[str, str]) -> Fault | None:
+    if claims.vendor not in ("MPICH", "MVAPICH", "MVAPICH2", "Intel MPI") or claims.sure:
+        return None
+    if environ.get("MPIR_CVAR_ENABLE_GPU") == "0":
+        return Fault("MPIR_CVAR_ENABLE_GPU=0 is set", "unset MPIR_CVAR_ENABLE_GPU")
+    return Fault(
+        f"{claims.vendor} was built without CUDA (MPIX_GPU_query_support says no)",
+        "take the site's build for CUDA; MPICH: ./configure --with-cuda",
+    )
+
+
+def _of_open_mpi(claims: Claims) -> Fault | None:
+    if claims.vendor != "Open MPI":
+        return None
+    if claims.mapped("libucp") and not claims.mapped("libuct_cuda"):
+        return Fault(
+            "the UCX that Open MPI loaded has no CUDA transports"
+            + ("" if claims.sure else ", and Open MPI itself was built without CUDA"),
+            "take the site's build for CUDA, or give it another UCX: docs/gpus.md, "
+            "'Open MPI from the package index'",
+        )
+    if claims.sure:
+        return None
+    return Fault(
+        "Open MPI was built without CUDA (MPIX_Query_cuda_support says no)",
+        "take the site's build for CUDA (`ompi_info | grep -i cuda`), or select UCX: "
+        "OMPI_MCA_pml=ucx",
+    )
+
+
+def _cuda(library: ctypes.CDLL) -> bool | None:
+    ask = getattr(library, "MPIX_Query_cuda_support", None)
+    return None if ask is None else bool(ask())
+
+
+def _gpu(library: ctypes.CDLL) -> bool | None:
+    ask, answer = getattr(library, "MPIX_GPU_query_support", None), ctypes.c_int(0)
+    if ask is None or ask(_CUDA, ctypes.byref(answer)):
+        return None
+    return bool(answer.value)
+
+
+def _libraries() -> tuple[str, ...]:
+    return libraries(Path("/proc/self/maps").read_text().splitlines())
+
+
+def libraries(maps: Sequence[str]) -> tuple[str, ...]:
+    """Return, from the lines of /proc/PID/maps, the libraries that matter for GPU memory."""
+    paths = {line.split(maxsplit=5)[-1] for line in maps if "/" in line}
+    return tuple(sorted(path for path in paths if _OF_INTEREST.search(path)))

@@ -1,0 +1,33 @@
+"""`mpiexec -n 2 python -m hpctrain.transport.started`: each rank prints what MPI gave it."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import mpi4py
+
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI  # noqa: E402
+
+FT = "OMPI_MCA_mpi_ft_enable"
+LEVELS = {
+    MPI.THREAD_SINGLE: "SINGLE",
+    MPI.THREAD_FUNNELED: "FUNNELED",
+    MPI.THREAD_SERIALIZED: "SERIALIZED",
+    MPI.THREAD_MULTIPLE: "MULTIPLE",
+}
+
+
+def main() -> None:
+    """Start MPI, print a line, and end it."""
+    level = MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    # Where it is off the functions are there all the same: Agree is then an all-reduce.
+    ulfm = os.environ.get(FT, "0") in ("1", "true")
+    told = {"size": MPI.COMM_WORLD.size, "threads": LEVELS[level], "ulfm": ulfm}
+    print(json.dumps(told) + "\n", end="", flush=True)  # one write: ranks share the pipe
+    MPI.Finalize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Two ranks try what can be done with GPU memory, in a small job of their own.
+
+    mpiexec -n 2 python -m hpctrain.transport.trial 0,1       # the GPU of rank 0 and of rank 1
+
+    started    both ranks run, bytes in host memory arrive       what MPI says of itself
+    ipc        each maps the other's memory, copies, compares    only on one node
+    pointer    each gives MPI pointers to GPU memory, compares   an MPI not made for it crashes here
+
+Rank 0 prints a line of JSON after each stage: what is missing is where the job ended. Never to be
+called in a rank of a run: if it crashes, so does the run. Results are taken, and the job started,
+by verdicts.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import mpi4py
+import numpy as np
+
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI  # noqa: E402
+
+from hpctrain import launchers  # noqa: E402
+from hpctrain.transport import claims, gpus, probe  # noqa: E402
+
+#: Short, long, and as long as a piece of a bucket: MPIs take another way for each.
+SIZES = (1, 1 << 16, 1 << 24)
+ROUNDS = 8
+TO_DEVICE, TO_HOST, ANYWHERE = 1, 2, 4  # kinds of cudaMemcpy
+
+
+class Buffer:
+    """Memory of the GPU, from an allocation of its own: IPC handles stand for whole allocations."""
+
+    def __init__(self, runtime: Any, nbytes: int):
+        """Allocate it."""
+        self._runtime, self.nbytes, self.pointer = runtime, nbytes, runtime.malloc(nbytes)
+
+    def write(self, x: np.ndarray) -> None:
+        """Fill the beginning with `x`."""
+        self._runtime.memcpy(self.pointer, x.ctypes.data, x.nbytes, TO_DEVICE)
+        self._runtime.deviceSynchronize()
+
+    def read(self, nbytes: int) -> np.ndarray:
+        """Return the beginning, uint8."""
+        x = np.empty(nbytes, np.uint8)
+        self._runtime.deviceSynchronize()
+        self._runtime.memcpy(x.ctypes.data, self.pointer, nbytes, TO_HOST)
+        return x
+
+    def message(self, nbytes: int) -> list:
+        """Return the beginning as MPI takes it: by its pointer."""
+        return [MPI.memory.fromaddress(self.pointer, nbytes), nbytes, MPI.BYTE]
+
+
+def main() -> None:
+    """Run the stages; rank 0 speaks."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is expected, its core is not wanted
+    launched, numbers = launchers.launched(os.environ), sys.argv[1].split(",")
+    runtime = _taken(int(numbers[launched.rank]))
+    MPI.Init_thread(MPI.THREAD_SINGLE)
+    comm = MPI.COMM_WORLD
+    if comm.size != 2:
+        sys.exit(f"expected a job of 2 ranks, this one has {comm.size}")
+    hosts = comm.allgather(MPI.Get_processor_name())
+    _say(comm, "started", claims=asdict(_claims(comm)), hosts=hosts)
+    mine, inbox = Buffer(runtime, max(SIZES)), Buffer(runtime, max(SIZES))
+    if hosts[0] == hosts[1]:
+        _say(comm, "ipc", **by_ipc(comm, runtime, mine, inbox))
+    _say(comm, "pointer", **by_pointer(comm, mine, inbox))
+    comm.Barrier()
+    MPI.Finalize()
+
+
+def by_ipc(comm: MPI.Comm, runtime: Any, mine: Buffer, inbox: Buffer) -> dict[str, Any]:
+    """Copy the other rank's memory into `inbox`; return whether it was right, GB/s, what failed."""
+    mine.write(pattern(comm.rank, mine.nbytes))
+    why, seconds, right = "", float("inf"), False
+    handles = comm.allgather(_handle(runtime, mine))
+    try:
+        theirs = runtime.ipcOpenMemHandle(handles[1 - comm.rank])
+        copy = lambda: _copy(runtime, inbox.pointer, theirs, mine.nbytes)  # noqa: E731
+        seconds = best(copy)
+        right = bool((inbox.read(mine.nbytes) == pattern(1 - comm.rank, mine.nbytes)).all())
+    except (runtime.CUDARuntimeError, TypeError) as error:  # no handle: that rank says why
+        why = str(error)
+    everyone = comm.allgather((right, why))  # nobody gives its memory back before
+    if right:
+        runtime.ipcCloseMemHandle(theirs)
+    return _outcome(everyone, mine.nbytes / seconds)
+
+
+def by_pointer(comm: MPI.Comm, mine: Buffer, inbox: Buffer) -> dict[str, Any]:
+    """Exchange by pointers; return whether all was right, GB/s one way, what MPI said."""
+    why, right, seconds = "", True, float("inf")
+    try:
+        for nbytes in SIZES:
+            mine.write(pattern(comm.rank, nbytes))
+            inbox.write(np.zeros(nbytes, np.uint8))
+            _exchange(comm, mine.message(nbytes), inbox.message(nbytes))
+            right &= bool((inbox.read(nbytes) == pattern(1 - comm.rank, nbytes)).all())
+        seconds = best(lambda: _one_way(comm, mine, inbox))
+    except MPI.Exception as error:
+        why, right = str(error), False
+    return _outcome(comm.allgather((right, why)), max(SIZES) / seconds)
+
+
+def pattern(rank: int, nbytes: int) -> np.ndarray:
+    """Return bytes that no other rank sends: (nbytes,) uint8, none of them zero."""
+    return (np.arange(nbytes, dtype=np.uint32) * 31 % 251 + 1 + rank).astype(np.uint8)
+
+
+def best(call: Callable[[], None]) -> float:
+    """Return the seconds of the fastest of some calls."""
+    taken = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
+    return min(taken)
+
+
+def _taken(ordinal: int) -> Any:
+    """Make the GPU current before MPI starts; return CUDA's runtime."""
+    gpus.use(ordinal)
+    return gpus.runtime()
+
+
+def _claims(comm: MPI.Comm) -> claims.Claims:
+    mpi = probe.loaded_mpi()
+    kinds = comm.Get_info().Get("mpi_memory_alloc_kinds") or ""
+    return claims.asked(mpi.vendor, mpi.libmpi, kinds)
+
+
+def _handle(runtime: Any, buffer: Buffer) -> bytes | None:
+    try:
+        return runtime.ipcGetMemHandle(buffer.pointer)
+    except runtime.CUDARuntimeError:
+        return None
+
+
+def _copy(runtime: Any, to: int, source: int, nbytes: int) -> None:
+    runtime.memcpy(to, source, nbytes, ANYWHERE)
+    runtime.deviceSynchronize()
+
+
+def _exchange(comm: MPI.Comm, out: list, into: list) -> None:
+    peer = 1 - comm.rank
+    comm.Sendrecv(out, peer, 0, into, peer, 0)
+
+
+def _one_way(comm: MPI.Comm, mine: Buffer, inbox: Buffer) -> None:
+    if comm.rank == 0:
+        comm.Send(mine.message(max(SIZES)), 1)
+    else:
+        comm.Recv(inbox.message(max(SIZES)), 0)
+    comm.Barrier()
+
+
+def _outcome(everyone: list[tuple[bool, str]], rate: float) -> dict[str, Any]:
+    right = all(fine for fine, _ in everyone)
+    why = next((said for _, said in everyone if said), "" if right else "other bytes arrived")
+    return {"right": right, "gb_s": rate / 1e9, "why": why}
+
+
+def _say(comm: MPI.Comm, stage: str, **found: Any) -> None:
+    if comm.rank == 0:
+        print(json.dumps({"stage": stage, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""The jobs in which trial.py runs: how each is started, and what its end and its lines mean.
+
+A trial that ends by a signal is a result: this MPI takes no device pointers. One that never starts
+is none, and is not remembered. Where `srun` is at hand inside an allocation it starts the job, as
+it will start the run; else the mpiexec of the MPI that mpi4py loads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.launchers import scrubbed
+from hpctrain.transport import claims
+
+CLASSES = ("same_gpu", "same_node", "across")
+#: A crash takes a second, an MPI that starts 10; a job that waits for the impossible is ended.
+LIMIT_S = 60.0
+_LAST_WORDS = 200  # characters of what a failed job said
+TIMED_OUT = 1000  # stands for an exit code: no process ends with this one
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How one trial went: for each stage whether it was right (None: not reached), and its GB/s."""
+
+    ipc: bool | None = None
+    pointer: bool | None = None
+    ipc_gb_s: float | None = None
+    pointer_gb_s: float | None = None
+    claims: claims.Claims | None = None  #: None: the job did not start
+    ended: str = ""  #: how the job ended before its time, or what MPI said
+    ipc_fault: str = ""
+
+
+def from_table(said: Mapping[str, Any]) -> Trial:
+    """Return the trial that `asdict` made a table of."""
+    return Trial(**{**said, "claims": _claims(said["claims"])})
+
+
+def _claims(said: Mapping[str, Any] | None) -> claims.Claims | None:
+    return claims.Claims(**{**said, "libraries": tuple(said["libraries"])}) if said else None
+
+
+def understood(output: str, code: int, errors: str) -> Trial:
+    """Return what a trial's job found, from its lines, exit code and last words."""
+    stages: dict[str, dict[str, Any]] = {}
+    for line in output.splitlines():
+        with suppress(ValueError, KeyError, TypeError):
+            said = json.loads(line)
+            stages[said.pop("stage")] = said
+    started, ipc, pointer = (stages.get(name, {}) for name in ("started", "ipc", "pointer"))
+    return Trial(
+        ipc.get("right"),
+        pointer.get("right", False if started else None),
+        _rate(ipc),
+        _rate(pointer),
+        _claims(started.get("claims")),
+        pointer.get("why", "") if pointer else ended(code, errors),
+        ipc.get("why", ""),
+    )
+
+
+def _rate(stage: Mapping[str, Any]) -> float | None:
+    return stage.get("gb_s") if stage.get("right") else None
+
+
+def ended(code: int, errors: str) -> str:
+    """Return in words how a job ended; launchers say 128 + signal, or a signal's own number."""
+    last = " ".join(errors.split())[-_LAST_WORDS:]
+    number = -code if code < 0 else code - 128 if code > 128 else code
+    if code == TIMED_OUT:
+        return f"still running after {LIMIT_S:.0f} s"
+    crashed = "egmentation fault" in errors or number in (signal.SIGSEGV, signal.SIGBUS)
+    if crashed:
+        return "a crash (segmentation fault)"
+    return f"exit code {code}" + (f", {last}" if last else "")
+
+
+def jobs(
+    mpiexec: str | None, vendor: str, visible: int, nodes: int, environ: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """Return the command of the trial of each class that can be tried here."""
+    child = [sys.executable, "-m", "hpctrain.transport.trial"]
+    pairs = {"same_gpu": "0,0", "same_node": "0,1" if visible > 1 else "", "across": "0,0"}
+    found = {}
+    for name, numbers in pairs.items():
+        apart = name == "across"
+        if numbers and (nodes > 1 or not apart):
+            start = _srun(vendor, apart, environ) or (None if apart else _mpiexec(mpiexec, vendor))
+            if start:
+                found[name] = [*start, *child, numbers]
+    return found
+
+
+def _srun(vendor: str, apart: bool, environ: Mapping[str, str]) -> list[str] | None:
+    if "SLURM_JOB_ID" not in environ or not shutil.which("srun", path=environ.get("PATH")):
+        return None
+    places = ["-N", "2", "--ntasks-per-node=1"] if apart else ["-N", "1"]
+    kind = [] if "SLURM_MPI_TYPE" in environ or vendor == "Cray MPICH" else [_PLUGIN(vendor)]
+    return ["srun", "--overlap", "--kill-on-bad-exit=1", "--input=none", *places, "-n", "2", *kind]
+
+
+def _PLUGIN(vendor: str) -> str:
+    return f"--mpi={'pmix' if vendor == 'Open MPI' else 'pmi2'}"
+
+
+def _mpiexec(mpiexec: str | None, vendor: str) -> list[str] | None:
+    if mpiexec is None:
+        return None
+    options = ["--bind-to", "none", "--oversubscribe"] if vendor == "Open MPI" else []
+    return [mpiexec, *options, "-n", "2"]
+
+
+def run(command: Sequence[str], environ: Mapping[str, str]) -> Trial:
+    """Run a trial's job to its end, or to the time limit, and return what it found."""
+    leave = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+    process = subprocess.Popen(
+        command,
+        env={**scrubbed(environ), **(leave if os.geteuid() == 0 else {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=LIMIT_S)
+        return understood(output, process.returncode, errors)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        output, errors = process.communicate()
+        return understood(output, TIMED_OUT, errors)

@@ -1,0 +1,188 @@
+"""Which way GPU memory takes here: trials in jobs of their own, one per class of pairs, remembered.
+
+    same GPU     mpiexec -n 2, both ranks on GPU 0
+    same node    mpiexec -n 2, on GPUs 0 and 1                     where there are two
+    across       srun -N 2 -n 2, a rank on each of two nodes       inside an allocation of two
+
+`python -m hpctrain.transport.verdicts` makes the trials that are missing and prints the result;
+`hpctrain launch` and `hpctrain doctor` call it before a run. Ranks only read what was remembered
+(`known`): their environment would break the MPI of a child, and the child theirs. What is
+remembered belongs to an MPI build, a driver, a node image and the variables that matter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from hpctrain.errors import UsageError
+from hpctrain.hardware import gdr, nics, nvidia, pci
+from hpctrain.transport import claims, gpus, paths, probe, trials
+from hpctrain.transport.paths import STAGED, Verdict
+from hpctrain.transport.trials import Trial
+
+OVERRIDE = "HPCTRAIN_GPU_PATH"
+
+
+@dataclass(frozen=True)
+class Told:
+    """A verdict, what helps where it is not the best one, and the trials it was made from."""
+
+    verdict: Verdict
+    remedy: str = ""
+    trials: Mapping[str, Trial] = field(default_factory=dict)
+
+
+def known(environ: Mapping[str, str]) -> Told:
+    """Return the verdict for this process: the user's, else the remembered one, else `STAGED`.
+
+    MPI is loaded, not started. Raises UsageError if the user's variable makes no sense.
+    """
+    remembered = _read(file_of(environ)) or Told(
+        replace(STAGED, reason="no trial was made"), "run `hpctrain doctor` on such a node"
+    )
+    asked = environ.get(OVERRIDE, "")
+    if not asked:
+        return remembered
+    return Told(overridden(asked, remembered.verdict), trials=remembered.trials)
+
+
+def overridden(asked: str, otherwise: Verdict) -> Verdict:
+    """Return the verdict that a user asks for: "staged", or "same_node=cuda-aware,across=gdr"."""
+    wanted: dict[str, Any] = dict.fromkeys(trials.CLASSES, asked) if "=" not in asked else {}
+    for one in asked.split(",") if "=" in asked else ():
+        name, _, path = one.strip().partition("=")
+        wanted[name] = path
+    if wanted.get("across") == "ipc" and "=" not in asked:
+        wanted["across"] = "staged"  # no handle opens on another node
+    for name, path in wanted.items():
+        if name not in trials.CLASSES or path not in _possible(name):
+            raise UsageError(
+                f"{OVERRIDE}: expected one of {', '.join(get_args(paths.Path))}, or some of "
+                f"{', '.join(f'{c}=PATH' for c in trials.CLASSES)} (no ipc across), seen '{asked}'"
+            )
+    return replace(otherwise, **wanted, reason=f"{OVERRIDE}={asked}")
+
+
+def _possible(name: str) -> tuple[str, ...]:
+    return tuple(p for p in get_args(paths.Path) if (name, p) != ("across", "ipc"))
+
+
+def find(environ: Mapping[str, str], again: bool = False) -> Told:
+    """Return what is remembered, after the trials that are missing; never to be called in a rank.
+
+    `again`: all trials are made anew. What is found is remembered, if the trials could be made.
+    """
+    try:
+        seen = gpus.visible("gpu")
+    except UsageError as error:
+        return Told(replace(STAGED, reason=str(error)))
+    file, mpi = file_of(environ), probe.loaded_mpi()
+    before = None if again else _read(file)
+    made = dict(before.trials) if before else {}
+    commands = trials.jobs(probe.mpiexec(mpi), mpi.vendor, len(seen), _nodes(environ), environ)
+    if not commands:
+        return Told(replace(STAGED, reason="no mpiexec and no srun to start a trial with"))
+    made |= {name: trials.run(line, environ) for name, line in commands.items() if name not in made}
+    told = judged(made, gdr.gdr(nics.nics()), environ)
+    if all(trial.claims for trial in made.values()):
+        _write(file, told)
+    return told
+
+
+def _nodes(environ: Mapping[str, str]) -> int:
+    """Return on how many nodes the allocation lies that this process is in."""
+    told = environ.get("SLURM_JOB_NUM_NODES", "")
+    return int(told) if told.isdigit() else 1
+
+
+def judged(made: Mapping[str, Trial], adapter: gdr.Gdr, environ: Mapping[str, str]) -> Told:
+    """Return the verdict that trials lead to: for each class the best path that worked."""
+    found = {name: _path(name, made.get(name), adapter) for name in trials.CLASSES}
+    bad = next((one for one in made.values() if not one.pointer), None)
+    if bad is None:
+        rates = ", ".join(
+            f"{name.replace('_', ' ')} {one.pointer_gb_s:.1f} GB/s"
+            for name, one in made.items()
+            if one.pointer_gb_s
+        )
+        reason, remedy = f"device pointers arrived: {rates}", ""
+        if found["across"] == "cuda-aware":
+            reason, remedy = f"{reason}; no GPUDirect RDMA: {adapter.seen}", adapter.remedy
+    else:
+        reason, remedy = _why(bad, environ)
+    return Told(Verdict(**found, reason=reason), remedy, made)
+
+
+def _path(name: str, trial: Trial | None, adapter: gdr.Gdr) -> paths.Path:
+    if trial is None or trial.claims is None:  # one GPU, one node, or no job that started
+        return "staged" if name == "across" else "ipc"
+    if trial.pointer:
+        return "gdr" if name == "across" and adapter.available else "cuda-aware"
+    return "ipc" if trial.ipc else "staged"
+
+
+def _why(trial: Trial, environ: Mapping[str, str]) -> tuple[str, str]:
+    if trial.claims is None:
+        return f"no trial could be made: {trial.ended}", "run `hpctrain doctor` in the job itself"
+    reason, remedy = claims.fault(trial.claims, environ)
+    refused = f"; CUDA IPC: {trial.ipc_fault}" if trial.ipc_fault else ""
+    return f"{reason}; a device pointer given to MPI: {trial.ended}{refused}", remedy
+
+
+def file_of(environ: Mapping[str, str], root: Path = pci.ROOT) -> Path:
+    """Return where the verdict of this MPI, driver, image and environment is remembered."""
+    mpi = probe.loaded_mpi()
+    facts = (
+        *(mpi.vendor, mpi.version, mpi.libmpi),
+        nvidia.driver(root),
+        pci.read(root / "etc/os-release"),
+        pci.read(root / "proc/sys/kernel/osrelease"),
+        claims.relevant(environ, mpi.libmpi),
+    )
+    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
+    cached = environ.get("XDG_CACHE_HOME", "")
+    home = Path(cached) if os.path.isabs(cached) else Path.home() / ".cache"
+    return home / "hpctrain" / "gpu-paths" / f"{key}.json"
+
+
+def _read(file: Path) -> Told | None:
+    try:
+        return from_json(file.read_text())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # none, or an older one's
+        return None
+
+
+def from_json(text: str) -> Told:
+    """Return what `asdict` and `json.dumps` made a text of."""
+    said = json.loads(text)
+    made = {name: trials.from_table(one) for name, one in said["trials"].items()}
+    return Told(Verdict(**said["verdict"]), said["remedy"], made)
+
+
+def _write(file: Path, told: Told) -> None:
+    """Remember a verdict, whole or not at all; where there is no such folder, do without."""
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        aside = file.with_suffix(f".{os.getpid()}")
+        aside.write_text(json.dumps(asdict(told)))
+        aside.replace(file)
+
+
+def main() -> None:
+    """Print the verdict as a line of JSON; `--again` makes the trials anew."""
+    try:
+        print(json.dumps(asdict(find(os.environ, "--again" in sys.argv[1:]))))
+    except UsageError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

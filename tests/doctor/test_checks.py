@@ -1,0 +1,262 @@
+"""What the doctor says of planted faults, and of a machine without any."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import replace
+
+import pytest
+from machines import ethernet, infiniband, pci_device, write
+
+from hpctrain.cluster.launch import Mpi
+from hpctrain.doctor import gpus, mpi, network, node
+from hpctrain.doctor.check import Check, exit_code
+from hpctrain.doctor.examine import Examined, hardware
+from hpctrain.doctor.mpi import Started
+from hpctrain.doctor.show import show
+from hpctrain.hardware.gdr import Gdr
+from hpctrain.hardware.nics import Nic
+from hpctrain.hardware.nvidia import Card, Cards
+from hpctrain.transport.paths import Verdict
+from hpctrain.transport.trials import Trial
+from hpctrain.transport.verdicts import Told
+
+
+def found(checks, name):
+    """Return verdict, what was seen and remedy of the check of that name."""
+    check = next(check for check in checks if check.name == name)
+    return check.verdict, check.seen, check.remedy
+
+
+# ---- MPI ----
+
+OPEN = Mpi("Open MPI", "5.0.11", "/env/lib/libmpi.so.40", "/env/bin/mpiexec")
+TWO = Started((2, 2), "MULTIPLE", True)
+OURS = {"mpirun": "/env/bin/mpirun", "mpiexec": "/env/bin/mpiexec"}
+OTHERS = {"mpirun": "/usr/bin/mpirun", "mpiexec": "/env/bin/mpiexec"}
+# mpi, started, on the PATH, name of the check -> verdict, a word seen, a word of the remedy
+OF_MPI = {
+    "right": (OPEN, TWO, OURS, "launcher", "ok", "/env/bin/mpiexec", ""),
+    "wrong mpirun": (OPEN, TWO, OTHERS, "launcher", "bad", "/usr/bin/mpirun, but Open MPI belongs",
+                     "put /env/bin first"),
+    "no mpiexec": (OPEN._replace(mpiexec=None), None, OTHERS, "launcher", "bad",
+                   "no mpiexec belongs", "srun"),
+    "jobs of one": (OPEN, Started((1, 1), "MULTIPLE"), OURS, "ranks", "bad", "jobs of (1, 1)",
+                    "must belong"),
+    "does not start": (OPEN, Started((), fault="exit code 1: no slots"), OURS, "ranks", "bad",
+                       "no slots", ""),
+    "ranks": (OPEN, TWO, OURS, "ranks", "ok", "2 ranks", ""),
+    "threads": (OPEN, TWO, OURS, "threads", "ok", "MULTIPLE", ""),
+    "no threads": (OPEN, replace(TWO, threads="FUNNELED"), OURS, "threads", "slow",
+                   "MPI_THREAD_FUNNELED", "MPI_THREAD_MULTIPLE"),
+    "ULFM": (OPEN, TWO, OURS, "ULFM", "note", "--with-ft ulfm", ""),
+    "no ULFM": (OPEN, replace(TWO, ulfm=False), OURS, "ULFM", "note", "none", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OF_MPI)
+def test_mpi(case, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    of, started, on_path, name, verdict, seen, remedy = OF_MPI[case]
+    said = found(mpi.checks(of, started, on_path), name)
+    assert said[0] == verdict
+    assert seen in said[1]
+    assert remedy in said[2]
+
+
+def test_lines_of_ranks_among_noise():
+    line = '{"size": 2, "threads": "MULTIPLE", "ulfm": true}\n'
+    assert mpi.understood(f"hello\n{line}{line}", 0, "") == TWO
+    assert mpi.understood(line, 1, "a\n b").fault == "exit code 1: a b"
+    assert "exit code 0" in mpi.understood("", 0, "").fault
+
+
+def test_what_a_user_would_start(tmp_path):
+    (tmp_path / "mpirun").touch(0o755)
+    assert mpi.on_path(str(tmp_path)) == {"mpirun": str(tmp_path / "mpirun")}
+
+
+# ---- cores and memory ----
+
+
+def test_blas():
+    assert node.blas(4, 4).verdict == "ok"
+    check = node.blas(64, 2)
+    assert (check.verdict, "64 BLAS threads on 2 cores" in check.seen) == ("bad", True)
+    assert "OMP_NUM_THREADS" in check.remedy
+
+
+@pytest.mark.parametrize("free, verdict", [(64 << 20, "bad"), (500 << 20, "slow"), (8 << 30, "ok")])
+def test_room_in_shared_memory(free, verdict, tmp_path, monkeypatch):
+    usage = node.shutil.disk_usage(tmp_path)._replace(free=free)
+    monkeypatch.setattr(node.shutil, "disk_usage", lambda folder: usage)
+    said = found(node.shared_memory(tmp_path, ()), "shared memory")
+    assert said[0] == verdict
+    assert (verdict == "ok") or "--shm-size" in said[2]
+
+
+def test_no_shared_memory(tmp_path):
+    (check,) = node.shared_memory(tmp_path / "none")
+    assert (check.verdict, "No such file" in check.seen) == ("bad", True)
+
+
+def test_left_overs_of_dead_jobs_alone(tmp_path):
+    for name in ("mpich_shm_1", "mpich_shm_2", "sm_segment.x", "mine.txt"):
+        (tmp_path / name).write_bytes(bytes(8192))
+    in_use = {str(tmp_path / "sm_segment.x")}
+    verdict, seen, remedy = found(node.shared_memory(tmp_path, in_use), "left-overs")
+    assert verdict == "note"
+    assert "2 files" in seen
+    assert remedy.endswith(f"rm {tmp_path}/mpich_shm_*")
+    everything = {str(file) for file in tmp_path.iterdir()}
+    assert found(node.shared_memory(tmp_path, everything), "left-overs")[0] == "ok"
+
+
+def test_open_files_are_in_use():
+    file = node.SHM / f"hpctrain-{os.getpid()}"
+    try:
+        with open(file, "w"):
+            assert str(file) in node._mapped()
+    finally:
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    "limit, rdma, verdict",
+    [(resource.RLIM_INFINITY, True, "ok"), (8 << 20, True, "slow"), (8 << 20, False, "note")],
+)
+def test_memlock(limit, rdma, verdict):
+    assert node.memlock(limit, rdma).verdict == verdict
+
+
+# ---- GPUs ----
+
+H200 = [Card(i, f"GPU-{i}a", "NVIDIA H200", f"0000:1{i}:00.0", 141 << 30) for i in range(4)]
+FOUR = Cards("NVML", "580.65", tuple(H200), {})
+CUT = Cards("NVML", "580.65", (replace(H200[0], slices=("MIG-1", "MIG-2")),))
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+# cards, GPUs on the bus, environment, name of the check -> verdict, a word seen, of the remedy
+OF_GPUS = {
+    "all": (FOUR, 4, {}, "GPUs in sight", "ok", "all 4", ""),
+    "names": (FOUR, 4, {}, "GPUs", "ok", "4 x NVIDIA H200; driver 580.65 (NVML)", ""),
+    "hidden": (replace(FOUR, cards=FOUR.cards[:1]), 4, {}, "GPUs in sight", "slow", "1 of 4",
+               "--gpu-bind=none"),
+    "narrowed": (FOUR, 4, {VISIBLE: "2"}, "GPUs in sight", "note", "1 of 4", "--gpu-bind=none"),
+    "empty": (FOUR, 4, {VISIBLE: ""}, "GPUs in sight", "bad", "is empty", "unset"),
+    "doubled": (FOUR, 4, {VISIBLE: "0,0"}, "GPUs listed", "bad", "GPU-0a twice", "once"),
+    "doubled by name": (FOUR, 4, {VISIBLE: "GPU-1,1"}, "GPUs listed", "bad", "GPU-1a twice", ""),
+    "not there": (FOUR, 4, {VISIBLE: "0,7"}, "GPUs listed", "bad", "names 7", "nvidia-smi -L"),
+    "slices": (CUT, 1, {VISIBLE: "MIG-2"}, "GPUs", "ok", "2 MIG slices", ""),
+    "a slice": (CUT, 1, {VISIBLE: "MIG-2"}, "GPUs in sight", "ok", "MIG-2", ""),
+    "a slice that is not": (CUT, 1, {VISIBLE: "MIG-3"}, "GPUs listed", "bad", "MIG-3", ""),
+    "an older name": (CUT, 1, {VISIBLE: "MIG-GPU-9/1/0"}, "GPUs listed", "bad", "MIG-GPU-9", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OF_GPUS)
+def test_gpus(case):
+    cards, on_bus, environ, name, verdict, seen, remedy = OF_GPUS[case]
+    said = found(gpus.checks(cards, on_bus, "cupy 14", None, environ), name)
+    assert said[0] == verdict
+    assert seen in said[1]
+    assert remedy in said[2]
+
+
+def test_names_that_are_right():
+    for words in ("0,1", "GPU-0a,2", "GPU-3"):
+        names = [c.name for c in gpus.checks(FOUR, 4, "cupy 14", None, {VISIBLE: words})]
+        assert "GPUs listed" not in names
+    older = {VISIBLE: "MIG-GPU-0a/1/0"}
+    assert "GPUs listed" not in [c.name for c in gpus.checks(CUT, 1, "cupy 14", None, older)]
+
+
+def test_no_gpu_is_no_fault():
+    (check,) = gpus.checks(Cards(), 0, None, None, {})
+    assert (check.verdict, check.name) == ("note", "GPUs")
+
+
+def test_without_cupy():
+    said = found(gpus.checks(FOUR, 4, None, None, {}), "CuPy")
+    assert (said[0], "hpctrain[cuda12x]" in said[2]) == ("bad", True)
+
+
+def test_an_mpi_that_claims_cuda_and_crashes():
+    way = Verdict("ipc", "ipc", "staged", "a device pointer given to MPI: a crash")
+    told = Told(way, "take the site's build", {"same_gpu": Trial(True, False)})
+    said = found(gpus.checks(FOUR, 4, "cupy 14", told, {}), "CUDA-aware MPI")
+    assert said[0] == "slow"
+    assert "a crash" in said[1]
+    assert said[2] == "take the site's build"
+    best = Told(Verdict("cuda-aware", "cuda-aware", "gdr", "device pointers arrived"))
+    assert found(gpus.checks(FOUR, 4, "cupy 14", best, {}), "CUDA-aware MPI")[0] == "ok"
+
+
+def test_gdr():
+    assert gpus.gdr(Gdr(True, "dmabuf")).verdict == "ok"
+    assert gpus.gdr(Gdr(False, "no", "modprobe")) == Check(
+        "GPUDirect RDMA", "note", "no: no", "modprobe"
+    )
+
+
+# ---- network and picture ----
+
+
+def test_network():
+    good = Nic("a:1", "InfiniBand", True, 400.0, "")
+    hurt, down = replace(good, name="b:1", gbit_s=100.0), replace(good, name="c:1", active=False)
+    assert [c.verdict for c in network.checks([good])] == ["ok"]
+    assert found(network.checks([good, hurt]), "slow links")[1] == "b:1 100 Gbit/s"
+    assert found(network.checks([good, down]), "links down")[1] == "c:1"
+    assert network.checks([])[0].verdict == "note"
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A node: GPU and InfiniBand behind one switch, GPU and Ethernet on the other socket."""
+    for number, cores in enumerate(("0-3", "4-7")):
+        write(tmp_path / f"sys/devices/system/node/node{number}", {"cpulist": cores})
+    switch = "pci0000:10/0000:10:01.0/0000:11:00.0"
+    pci_device(tmp_path, f"{switch}/0000:12:00.0/0000:13:00.0")
+    infiniband(tmp_path, "mlx5_0", f"{switch}/0000:12:01.0/0000:14:00.0", "400 Gb/sec (4X NDR)")
+    pci_device(tmp_path, "pci0000:80/0000:80:01.0/0000:81:00.0")
+    ethernet(tmp_path, "eno1", 25000, "pci0000:80/0000:80:02.0/0000:82:00.0")
+    for at in ("0000:13:00.0", "0000:81:00.0"):
+        told = f"Model: \t NVIDIA H200\nGPU UUID: \t GPU-{at}"
+        write(tmp_path / "proc/driver/nvidia/gpus" / at, {"information": told})
+    return tmp_path
+
+
+PICTURE = """\
+node here
+  NUMA 0, cores 0-3: GPU0 NVIDIA H200; mlx5_0:1 InfiniBand 400 Gbit/s
+  NUMA 1, cores 4-7: GPU1 NVIDIA H200; eno1 Ethernet 25 Gbit/s
+            GPU0      GPU1      mlx5_0:1  eno1
+  GPU0      X         SYS       PIX       SYS
+  GPU1      SYS       X         SYS       PHB
+  mlx5_0:1  PIX       SYS       X         SYS
+  eno1      SYS       PHB       SYS       X
+"""
+
+
+def test_picture(root):
+    drawn = hardware("here", root)
+    assert "\n".join(drawn.lines).startswith(PICTURE.rstrip())
+    assert drawn.on_bus == 2
+    assert drawn.gdr.available is None
+
+
+def test_what_is_shown(root, capsys):
+    from rich.console import Console
+
+    faults = [Check("one", "bad", "it [broke]", "mend it"), Check("two", "note", "x", "or not")]
+    told = Examined("here", faults, hardware("here", root), None)
+    show(told, Console(width=100))
+    out = capsys.readouterr().out
+    assert PICTURE.splitlines()[1] in out
+    assert "it [broke]" in out
+    assert out.endswith("one: mend it\n")
+    table = told.table()
+    assert table["exit_code"] == 1
+    assert table["topology"]["matrix"][0][2] == "PIX"
+    assert exit_code([faults[1]]) == 0

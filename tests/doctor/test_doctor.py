@@ -1,0 +1,68 @@
+"""The command as a whole, on this machine and with faults planted in its surroundings."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import cupy_of_files
+import pytest
+from conftest import BIN
+
+
+def checks(file):
+    return {check["name"]: check for check in json.loads(file.read_text())["checks"]}
+
+
+@pytest.mark.processes
+def test_this_machine(hpctrain, tmp_path):
+    environ = {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    done = hpctrain("doctor", "--json", tmp_path / "found.json", timeout=100, env=environ)
+    found = checks(tmp_path / "found.json")
+    wrong = [check for check in found.values() if check["verdict"] == "bad"]
+    assert done.returncode == bool(wrong), done.stdout + done.stderr
+    for name in ("MPI", "launcher", "ranks", "threads", "BLAS"):
+        assert found[name]["verdict"] == "ok", found[name]
+    assert "node " in done.stdout and "BLAS" in done.stdout
+
+
+@pytest.mark.processes
+def test_wrong_mpirun_and_too_many_threads(hpctrain, tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "mpirun").write_text("#!/bin/sh\n")
+    (tmp_path / "bin" / "mpirun").chmod(0o755)
+    path = f"{tmp_path / 'bin'}:{BIN}:{os.environ['PATH']}"
+    environ = {"PATH": path, "OMP_NUM_THREADS": "64", "OPENBLAS_NUM_THREADS": "64"}
+    done = hpctrain("doctor", "--json", tmp_path / "found.json", timeout=100, env=environ)
+    found = checks(tmp_path / "found.json")
+    assert done.returncode == 1
+    assert str(tmp_path / "bin" / "mpirun") in found["launcher"]["seen"]
+    assert found["launcher"]["verdict"] == found["BLAS"]["verdict"] == "bad"
+
+
+@pytest.mark.parametrize("arguments, word", [(["--json", "/none/x"], "cannot be written"),
+                                             (["--job"], "No such option")])  # fmt: skip
+@pytest.mark.processes
+def test_refused(hpctrain, arguments, word):
+    done = hpctrain("doctor", *arguments, timeout=100)
+    assert (done.returncode, word in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.processes
+def test_inside_a_job_it_is_refused(hpctrain):
+    told = {"RANK": "0", "LOCAL_RANK": "0", "SIZE": "2"}
+    environ = {f"OMPI_COMM_WORLD_{name}": value for name, value in told.items()}
+    done = hpctrain("doctor", env=environ)
+    assert done.returncode == 2
+    assert "rank 0 of 2" in done.stderr
+
+
+def test_the_trial_is_asked_of_a_child(monkeypatch, tmp_path):
+    from hpctrain.doctor import examine
+
+    cupy_of_files.install(tmp_path / "site")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("FAKE_GPUS", "0")
+    told = examine._tried()
+    assert told.verdict.across == "staged"
+    assert "no GPU is visible" in told.verdict.reason

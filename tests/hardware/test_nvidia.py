@@ -1,0 +1,153 @@
+"""The GPUs of a node as NVML, nvidia-smi and the driver's files tell them, each made up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from machines import write
+
+from hpctrain.hardware.nvidia import Card, Cards, cards, driver
+
+GIB = 1 << 30
+
+
+class NVMLError(Exception):
+    pass
+
+
+class Nvml:
+    """Stands in for pynvml. `wires`: for each GPU, what each of its NVLinks leads to."""
+
+    NVML_NVLINK_MAX_LINKS, NVML_NVLINK_DEVICE_TYPE_SWITCH = 4, 2
+    NVMLError = NVMLError
+
+    def __init__(self, wires=((), ()), mig=0):
+        self.wires, self.mig, self.running = wires, mig, 0
+
+    def nvmlInit(self):
+        self.running += 1
+
+    def nvmlShutdown(self):
+        self.running -= 1
+
+    def nvmlSystemGetDriverVersion(self):
+        return b"580.65.06"
+
+    def nvmlDeviceGetCount(self):
+        return len(self.wires)
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    def nvmlDeviceGetUUID(self, handle):
+        return f"MIG-{handle[1]}" if isinstance(handle, tuple) else f"GPU-{handle}"
+
+    def nvmlDeviceGetName(self, handle):
+        return "NVIDIA H200"
+
+    def nvmlDeviceGetPciInfo(self, handle):
+        return SimpleNamespace(busId=f"00000000:1{handle}:00.0".encode())
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        return SimpleNamespace(total=141 * GIB)
+
+    def nvmlDeviceGetMigMode(self, handle):
+        if self.mig is None:
+            raise NVMLError("Not Supported")
+        return [self.mig, self.mig]
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle):
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle, index):
+        if index >= self.mig:
+            raise NVMLError("Not Found")
+        return handle, index
+
+    def _end(self, handle, link):
+        if link >= len(self.wires[handle]):
+            raise NVMLError("Invalid Argument")
+        return self.wires[handle][link]
+
+    def nvmlDeviceGetNvLinkState(self, handle, link):
+        return self._end(handle, link) != "down"
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle, link):
+        return 2 if self._end(handle, link) == "switch" else 0
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle, link):
+        end = self._end(handle, link)
+        return self.nvmlDeviceGetPciInfo(end if isinstance(end, int) else 9)
+
+
+# what each GPU's NVLinks lead to -> links per pair
+WIRES = {
+    "none": (((), ()), {}),
+    "direct": (((1, 1, "down"), (0, 0)), {(0, 1): 2}),
+    "switch": ((("switch",) * 4, ("switch",) * 4, ("switch",) * 4),
+               {(0, 1): 4, (0, 2): 4, (1, 2): 4}),
+    "a ring": (((1, 2), (0, 2), (0, 1)), {(0, 1): 1, (0, 2): 1, (1, 2): 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WIRES)
+def test_nvlinks(case, tmp_path):
+    wires, expected = WIRES[case]
+    nvml = Nvml(wires)
+    found = cards(tmp_path, nvml)
+    assert found.nvlinks == expected
+    assert (found.told_by, found.driver, nvml.running) == ("NVML", "580.65.06", 0)
+    assert found.cards[1] == Card(1, "GPU-1", "NVIDIA H200", "0000:11:00.0", 141 * GIB)
+
+
+@pytest.mark.parametrize("mig, slices", [(None, ()), (0, ()), (2, ("MIG-0", "MIG-1"))])
+def test_slices(mig, slices, tmp_path):
+    assert cards(tmp_path, Nvml(mig=mig)).cards[0].slices == slices
+
+
+QUERY = """\
+0, GPU-aaa, NVIDIA A100-SXM4-40GB, 00000000:07:00.0, 40960, 535.129.03
+1, GPU-bbb, NVIDIA A100-SXM4-40GB, 00000000:0A:00.0, [N/A], 535.129.03
+"""
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\x1b[0m
+GPU0\t X \tNV12\tPXB\t0-63
+GPU1\tNV12\t X \tSYS\t64-127
+NIC0\tPXB\tSYS\t X
+"""
+
+
+def smi(arguments):
+    return TOPOLOGY if arguments[0] == "topo" else QUERY
+
+
+def test_nvidia_smi_where_there_is_no_nvml(tmp_path):
+    broken = Nvml()
+    broken.nvmlInit = lambda: (_ for _ in ()).throw(NVMLError("Driver Not Loaded"))
+    found = cards(tmp_path, broken, smi)
+    name = "NVIDIA A100-SXM4-40GB"
+    assert found == Cards(
+        "nvidia-smi",
+        "535.129.03",
+        (
+            Card(0, "GPU-aaa", name, "0000:07:00.0", 40 * GIB),
+            Card(1, "GPU-bbb", name, "0000:0a:00.0"),
+        ),
+        {(0, 1): 12},
+    )
+
+
+def test_the_drivers_files_where_nothing_runs(tmp_path):
+    told = "Model: \t\t NVIDIA H200\nIRQ:   \t\t 35\nGPU UUID: \t GPU-ccc\nBus Location: x"
+    version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release"
+    write(tmp_path / "proc/driver/nvidia", {
+        "gpus/0000:1b:00.0/information": told, "version": version})  # fmt: skip
+    found = cards(tmp_path, None, lambda arguments: "")
+    assert found.cards == (Card(0, "GPU-ccc", "NVIDIA H200", "0000:1b:00.0"),)
+    assert found.driver == driver(tmp_path) == "580.65.06"
+
+
+def test_no_gpu_at_all(tmp_path):
+    assert cards(tmp_path) == Cards()
+    assert driver(tmp_path) is None

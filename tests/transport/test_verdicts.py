@@ -1,0 +1,254 @@
+"""Verdicts: from made-up trials as tables; trials as real small jobs over a made-up CuPy."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import cupy_of_files
+import pytest
+from conftest import BIN, LAUNCHER
+
+from hpctrain.errors import UsageError
+from hpctrain.hardware.gdr import Gdr
+from hpctrain.transport import claims, gpus, trials, verdicts
+from hpctrain.transport.claims import Claims
+from hpctrain.transport.paths import STAGED, Verdict
+from hpctrain.transport.trials import Trial
+
+PLAIN = Claims("Open MPI", query_cuda=False, libraries=("/x/libucp.so.0",))
+WORKS = Trial(True, True, 100.0, 50.0, replace(PLAIN, query_cuda=True))
+CRASHED = Trial(True, False, 100.0, None, PLAIN, "a crash (segmentation fault)")
+NO_IPC = replace(WORKS, ipc=False)
+CLOSED = replace(CRASHED, ipc=False, ipc_fault="cudaErrorInvalidValue")
+NEVER = Trial(ended="exit code 1, no slots")
+ADAPTER, NO_GDR = Gdr(True, "dmabuf"), Gdr(False, "no nvidia_peermem", "modprobe nvidia-peermem")
+
+# trials, adapter -> paths, a word of the reason, a word of the remedy
+VERDICTS = {
+    "all well": ({"same_gpu": WORKS, "same_node": WORKS, "across": WORKS}, ADAPTER,
+                 ("cuda-aware", "cuda-aware", "gdr"), "across 50.0 GB/s", ""),
+    "no GDR": ({"same_gpu": WORKS, "across": WORKS}, NO_GDR,
+               ("cuda-aware", "ipc", "cuda-aware"), "no nvidia_peermem", "modprobe"),
+    "MPI without CUDA": ({"same_gpu": CRASHED, "same_node": CRASHED}, NO_GDR,
+                         ("ipc", "ipc", "staged"), "segmentation fault", "docs/gpus.md"),
+    "not even IPC": ({"same_gpu": CLOSED, "same_node": CLOSED}, NO_GDR,
+                     ("staged", "staged", "staged"), "CUDA IPC: cudaErrorInvalidValue", "docs"),
+    "pointers but no IPC": ({"same_gpu": NO_IPC}, NO_GDR,
+                            ("cuda-aware", "ipc", "staged"), "arrived", ""),
+    "no job": ({"same_gpu": NEVER}, NO_GDR, ("ipc", "ipc", "staged"), "no slots", "doctor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", VERDICTS)
+def test_judged(case):
+    made, adapter, ways, word, remedy = VERDICTS[case]
+    told = verdicts.judged(made, adapter, {})
+    assert (told.verdict.same_gpu, told.verdict.same_node, told.verdict.across) == ways
+    assert word in told.verdict.reason
+    assert remedy in told.remedy
+    assert verdicts.from_json(json.dumps(asdict(told))) == told
+
+
+CRAY = Claims("Cray MPICH", True, True)
+MPICH = Claims("MPICH", False, False, "mpi,system")
+# claims, environment -> words of reason and remedy
+FAULTS = {
+    "Cray, switched off": (CRAY, {}, "MPICH_GPU_SUPPORT_ENABLED=1", "export MPICH_GPU_SUPPORT"),
+    "Cray without its layer": (CRAY, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, "libmpi_gtl_cuda",
+                               "craype-accel"),
+    "MVAPICH2": (Claims("MVAPICH2"), {"MV2_USE_CUDA": "0"}, "MV2_USE_CUDA=1", "export MV2"),
+    "Intel": (Claims("Intel MPI"), {}, "I_MPI_OFFLOAD=1", "export I_MPI_OFFLOAD=1"),
+    "ParaStation": (replace(MPICH, libraries=("/x/libpscom.so.2",)), {}, "PSP_CUDA=1",
+                    "export PSP_CUDA=1"),
+    "MPICH": (MPICH, {}, "built without CUDA", "--with-cuda"),
+    "MPICH, variable": (MPICH, {"MPIR_CVAR_ENABLE_GPU": "0"}, "MPIR_CVAR_ENABLE_GPU=0", "unset"),
+    "UCX_TLS": (PLAIN, {"UCX_TLS": "rc,sm,self"}, "UCX_TLS=rc,sm,self leaves out",
+                "UCX_TLS=rc,sm,self,cuda_copy,cuda_ipc"),
+    "UCX without CUDA": (PLAIN, {}, "no CUDA transports, and Open MPI itself", "docs/gpus.md"),
+    "half of it": (replace(PLAIN, query_cuda=True), {"UCX_TLS": "all"}, "no CUDA transports",
+                   "UCX"),
+    "no UCX at all": (replace(PLAIN, libraries=()), {}, "built without CUDA", "OMPI_MCA_pml=ucx"),
+    "all there": (Claims("Open MPI", True), {}, "says that it takes", "tell the site"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_fault(case):
+    of, environ, reason, remedy = FAULTS[case]
+    found = claims.fault(of, environ)
+    assert reason in found.reason
+    assert remedy in found.remedy
+
+
+MAPS = """\
+7f00-7f01 r-xp 00000000 00:1f 42   /opt/lib/libuct_cuda.so.0.0.0
+7f00-7f01 r-xp 00000000 00:1f 42   /opt/my lib/libucp.so.0
+7f00-7f01 r-xp 00000000 00:1f 42   /opt/lib/libmpi.so.40
+7f00-7f01 rw-p 00000000 00:00 0
+"""
+
+
+def test_libraries_of_interest():
+    found = claims.libraries(MAPS.splitlines())
+    assert found == ("/opt/lib/libuct_cuda.so.0.0.0", "/opt/my lib/libucp.so.0")
+    assert Claims("Open MPI", libraries=found).mapped("libuct_cuda")
+
+
+OPEN = json.dumps({"stage": "started", "claims": asdict(PLAIN), "hosts": ["a", "a"]})
+IPC = json.dumps({"stage": "ipc", "right": True, "gb_s": 3.0, "why": ""})
+WRONG = json.dumps({"stage": "pointer", "right": False, "gb_s": 9.0, "why": "other bytes arrived"})
+# lines, exit code, stderr -> the trial
+ENDS = {
+    "signal": ([OPEN, IPC], -11, "", CRASHED),
+    "launcher's code": ([OPEN, "noise", IPC], 139, "Signal: Segmentation fault (11)", CRASHED),
+    "hydra's code": ([OPEN, IPC], 11, "", CRASHED),
+    "wrong bytes": ([OPEN, IPC, WRONG], 0, "", replace(CRASHED, ended="other bytes arrived")),
+    "hangs": ([OPEN, IPC], trials.TIMED_OUT, "",
+              replace(CRASHED, ended="still running after 60 s")),
+    "never": (["{}", "[1]"], 1, "no slots", NEVER),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_understood(case):
+    lines, code, errors, expected = ENDS[case]
+    found = trials.understood("\n".join(lines), code, errors)
+    assert found == replace(expected, ipc_gb_s=3.0 if expected.ipc else None)
+
+
+# vendor, GPUs, nodes, environment with srun or not -> classes and words of each command
+JOBS = {
+    "one GPU": ("MPICH", 1, 1, False, {"same_gpu": "mpiexec -n 2 * 0,0"}),
+    "two": ("Open MPI", 2, 1, False, {
+        "same_gpu": "mpiexec --bind-to none --oversubscribe -n 2 * 0,0",
+        "same_node": "mpiexec --bind-to none --oversubscribe -n 2 * 0,1"}),
+    "two nodes, no srun": ("MPICH", 1, 2, False, {"same_gpu": "mpiexec -n 2 * 0,0"}),
+    "two nodes": ("MPICH", 1, 2, True, {
+        "same_gpu": "srun --overlap --kill-on-bad-exit=1 --input=none -N 1 -n 2 --mpi=pmi2 * 0,0",
+        "across": "srun --overlap --kill-on-bad-exit=1 --input=none -N 2 --ntasks-per-node=1 -n 2 "
+                  "--mpi=pmi2 * 0,0"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", JOBS)
+def test_jobs(case, tmp_path):
+    vendor, count, nodes, slurm, expected = JOBS[case]
+    environ = {"PATH": str(tmp_path), **({"SLURM_JOB_ID": "7"} if slurm else {})}
+    (tmp_path / "srun").touch(0o755)
+    found = trials.jobs("mpiexec", vendor, count, nodes, environ)
+    child = f"{sys.executable} -m hpctrain.transport.trial"
+    assert {name: " ".join(line) for name, line in found.items()} == {
+        name: line.replace("*", child) for name, line in expected.items()
+    }
+
+
+def test_jobs_obey_slurms_own_choice_and_need_a_launcher(tmp_path):
+    (tmp_path / "srun").touch(0o755)
+    environ = {"PATH": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_MPI_TYPE": "cray_shasta"}
+    assert not any("--mpi" in w for w in trials.jobs(None, "MPICH", 1, 1, environ)["same_gpu"])
+    assert trials.jobs(None, "MPICH", 1, 1, {"PATH": str(tmp_path)}) == {}
+
+
+OVERRIDES = {
+    "staged": Verdict("staged", "staged", "staged", "HPCTRAIN_GPU_PATH=staged"),
+    "ipc": Verdict("ipc", "ipc", "staged", "HPCTRAIN_GPU_PATH=ipc"),
+    "same_node=cuda-aware, across=gdr": Verdict(
+        "ipc", "cuda-aware", "gdr", "HPCTRAIN_GPU_PATH=same_node=cuda-aware, across=gdr"
+    ),
+}
+
+
+@pytest.mark.parametrize("asked", OVERRIDES)
+def test_overridden(asked):
+    assert verdicts.overridden(asked, STAGED) == OVERRIDES[asked]
+
+
+@pytest.mark.parametrize("asked", ["rdma", "across=ipc", "everywhere=gdr", "across=", "a=b=c"])
+def test_an_override_that_makes_no_sense(asked):
+    with pytest.raises(UsageError, match="expected one of gdr, cuda-aware, ipc, staged"):
+        verdicts.overridden(asked, STAGED)
+
+
+def test_what_a_verdict_depends_on(tmp_path):
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/os-release").write_text("NAME=one")
+    base = {"XDG_CACHE_HOME": str(tmp_path)}
+    file = verdicts.file_of(base, tmp_path)
+    assert file.is_relative_to(tmp_path)
+    assert verdicts.file_of({**base, "OMPI_COMM_WORLD_RANK": "3", "HOME": "x"}, tmp_path) == file
+    assert verdicts.file_of({**base, "UCX_TLS": "all"}, tmp_path) != file
+    (tmp_path / "etc/os-release").write_text("NAME=other")
+    assert verdicts.file_of(base, tmp_path) != file
+
+
+# ---- real jobs, over a made-up CuPy ----
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Return the environment of a machine with made-up GPUs and a cache of its own."""
+    folder = cupy_of_files.install(tmp_path / "site")
+    path = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
+    cache = tmp_path / "cache"
+    return {**os.environ, **LAUNCHER, "PYTHONPATH": path, "XDG_CACHE_HOME": str(cache)}
+
+
+def found(environ, *arguments):
+    line = [sys.executable, "-m", "hpctrain.transport.verdicts", *arguments]
+    done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return verdicts.from_json(done.stdout)
+
+
+KNOWN = """
+import json, os
+from dataclasses import asdict
+from hpctrain.transport import verdicts
+print(json.dumps(asdict(verdicts.known(os.environ))))
+"""
+
+
+@pytest.mark.processes
+def test_an_mpi_that_takes_these_pointers(machine):
+    told = found(machine)
+    assert (told.verdict.same_gpu, told.verdict.same_node) == ("cuda-aware", "cuda-aware")
+    assert told.verdict.across == "staged"
+    assert all(one.ipc and one.ipc_gb_s and one.pointer_gb_s for one in told.trials.values())
+    # A rank, with all its launcher's variables, finds what was remembered.
+    line = [BIN / "mpiexec", "-n", "1", sys.executable, "-c", KNOWN]
+    rank = subprocess.run(line, env=machine, capture_output=True, text=True, timeout=60)
+    assert verdicts.from_json(rank.stdout) == told
+    # and what is remembered is not tried again
+    broken = {**machine, "FAKE_CRASH": "1"}
+    assert found(broken) == told
+
+
+@pytest.mark.processes
+def test_an_mpi_that_crashes_on_a_device_pointer(machine):
+    told = found({**machine, "FAKE_CRASH": "1", "FAKE_GPUS": "1"}, "--again")
+    assert (told.verdict.same_gpu, told.verdict.same_node) == ("ipc", "ipc")
+    trial = told.trials["same_gpu"]
+    assert trial.ipc and trial.pointer is False and trial.claims.sure is False
+    assert "segmentation fault" in told.verdict.reason
+    assert "built without CUDA" in told.verdict.reason
+
+
+@pytest.mark.processes
+def test_a_container_that_opens_no_handles(machine):
+    told = found({**machine, "FAKE_CRASH": "1", "FAKE_IPC": "refused", "FAKE_GPUS": "1"})
+    assert told.verdict.same_gpu == "staged"
+    assert "CUDA IPC: cudaErrorInvalidValue" in told.verdict.reason
+
+
+@pytest.mark.processes
+def test_without_a_gpu_nothing_is_tried(tmp_path):
+    if gpus.driver_cuda():
+        pytest.skip("this machine has a GPU")
+    told = found({**os.environ, "XDG_CACHE_HOME": str(tmp_path)})
+    assert told.trials == {}
+    assert "CuPy" in told.verdict.reason or "no NVIDIA driver" in told.verdict.reason
+    assert not (tmp_path / "hpctrain").exists()
