@@ -36,7 +36,7 @@ from hpctrain.tuning import table
 
 HERE = Path(__file__).parent
 NOT_DRAWN = ("ring", "auto-bound")  # near others: more lines would hide them
-RIVALS = ["--rivals", "horovod,gloo"]
+MEET_RIVALS = ("allreduce", "step")
 _ROWS = "rows come here"
 #: Prints a hash of all sources, and where they lie.
 SOURCES = """
@@ -46,12 +46,11 @@ texts = b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))
 print(hashlib.sha256(texts).hexdigest(), folder)
 """
 PARTS: dict[str, list[str]] = {
-    "allreduce": ["allreduce", "--algorithms", "auto,auto-bound,direct,direct-shared,ring,native",
-                  *RIVALS],
+    "allreduce": ["allreduce", "--algorithms", "auto,auto-bound,direct,direct-shared,ring,native"],
     "private": ["allreduce", "--algorithms", "auto,auto-bound,direct,ring,native",
                 "--buffers", "private"],
     "step": ["step", str(HERE / "mlp-10m.toml"), "--batch-per-rank", "32,128",
-             "--algorithms", "auto,direct,share-parameters,native", *RIVALS],
+             "--algorithms", "auto,direct,share-parameters,native"],
 }  # fmt: skip
 
 
@@ -72,6 +71,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", default="4B:128MiB")
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--rivals", default="horovod,gloo", help='"" for none')
     parser.add_argument("--resume", action="store_true", help="count the runs there are already")
     return parser.parse_args()
 
@@ -94,7 +94,8 @@ def _must_have_this_hpctrain(environment: Path) -> None:
 def _measure(part: str, arguments: argparse.Namespace) -> bool:
     """Make the runs of `part`, keep each when it has ended; return whether all claims hold."""
     sizes = [] if part == "step" else ["--sizes", arguments.sizes]
-    rest = [*PARTS[part], *sizes, "--iterations", str(arguments.iterations)]
+    rivals = ["--rivals", arguments.rivals] if part in MEET_RIVALS and arguments.rivals else []
+    rest = [*PARTS[part], *rivals, *sizes, "--iterations", str(arguments.iterations)]
     path = HERE / "results" / f"compare-{part}-{arguments.ranks}-ranks.json"
     asked = {"bench": _named(rest), "algorithms": table.sources()}
     runs = _kept(path, asked) if arguments.resume else []
