@@ -29,8 +29,10 @@ VARIABLES = (
     "LD_LIBRARY_PATH",
     "LD_PRELOAD",
     "MPICH_GPU_SUPPORT_ENABLED",
+    "MPIR_CVAR_CH4_NETMOD",
     "MPIR_CVAR_CH4_OFI_ENABLE_HMEM",
     "MPIR_CVAR_ENABLE_GPU",
+    "MPIR_CVAR_NOLOCAL",
     "MV2_USE_CUDA",
     "OMPI_MCA_btl",
     "OMPI_MCA_opal_common_ucx_devices",
@@ -155,9 +157,15 @@ def _of_mpich(claims: Claims, environ: Mapping[str, str]) -> Fault | None:
         return None
     if environ.get("MPIR_CVAR_ENABLE_GPU") == "0":
         return Fault("MPIR_CVAR_ENABLE_GPU=0 is set", "unset MPIR_CVAR_ENABLE_GPU")
+    if claims.mapped("libuct_cuda") and environ.get("MPIR_CVAR_NOLOCAL", "0") == "0":
+        return Fault(
+            "UCX knows GPUs, but inside a node MPICH takes a way of its own that does not",
+            "export MPIR_CVAR_NOLOCAL=1",
+        )
     return Fault(
         f"{claims.vendor} was built without CUDA (MPIX_GPU_query_support says no)",
-        "take the site's build for CUDA; MPICH: ./configure --with-cuda",
+        "take the site's build for CUDA; MPICH: ./configure --with-cuda, or another UCX: "
+        "docs/gpus.md, 'Open MPI from the package index'",
     )
 
 

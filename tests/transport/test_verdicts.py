@@ -65,6 +65,8 @@ FAULTS = {
     "ParaStation": (replace(MPICH, libraries=("/x/libpscom.so.2",)), {}, "PSP_CUDA=1",
                     "export PSP_CUDA=1"),
     "MPICH": (MPICH, {}, "built without CUDA", "--with-cuda"),
+    "MPICH with another UCX": (replace(MPICH, libraries=("/x/libuct_cuda.so.0",)), {},
+                               "a way of its own", "MPIR_CVAR_NOLOCAL=1"),
     "MPICH, variable": (MPICH, {"MPIR_CVAR_ENABLE_GPU": "0"}, "MPIR_CVAR_ENABLE_GPU=0", "unset"),
     "UCX_TLS": (PLAIN, {"UCX_TLS": "rc,sm,self"}, "UCX_TLS=rc,sm,self leaves out",
                 "UCX_TLS=rc,sm,self,cuda_copy,cuda_ipc"),
