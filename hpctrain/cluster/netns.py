@@ -35,7 +35,9 @@ ip link set {INTERFACE} up
 """
 
 # UCX looks for network devices in /sys, which shows those of the namespace that mounted it. The far
-# end of the link goes to the namespace of process 1, the lab's.
+# end of the link goes to the namespace of process 1, the lab's. Congestion control is Linux's own
+# default also where this machine has another: `bbr` sends at the rate of the last second, and a
+# rank that turns to another partner meets two connections that each keep to half of its link.
 _HOST = f"""
 hostname h{{host}}
 mount -t sysfs sysfs /sys
@@ -45,6 +47,7 @@ ip link add name {INTERFACE} type veth peer name v{{host}} netns 1
 ip addr add {{mine}}/24 dev {INTERFACE}
 {{near}}
 ip link set {INTERFACE} up
+ip route replace {NETWORK} dev {INTERFACE} src {{mine}} congctl cubic
 nsenter --target 1 --net sh -ec '
   {{far}}
   ip link set v{{host}} master {INTERFACE} up'
