@@ -18,77 +18,42 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hpctrain.errors import HungError, TransportError
-from hpctrain.transport.link import NativeCall
+from hpctrain.transport import lanes
+from hpctrain.transport.hub import Hub, Message
+from hpctrain.transport.link import NativeCall, Request
+from hpctrain.transport.paths import Path
 
 T = TypeVar("T")
 LOOK_S = 2e-5  # between two looks for what no condition tells
 GRACE_S = 0.5  # between the first rank that fails and the end of the others' waits
 
 
-class _Message:
-    """An array on its way; `done` once the receiver has copied it."""
-
-    def __init__(self, x: np.ndarray):
-        self.x, self.done = x, False
-
-
-class _Hub:
-    """What the ranks of one link share."""
-
-    def __init__(self, size: int, timeout_s: float, failed: threading.Event):
-        self.size, self.timeout_s = size, timeout_s
-        self.failed = failed  # shared by a hub and all hubs split from it
-        # One lock for all: a lock per rank would let two ranks that take from each other block.
-        self.changed = threading.Condition()
-        self.boxes: dict[tuple[int, int], deque[_Message]] = defaultdict(deque)  # (from, to)
-        self.barrier = threading.Barrier(size)
-        self.desk: list[Any] = [None] * size  # where ranks lay things out for all to see
-        self.children: dict[tuple[int, int], _Hub] = {}
-
-    def child(self, name: tuple[int, int], size: int) -> _Hub:
-        """Return the hub of a split, which its first member makes."""
-        with self.changed:
-            if name not in self.children:
-                self.children[name] = _Hub(size, self.timeout_s, self.failed)
-            return self.children[name]
-
-    def fail(self) -> None:
-        """Wake every rank that waits, here and in the links split from this one."""
-        with self.changed:
-            self.failed.set()
-            self.barrier.abort()
-            self.changed.notify_all()
-            children = list(self.children.values())
-        for child in children:
-            child.fail()
-
-
 class LocalLink:
     """One thread's view of the ranks; see `hpctrain.transport.link.Link`."""
 
-    def __init__(self, hub: _Hub, rank: int):
+    def __init__(self, hub: Hub, rank: int):
         self.rank, self.size = rank, hub.size
-        self.bytes_sent = self.messages_sent = 0
+        self.bytes_sent = self.messages_sent = self.host_bytes = 0
         self.patient = True  # a thread that waits sleeps
+        self.host: type | None = np.ndarray
+        self.paths: tuple[Path, ...] = ()
+        self.lanes: lanes.Lanes | None = None
         self.hub = hub
         self.pending: dict[int, deque[_Receive]] = defaultdict(deque)
         self._splits = 0
 
-    def isend(self, x: np.ndarray, to: int) -> _Send:
+    def isend(self, x: np.ndarray, to: int) -> Request:
         """Start to send `x` to rank `to`."""
-        self.bytes_sent += x.nbytes
-        self.messages_sent += 1
-        message = _Message(x.reshape(-1).view(np.uint8))
-        with self.hub.changed:
-            self.hub.boxes[self.rank, to].append(message)
-            self.hub.changed.notify_all()
-        return _Send(self, message, to)
+        if type(x) is not self.host:
+            return lanes.of(self).isend(x, to)
+        self.count(x.nbytes)
+        return self.post_send(self.message(x), to)
 
-    def irecv(self, x: np.ndarray, source: int) -> _Receive:
+    def irecv(self, x: np.ndarray, source: int) -> Request:
         """Start to fill `x` from rank `source`."""
-        request = _Receive(self, x.reshape(-1).view(np.uint8), source)
-        self.pending[source].append(request)
-        return request
+        if type(x) is not self.host:
+            return lanes.of(self).irecv(x, source)
+        return self.post_receive(self.message(x), source)
 
     def sendrecv(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
         """Send `x` and fill `inbox`, both at once."""
@@ -96,8 +61,10 @@ class LocalLink:
         receive.wait()
         send.wait()
 
-    def wait_any(self, requests: Sequence[_Send | _Receive]) -> int:
+    def wait_any(self, requests: Sequence[Any]) -> int:
         """Return the index of one finished request, which needs no further `wait`."""
+        if self.lanes is not None:
+            return self.lanes.wait_any(requests)
         finished: list[int] = []
 
         def look() -> bool:
@@ -113,11 +80,16 @@ class LocalLink:
         answers = self._lay_out((color, key))
         members = sorted((k, r) for r, (c, k) in enumerate(answers) if c == color)
         hub = self.hub.child((self._splits, color), len(members))
-        return LocalLink(hub, members.index((key, self.rank)))
+        return self._like(hub, members.index((key, self.rank)), [r for _, r in members])
 
     def view(self) -> LocalLink:
         """Return this link for a second thread: of the two, one may only send, one only receive."""
-        return LocalLink(self.hub, self.rank)
+        return self._like(self.hub, self.rank, range(self.size))
+
+    def take(self, paths: Sequence[Path]) -> None:
+        """Cut all messages as staged ones: whatever `paths` say, threads have no MPI."""
+        staged: Path = "staged"
+        self.paths, self.host = (staged,) * len(paths), None
 
     def barrier(self) -> None:
         """Return once every rank has called."""
@@ -126,8 +98,11 @@ class LocalLink:
         except threading.BrokenBarrierError:
             raise self._gave_up("barrier") from None
 
-    def wait_for(self, ready: Callable[[], bool], what: bytes) -> None:
+    def wait_for(
+        self, ready: Callable[[], bool], what: bytes, peer: int = -1, nbytes: int = 0
+    ) -> None:
         """Return once `ready()`: looked at now and then, since nobody tells when it changes."""
+        ready = lanes.kept_going(ready)
         limit = time.monotonic() + self.hub.timeout_s
         while not ready():
             if self.hub.failed.is_set() or time.monotonic() > limit:
@@ -175,6 +150,36 @@ class LocalLink:
     def free(self) -> None:
         """Do nothing: a hub goes with its last link."""
 
+    def count(self, nbytes: int) -> None:
+        """Take note of a message."""
+        self.bytes_sent += nbytes
+        self.messages_sent += 1
+
+    def message(self, x: np.ndarray) -> np.ndarray:
+        """Return the bytes of contiguous `x`."""
+        return x.reshape(-1).view(np.uint8)
+
+    def post_send(self, message: np.ndarray, to: int) -> _Send:
+        """Start to send bytes."""
+        sent = Message(message)
+        with self.hub.changed:
+            self.hub.boxes[self.rank, to].append(sent)
+            self.hub.changed.notify_all()
+        return _Send(self, sent, to)
+
+    def post_receive(self, message: np.ndarray, source: int) -> _Receive:
+        """Start to receive bytes."""
+        request = _Receive(self, message, source)
+        self.pending[source].append(request)
+        return request
+
+    def _like(self, hub: Hub, rank: int, ours: Sequence[int]) -> LocalLink:
+        """Return a link whose ranks are `ours`."""
+        link = LocalLink(hub, rank)
+        if self.paths:
+            link.take([self.paths[r] for r in ours])
+        return link
+
     def wait_until(self, ready: Callable[[], bool], what: str) -> None:
         """Wait for `ready()`; raise HungError after the time limit, or as soon as a rank failed."""
         hub = self.hub
@@ -198,10 +203,13 @@ class LocalLink:
 
 
 class _Send:
-    def __init__(self, link: LocalLink, message: _Message, peer: int):
+    def __init__(self, link: LocalLink, message: Message, peer: int):
         self._link, self._message, self._peer = link, message, peer
 
     def finished(self) -> bool:
+        return self._message.done
+
+    def done(self) -> bool:
         return self._message.done
 
     def wait(self) -> None:
@@ -221,11 +229,15 @@ class _Receive:
             pending.popleft()._take(box.popleft())
         return self._done
 
+    def done(self) -> bool:
+        with self._link.hub.changed:
+            return self.finished()
+
     def wait(self) -> None:
         what = f"irecv of {self._x.nbytes} bytes from rank {self._source}"
         self._link.wait_until(self.finished, what)
 
-    def _take(self, message: _Message) -> None:
+    def _take(self, message: Message) -> None:
         if message.x.nbytes != self._x.nbytes:
             raise TransportError(
                 f"rank {self._link.rank}: irecv from rank {self._source} expected "
@@ -242,7 +254,7 @@ def run_ranks(size: int, function: Callable[[LocalLink], T], timeout_s: float = 
     The error of the first rank that raises is raised here. The others are given a moment to end by
     themselves, since ranks may fail together, by agreement; then their waits are ended.
     """
-    hub = _Hub(size, timeout_s, threading.Event())
+    hub = Hub(size, timeout_s, threading.Event())
     results: list[Any] = [None] * size
     ended: SimpleQueue[BaseException | None] = SimpleQueue()
 
@@ -260,7 +272,7 @@ def run_ranks(size: int, function: Callable[[LocalLink], T], timeout_s: float = 
     return results
 
 
-def _first_error(ended: SimpleQueue[BaseException | None], hub: _Hub) -> BaseException | None:
+def _first_error(ended: SimpleQueue[BaseException | None], hub: Hub) -> BaseException | None:
     """Wait for all ranks; return what the first that failed has raised."""
     first = None
     for _ in range(hub.size):

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -24,9 +24,12 @@ mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402  (the settings above must come first)
 
 from hpctrain.errors import TransportError, UsageError  # noqa: E402
-from hpctrain.transport import native  # noqa: E402
-from hpctrain.transport.link import NativeCall  # noqa: E402
+from hpctrain.transport import lanes, native  # noqa: E402
+from hpctrain.transport.link import NativeCall, Request  # noqa: E402
+from hpctrain.transport.paths import Path  # noqa: E402
+from hpctrain.transport.requests import MpiRequest, Spec, cuts, finish, spec, spec_of_gpu  # noqa: E402
 from hpctrain.watch import About, Entry, unnoted  # noqa: E402
+from hpctrain.xp import Array, namespace  # noqa: E402
 
 #: Open MPI refuses counts above 2^31 - 1; longer messages travel in pieces of this many bytes.
 CUT_BYTES = 1 << 30
@@ -34,10 +37,6 @@ TAG = 0
 #: Who waits for a word in shared memory first yields its core again and again; after YIELD_S it
 #: sleeps between its looks: a nap is 1/100 of what it has waited then.
 YIELD_S, NAP_S, LOOKS_PER_PROBE = 0.05, 0.0005, 32
-#: MPI waits by looking at its wires without a pause. A thread beside one that computes on the same
-#: cores sleeps between its looks, twice as long each time: 1 ms of 1 Gbit/s are 125 KB, which lie
-#: in the kernel's buffers meanwhile.
-SHORTEST_NAP_S, LONGEST_NAP_S = 50e-6, 1e-3
 ALL = -1  # the peer, in the watch's record, of a call that waits for every rank
 
 
@@ -47,27 +46,34 @@ class MpiLink:
     def __init__(self, comm: MPI.Comm, entry: Entry, cut_bytes: int = CUT_BYTES):
         """Take over `comm`, which nobody else may use; `entry` is this thread's watch record."""
         self.rank, self.size = comm.rank, comm.size
-        self.bytes_sent = self.messages_sent = 0
+        self.bytes_sent = self.messages_sent = self.host_bytes = 0
         self.entry = entry
         self.cut_bytes = cut_bytes
         self.patient = False
+        self.host: type | None = np.ndarray  #: what needs no lane; None: all does, see lanes.py
+        self.paths: tuple[Path, ...] = ()  #: to each rank; none where no rank has a GPU
+        self.lanes: lanes.Lanes | None = None
         self._comm = comm
-        self._status = MPI.Status()
+        self.status = MPI.Status()
 
-    def isend(self, x: np.ndarray, to: int) -> MpiRequest:
+    def isend(self, x: np.ndarray, to: int) -> Request:
         """Start to send `x` to rank `to`."""
-        self._count(x)
-        pieces = [self._comm.Isend(_bytes(p), to, TAG) for p in cuts(x, self.cut_bytes)]
-        return MpiRequest(self, pieces, to, 0, b"wait for isend")
+        if type(x) is not self.host:
+            return lanes.of(self).isend(x, to)
+        self.count(x.nbytes)
+        return self.post_send([spec(piece) for piece in cuts(x, self.cut_bytes)], to)
 
-    def irecv(self, x: np.ndarray, source: int) -> MpiRequest:
+    def irecv(self, x: np.ndarray, source: int) -> Request:
         """Start to fill `x` from rank `source`."""
-        pieces = [self._comm.Irecv(_bytes(p), source, TAG) for p in cuts(x, self.cut_bytes)]
-        return MpiRequest(self, pieces, source, x.nbytes, b"wait for irecv")
+        if type(x) is not self.host:
+            return lanes.of(self).irecv(x, source)
+        return self.post_receive([spec(piece) for piece in cuts(x, self.cut_bytes)], source)
 
     def sendrecv(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
         """Send `x` and fill `inbox`, both at once."""
-        self._count(x)
+        if type(x) is not self.host or type(inbox) is not self.host:
+            return lanes.of(self).sendrecv(x, to, inbox, source)
+        self.count(x.nbytes)
         self.entry.enter(b"sendrecv", source, inbox.nbytes)
         try:
             if x.nbytes <= self.cut_bytes and inbox.nbytes <= self.cut_bytes:
@@ -75,41 +81,54 @@ class MpiLink:
             else:
                 self._exchange_in_pieces(x, to, inbox, source)
         except MPI.Exception as error:
-            raise self._failure("sendrecv", source, inbox.nbytes, error) from error
+            raise self.failure("sendrecv", source, inbox.nbytes, error) from error
         self.entry.leave()
 
-    def wait_any(self, requests: Sequence[MpiRequest]) -> int:
+    def wait_any(self, requests: Sequence[Any]) -> int:
         """Return the index of one finished request, which needs no further `wait`."""
+        if self.lanes is not None:
+            return self.lanes.wait_any(requests)
         self.entry.enter(b"wait_any", ALL, 0)
-        index = MPI.Request.Waitany([request.last for request in requests], self._status)
-        requests[index].wait(self._status.Get_count(MPI.BYTE))
+        index = MPI.Request.Waitany([request.last for request in requests], self.status)
+        requests[index].wait(self.status.Get_count(MPI.BYTE))
         self.entry.leave()
         return index
 
     def split(self, color: int, key: int) -> MpiLink:
         """Return the link of those that gave the same `color`, ordered by `key`; all must call."""
         self.entry.enter(b"split", ALL, 0)
-        link = MpiLink(self._comm.Split(color, key), self.entry, self.cut_bytes)
-        link.patient = self.patient
+        link = self._like(self._comm.Split(color, key))
         self.entry.leave()
         return link
 
     def view(self) -> MpiLink:
         """Return this link for a second thread: of the two, one may only send, one only receive."""
-        return MpiLink(self._comm, self.entry, self.cut_bytes)
+        return self._like(self._comm)
+
+    def take(self, paths: Sequence[Path]) -> None:
+        """Give GPUs' arrays to MPI only where `paths`, one to each rank, allow it; all must call.
+
+        They hold for the links that are split from this one, too.
+        """
+        self.paths, self.host = tuple(paths), None
 
     def barrier(self) -> None:
         """Return once every rank has called."""
+        if lanes.busy():  # somebody may wait for a message of ours that is not posted yet
+            return self._patient_barrier()
         self.entry.enter(b"barrier", ALL, 0)
         self._comm.Barrier()
         self.entry.leave()
 
-    def wait_for(self, ready: Callable[[], bool], what: bytes) -> None:
+    def wait_for(
+        self, ready: Callable[[], bool], what: bytes, peer: int = ALL, nbytes: int = 0
+    ) -> None:
         """Return once `ready()`: the core is offered to others meanwhile, and MPI is kept going.
 
         Whoever we wait for may itself wait for a message of ours that MPI has not sent yet.
         """
-        self.entry.enter(what, ALL, 0)
+        ready = lanes.kept_going(ready, self.patient)
+        self.entry.enter(what, peer, nbytes)
         nap_at, looks = time.monotonic() + YIELD_S, 0
         while not ready():
             os.sched_yield()
@@ -164,21 +183,55 @@ class MpiLink:
         if self._comm != MPI.COMM_NULL:  # freed by way of a view
             self._comm.Free()
 
-    def _count(self, x: np.ndarray) -> None:
-        self.bytes_sent += x.nbytes
+    def count(self, nbytes: int) -> None:
+        """Take note of a message."""
+        self.bytes_sent += nbytes
         self.messages_sent += 1
 
+    def message(self, x: Array) -> list[Spec]:
+        """Return what MPI is given of `x`, in pieces: the one place that gives it GPU memory.
+
+        MPI knows no streams: what the current one was given must be done before MPI may look.
+        """
+        if isinstance(x, np.ndarray):
+            return [spec(piece) for piece in cuts(x, self.cut_bytes)]
+        namespace(x).cuda.get_current_stream().synchronize()
+        return [spec_of_gpu(piece.data.ptr, piece.nbytes) for piece in cuts(x, self.cut_bytes)]
+
+    def post_send(self, message: Sequence[Spec], to: int) -> MpiRequest:
+        """Start to send a message."""
+        pieces = [self._comm.Isend(piece, to, TAG) for piece in message]
+        return MpiRequest(self, pieces, to, 0, b"wait for isend")
+
+    def post_receive(self, message: Sequence[Spec], source: int) -> MpiRequest:
+        """Start to receive a message."""
+        pieces = [self._comm.Irecv(piece, source, TAG) for piece in message]
+        return MpiRequest(self, pieces, source, sum(p[1] for p in message), b"wait for irecv")
+
+    def _like(self, comm: MPI.Comm) -> MpiLink:
+        """Return a link over `comm` whose ranks are among ours."""
+        link = MpiLink(comm, self.entry, self.cut_bytes)
+        link.patient = self.patient
+        if self.paths:
+            ours = comm.group.Translate_ranks(list(range(comm.size)), self._comm.group)
+            link.take([self.paths[rank] for rank in ours])
+        return link
+
+    def _patient_barrier(self) -> None:
+        request = self._comm.Ibarrier()
+        self.wait_for(request.Test, b"barrier")
+
     def _exchange(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
-        status, size = self._status, inbox.nbytes
+        status, size = self.status, inbox.nbytes
         if self.patient:
-            receive = self._comm.Irecv(_bytes(inbox), source, TAG)
-            _finish(self._comm.Isend(_bytes(x), to, TAG), status, patient=True)
-            came = _finish(receive, status, patient=True)
+            receive = self._comm.Irecv(spec(inbox), source, TAG)
+            finish(self._comm.Isend(spec(x), to, TAG), status, patient=True)
+            came = finish(receive, status, patient=True)
         else:
-            self._comm.Sendrecv(_bytes(x), to, TAG, _bytes(inbox), source, TAG, status)
+            self._comm.Sendrecv(spec(x), to, TAG, spec(inbox), source, TAG, status)
             came = status.Get_count(MPI.BYTE)
         if came != size:
-            raise self._failure("sendrecv", source, size, f"{came} came")
+            raise self.failure("sendrecv", source, size, f"{came} came")
 
     def _exchange_in_pieces(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
         nothing = np.empty(0, np.uint8)
@@ -191,74 +244,12 @@ class MpiLink:
                 MPI.PROC_NULL if into is None else source,
             )
 
-    def _failure(self, call: str, peer: int, size: int, seen: object) -> TransportError:
+    def failure(self, call: str, peer: int, size: int, seen: object) -> TransportError:
         self.entry.leave()  # no longer waiting: whoever catches this may go on
         return TransportError(
             f"rank {self.rank}: {call} with rank {peer} expected {size} bytes, but: {seen}. "
             "All ranks must call with arrays of the same length and dtype, in the same order."
         )
-
-
-class MpiRequest:
-    """The pieces of one transfer under way."""
-
-    def __init__(
-        self, link: MpiLink, pieces: list[MPI.Request], peer: int, expected: int, what: bytes
-    ):
-        self._link, self._pieces, self._peer, self._expected, self._what = (
-            link, pieces, peer, expected, what,
-        )  # fmt: skip
-
-    @property
-    def last(self) -> MPI.Request:
-        """The piece that `wait_any` waits for; `wait` then sees to the others."""
-        return self._pieces[-1]
-
-    def wait(self, already: int = 0) -> None:
-        """Return when all is here; `already` is the bytes of a piece that somebody else awaited.
-
-        One `Wait` per piece, never `Waitall`: where a peer was killed, Waitall can hang.
-        """
-        link = self._link
-        link.entry.enter(self._what, self._peer, self._expected)
-        try:
-            came = already + sum(
-                _finish(piece, link._status, link.patient) for piece in self._pieces
-            )
-        except MPI.Exception as error:
-            what = self._what.decode()
-            raise link._failure(what, self._peer, self._expected, error) from error
-        if self._expected and came != self._expected:
-            raise link._failure("irecv", self._peer, self._expected, f"{came} came")
-        link.entry.leave()
-
-
-def cuts(x: np.ndarray, cut_bytes: int) -> Iterator[np.ndarray]:
-    """Yield contiguous `x` in views of at most `cut_bytes`; an empty array is one empty piece."""
-    if x.nbytes <= cut_bytes:
-        yield x
-        return
-    flat, step = x.reshape(-1), cut_bytes // x.itemsize
-    for start in range(0, flat.size, step):
-        yield flat[start : start + step]
-
-
-def _bytes(x: np.ndarray) -> list:
-    return [x, x.nbytes, MPI.BYTE]
-
-
-def _finish(piece: MPI.Request, status: MPI.Status, patient: bool) -> int:
-    """Return how many bytes came, or 0 if somebody else has waited for this piece."""
-    if piece == MPI.REQUEST_NULL:
-        return 0
-    if not patient:
-        piece.Wait(status)
-    else:
-        nap = SHORTEST_NAP_S
-        while not piece.Test(status):
-            time.sleep(nap)
-            nap = min(2 * nap, LONGEST_NAP_S)
-    return status.Get_count(MPI.BYTE)
 
 
 def start(entry: Entry, timeout_s: float) -> MpiLink:

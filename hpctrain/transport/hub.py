@@ -1,0 +1,47 @@
+"""What the ranks of one LocalLink share: boxes for messages, a desk, a barrier, one lock."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from typing import Any
+
+import numpy as np
+
+
+class Message:
+    """An array on its way; `done` once the receiver has copied it."""
+
+    def __init__(self, x: np.ndarray):
+        self.x, self.done = x, False
+
+
+class Hub:
+    """What the ranks of one link share."""
+
+    def __init__(self, size: int, timeout_s: float, failed: threading.Event):
+        self.size, self.timeout_s = size, timeout_s
+        self.failed = failed  # shared by a hub and all hubs split from it
+        # One lock for all: a lock per rank would let two ranks that take from each other block.
+        self.changed = threading.Condition()
+        self.boxes: dict[tuple[int, int], deque[Message]] = defaultdict(deque)  # (from, to)
+        self.barrier = threading.Barrier(size)
+        self.desk: list[Any] = [None] * size  # where ranks lay things out for all to see
+        self.children: dict[tuple[int, int], Hub] = {}
+
+    def child(self, name: tuple[int, int], size: int) -> Hub:
+        """Return the hub of a split, which its first member makes."""
+        with self.changed:
+            if name not in self.children:
+                self.children[name] = Hub(size, self.timeout_s, self.failed)
+            return self.children[name]
+
+    def fail(self) -> None:
+        """Wake every rank that waits, here and in the links split from this one."""
+        with self.changed:
+            self.failed.set()
+            self.barrier.abort()
+            self.changed.notify_all()
+            children = list(self.children.values())
+        for child in children:
+            child.fail()

@@ -1,0 +1,121 @@
+"""A transfer over MPI: the pieces in which an array travels, and the wait for them.
+
+Imported by transport/mpi.py, which sets first how mpi4py starts MPI.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+from mpi4py import MPI
+
+from hpctrain.errors import TransportError
+from hpctrain.watch import Entry
+from hpctrain.xp import Array
+
+Spec = list[Any]  #: how MPI is told of memory: a buffer, its bytes, MPI.BYTE
+#: MPI waits by looking at its wires without a pause. A thread beside one that computes on the same
+#: cores sleeps between its looks, twice as long each time: 1 ms of 1 Gbit/s are 125 KB, which lie
+#: in the kernel's buffers meanwhile.
+SHORTEST_NAP_S, LONGEST_NAP_S = 50e-6, 1e-3
+
+
+class Owner(Protocol):
+    """What a request needs of the link that posted it."""
+
+    entry: Entry
+    patient: bool
+    status: MPI.Status
+
+    def failure(self, call: str, peer: int, size: int, seen: object) -> TransportError: ...
+
+
+class MpiRequest:
+    """The pieces of one transfer under way."""
+
+    def __init__(
+        self, link: Owner, pieces: list[MPI.Request], peer: int, expected: int, what: bytes
+    ):
+        self._link, self._pieces, self._peer, self._expected, self._what = (
+            link, pieces, peer, expected, what,
+        )  # fmt: skip
+        self._came = 0  # bytes of pieces that `done` has seen
+
+    @property
+    def last(self) -> MPI.Request:
+        """The piece that `wait_any` waits for; `wait` then sees to the others."""
+        return self._pieces[-1]
+
+    def done(self) -> bool:
+        """Return whether all is here, or there, without waiting for it."""
+        status = self._link.status
+        try:
+            while self._pieces and self._pieces[0].Test(status):
+                self._came += status.Get_count(MPI.BYTE)
+                self._pieces.pop(0)
+        except MPI.Exception as error:
+            raise self._failure(self._what.decode(), error) from error
+        if not self._pieces:
+            self._must_be_all(self._came)
+        return not self._pieces
+
+    def wait(self, already: int = 0) -> None:
+        """Return when all is here; `already` is the bytes of a piece that somebody else awaited.
+
+        One `Wait` per piece, never `Waitall`: where a peer was killed, Waitall can hang.
+        """
+        link = self._link
+        link.entry.enter(self._what, self._peer, self._expected)
+        came = already + self._came
+        try:
+            came += sum(finish(piece, link.status, link.patient) for piece in self._pieces)
+        except MPI.Exception as error:
+            raise self._failure(self._what.decode(), error) from error
+        self._must_be_all(came)
+        link.entry.leave()
+
+    def _must_be_all(self, came: int) -> None:
+        if self._expected and came != self._expected:
+            raise self._failure("irecv", f"{came} came")
+
+    def _failure(self, call: str, seen: object) -> TransportError:
+        return self._link.failure(call, self._peer, self._expected, seen)
+
+
+def cuts(x: Array, cut_bytes: int) -> Iterator[Array]:
+    """Yield contiguous `x` in views of at most `cut_bytes`; an empty array is one empty piece."""
+    if x.nbytes <= cut_bytes:
+        yield x
+        return
+    flat, step = x.reshape(-1), cut_bytes // x.itemsize
+    for start in range(0, flat.size, step):
+        yield flat[start : start + step]
+
+
+def spec(x: np.ndarray) -> Spec:
+    """Return how MPI is told of contiguous `x` in host memory."""
+    return [x, x.nbytes, MPI.BYTE]
+
+
+@lru_cache(maxsize=4096)
+def spec_of_gpu(pointer: int, nbytes: int) -> Spec:
+    """Return how MPI is told of GPU memory; kept, since its protocols cost microseconds a call."""
+    return [MPI.memory.fromaddress(pointer, nbytes), nbytes, MPI.BYTE]
+
+
+def finish(piece: MPI.Request, status: MPI.Status, patient: bool) -> int:
+    """Return how many bytes came, or 0 if somebody else has waited for this piece."""
+    if piece == MPI.REQUEST_NULL:
+        return 0
+    if not patient:
+        piece.Wait(status)
+    else:
+        nap = SHORTEST_NAP_S
+        while not piece.Test(status):
+            time.sleep(nap)
+            nap = min(2 * nap, LONGEST_NAP_S)
+    return status.Get_count(MPI.BYTE)
