@@ -78,8 +78,9 @@ class Transfer(Protocol):
 class Plain:
     """Messages that the wire takes as they are, in pieces that it is given at once."""
 
-    def __init__(self, posts: Sequence[Callable[[], Message]]):
-        self._posts, self.posted = posts, False
+    def __init__(self, x: Array, posts: Sequence[Callable[[], Message]]):
+        """Post all of `x`, which MPI, knowing an address alone, would not keep."""
+        self._x, self._posts, self.posted = x, posts, False
         self._under_way: deque[Message] = deque()
 
     @property
@@ -118,11 +119,6 @@ _here = _Here()
 def advance() -> int:
     """Move on all that this thread has under way; return how many steps were done."""
     return sum(lanes.advance() for lanes in tuple(_here.busy))
-
-
-def busy() -> bool:
-    """Return whether this thread has anything under way."""
-    return bool(_here.busy)
 
 
 def kept_going(ready: Callable[[], bool], patient: bool = False) -> Callable[[], bool]:
@@ -172,8 +168,8 @@ class Lanes:
 
     def isend(self, x: Array, to: int) -> Awaited:
         """Start to send `x` to rank `to`."""
-        self._link.count(x.nbytes)
         transfer = self._transfer(x, to, self._link.post_send, Sending)
+        self._link.count(x.nbytes)
         return self._begin("to", to, transfer, 0)
 
     def irecv(self, x: Array, source: int) -> Awaited:
@@ -235,7 +231,7 @@ class Lanes:
             return staged(x, lambda slot: self._posted(post, slot, peer))
         whole = by_pointer or not link.paths
         pieces = [x] if whole else cut_as_staged(x)
-        return Plain([partial(post, link.message(piece), peer) for piece in pieces])
+        return Plain(x, [partial(post, link.message(piece), peer) for piece in pieces])
 
     def _posted(self, post: Callable, slot: np.ndarray, peer: int) -> Message:
         self._link.host_bytes += slot.nbytes

@@ -114,8 +114,8 @@ class MpiLink:
 
     def barrier(self) -> None:
         """Return once every rank has called."""
-        if lanes.busy():  # somebody may wait for a message of ours that is not posted yet
-            return self._patient_barrier()
+        if self.paths:
+            return self._barrier_of_gpus()
         self.entry.enter(b"barrier", ALL, 0)
         self._comm.Barrier()
         self.entry.leave()
@@ -217,7 +217,8 @@ class MpiLink:
             link.take([self.paths[rank] for rank in ours])
         return link
 
-    def _patient_barrier(self) -> None:
+    def _barrier_of_gpus(self) -> None:
+        """Wait for all, while messages of ours that are not posted yet go on: others need them."""
         request = self._comm.Ibarrier()
         self.wait_for(request.Test, b"barrier")
 

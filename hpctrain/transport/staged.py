@@ -126,7 +126,7 @@ class Staging:
 
 class _Here(threading.local):
     def __init__(self) -> None:
-        self.of: dict[tuple[int, int], Staging] = {}  # by CuPy and device
+        self.of: dict[tuple[Any, int], Staging] = {}  # by CuPy and device
 
 
 _here = _Here()
@@ -135,7 +135,7 @@ _here = _Here()
 def staging(x: Any) -> Staging:
     """Return what this thread copies the device array `x` by."""
     xp = namespace(x)
-    name = (id(xp), x.data.device_id)
+    name = (xp, x.data.device_id)
     if name not in _here.of:
         _here.of[name] = Staging(xp)
     return _here.of[name]
