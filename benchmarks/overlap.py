@@ -47,8 +47,6 @@ def main() -> int:
     if given.study == "node":
         measure_node(world_of(2), given)
     elif launchers.launched(os.environ).size > 1:
-        # Each host its own core, as hosts have: or two of them would meet on one now and then.
-        os.sched_setaffinity(0, {launchers.launched(os.environ).rank % (os.cpu_count() or 1)})
         measure_hosts(worlds.init(), given)
     else:
         return on_hosts(given)

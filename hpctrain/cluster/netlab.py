@@ -11,6 +11,8 @@ process ends when this one does, in whatever way: then the kernel kills every pr
 and with the last one namespaces, links and mounts are gone. Nothing has a name outside, so nothing
 can stay behind, and labs do not see each other. Where users may make namespaces, no root is needed.
 
+Hosts have cores of their own where these are as many as ranks, as machines have; else they share
+all.
 Between hosts there is TCP alone, and within one MPI's own shared memory: Open MPI's is told by
 `btl = tcp,self,sm`; MPICH's own (of its device ch4) needs no word, while UCX's would cross hosts.
 """
@@ -34,7 +36,7 @@ from hpctrain.cluster.netns import INTERFACE, NETWORK, SHM, SSH, address, trial
 from hpctrain.errors import UsageError
 
 MOST_HOSTS = 64
-TOOLS = ("ip", "tc", "unshare", "nsenter", "mount", "hostname")
+TOOLS = ("ip", "tc", "unshare", "nsenter", "mount", "hostname", "taskset")
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
 _INTERRUPTED, _GRACE_S = 130, 10.0
 

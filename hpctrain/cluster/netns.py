@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 NETWORK = "10.99.0.0/24"
@@ -56,17 +57,24 @@ echo up
 
 _IN_NAMESPACES = ["unshare", "--net", "--uts", "--ipc", "--mount", "sh", "-ec"]
 
-# Called as `ssh [OPTIONS] ADDRESS COMMAND...`; entering a mount namespace loses the folder.
+# Called as `ssh [OPTIONS] ADDRESS COMMAND...`; entering a mount namespace loses the folder. What
+# runs on a host keeps to the host's cores.
 _SSH = f"""#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
-pid=$(cat {SHM}/$1); shift
-exec nsenter --target $pid --net --uts --ipc --mount sh -c "cd '$PWD' && $*"
+read -r pid cores < {SHM}/$1; shift
+exec taskset -c $cores nsenter --target $pid --net --uts --ipc --mount sh -c "cd '$PWD' && $*"
 """
 
 
 def address(host: int) -> str:
     """Return the address of host 1, 2, ...; 254 is where mpiexec runs."""
     return NETWORK.replace("0/24", str(host))
+
+
+def cores_of(host: int, lab: Mapping[str, int], cores: Sequence[int]) -> Sequence[int]:
+    """Return the cores of host 1, 2, ...: its own where there are as many as ranks, else all."""
+    each = len(cores) // lab["hosts"]
+    return cores[(host - 1) * each : host * each] if each >= lab["ranks_per_host"] else cores
 
 
 def shape(bits: int, device: str) -> str:
@@ -90,7 +98,7 @@ def main() -> int:
     subprocess.run(["sh", "-ec", _lab()], check=True)
     Path(SSH).write_text(_SSH)
     Path(SSH).chmod(0o755)
-    hosts = [_start_host(host, lab["bits"]) for host in range(1, lab["hosts"] + 1)]
+    hosts = [_start_host(host, lab) for host in range(1, lab["hosts"] + 1)]
     for host, process in enumerate(hosts, start=1):
         if process.stdout.readline() != b"up\n":  # type: ignore[union-attr]
             print(f"hpctrain: netlab: host h{host} could not be set up", file=sys.stderr)
@@ -110,10 +118,11 @@ def _host(host: int, bits: int) -> str:
     return _HOST.format(host=host, mine=address(host), near=near, far=far)
 
 
-def _start_host(host: int, bits: int) -> subprocess.Popen[bytes]:
-    line = [*_IN_NAMESPACES, f"{_host(host, bits)}exec sleep infinity"]
+def _start_host(host: int, lab: Mapping[str, int]) -> subprocess.Popen[bytes]:
+    line = [*_IN_NAMESPACES, f"{_host(host, lab['bits'])}exec sleep infinity"]
     process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-    Path(SHM, address(host)).write_text(str(process.pid))
+    cores = cores_of(host, lab, sorted(os.sched_getaffinity(0)))
+    Path(SHM, address(host)).write_text(f"{process.pid} {','.join(map(str, cores))}\n")
     return process
 
 

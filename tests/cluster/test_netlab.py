@@ -13,7 +13,7 @@ import pytest
 
 from hpctrain.cluster.launch import Mpi
 from hpctrain.cluster.netlab import Lab, bits_of, command, environment, refusal
-from hpctrain.cluster.netns import shape
+from hpctrain.cluster.netns import cores_of, shape
 from hpctrain.collectives.chunks import SEGMENT_BYTES
 from hpctrain.errors import UsageError
 
@@ -87,6 +87,14 @@ def test_more_ranks_than_cores_make_way_for_each_other():
     assert ["OMPI_MCA_mpi_yield_when_idle" in one for one in asked.values()] == [False, True]
 
 
+@pytest.mark.parametrize(
+    "ranks_per_host, cores", [(1, [[4, 5], [6, 7]]), (2, [[4, 5], [6, 7]]), (3, [[4, 5, 6, 7]] * 2)]
+)
+def test_hosts_have_cores_of_their_own_where_these_suffice(ranks_per_host, cores):
+    lab = {"hosts": 2, "ranks_per_host": ranks_per_host}
+    assert [cores_of(host, lab, [4, 5, 6, 7]) for host in (1, 2)] == cores
+
+
 def test_a_segment_is_sent_unasked():
     assert int(environment(OPENMPI, 2, {})["OMPI_MCA_btl_tcp_eager_limit"]) > SEGMENT_BYTES
 
@@ -134,6 +142,15 @@ def test_ranks_see_as_many_hosts(hpctrain, tmp_path):
     places = ["h1 0", "h1 1", "h2 0", "h2 1"]
     told = [f"{rank} of 4 on {place} in {tmp_path}" for rank, place in enumerate(places)]
     assert sorted(ended.stdout.split("\n")) == ["", *told]
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("permitted")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each host")
+def test_what_runs_on_a_host_keeps_to_its_cores(hpctrain):
+    line = ("grep", "Cpus_allowed_list", "/proc/self/status")
+    ended = hpctrain("netlab", "--hosts", 2, "--", *line)
+    assert len(set(ended.stdout.splitlines())) == 2, ended
 
 
 @pytest.mark.processes
