@@ -7,7 +7,6 @@ word here that does nothing to arrays of the host.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,8 +14,6 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
-
-from hpctrain.errors import UsageError
 
 Array = Any  #: a numpy.ndarray or a cupy.ndarray; no type says "either" without importing CuPy
 Event = Any  #: how far a device has come with its work, as `event` returns it; None: no device
@@ -50,15 +47,18 @@ def to_host(x: Array, out: np.ndarray | None = None) -> np.ndarray:
     return out
 
 
-def like(x: Array, values: Any, dtype: np.typing.DTypeLike = None) -> Array:
+def like(x: Array, values: Any, dtype: Any = None) -> Array:
     """Return `values`, of the host or of a device, as an array where `x` is, of `dtype` or `x`'s.
 
     What is there already in that dtype is returned itself.
     """
-    xp = namespace(x)
+    xp, dtype = namespace(x), np.dtype(x.dtype if dtype is None else dtype)
     if xp is np:
-        values = to_host(values)
-    return xp.asarray(values, dtype=x.dtype if dtype is None else dtype)
+        return np.asarray(to_host(values), dtype)
+    if not on_device(values):  # the fewer bytes travel
+        values = np.asarray(values)
+        values = values.astype(dtype) if values.itemsize > dtype.itemsize else values
+    return xp.asarray(values).astype(dtype, copy=False)
 
 
 def copy(x: Array, values: Array) -> None:
@@ -89,6 +89,34 @@ def _kernel(cupy: Any, function: Callable[..., None]) -> Callable[..., None]:
     name = function.__name__.strip("_")
     kernel: Callable[..., None] = cupy.fuse(kernel_name=name)(partial(function, cupy))
     return kernel
+
+
+def raw_kernel(x: Array, source: str, name: str) -> Callable[..., None]:
+    """Return function `name` of CUDA `source`, to be called with (blocks,), (threads,), (...)."""
+    return _raw_kernel(namespace(x), source, name)
+
+
+@cache
+def _raw_kernel(cupy: Any, source: str, name: str) -> Callable[..., None]:
+    kernel: Callable[..., None] = cupy.RawKernel(source, name)
+    return kernel
+
+
+def fetch(x: Array) -> Callable[[], np.ndarray]:
+    """Begin to bring small `x` to the host; return what waits for it and for nothing behind it."""
+    if not on_device(x):
+        return lambda: x
+    stream = namespace(x).cuda.get_current_stream()
+    pinned = namespace(x).cuda.alloc_pinned_memory(max(x.nbytes, 1))
+    host = np.frombuffer(pinned, x.dtype, x.size).reshape(x.shape)
+    x.get(out=host, blocking=False)
+    there = stream.record()
+
+    def arrived() -> np.ndarray:
+        there.synchronize()
+        return host
+
+    return arrived
 
 
 def event(x: Array) -> Event:
@@ -126,48 +154,6 @@ def _own_stream(x: Array) -> Iterator[None]:
         yield
 
 
-def cupy() -> Any:
-    """Return the module `cupy`; raise UsageError if it, or a GPU that it can use, is missing."""
-    try:
-        import cupy
-    except ImportError as error:
-        raise UsageError(
-            "a GPU needs CuPy: pip install 'hpctrain[cuda13x]' (with a driver for CUDA 12: "
-            f"'hpctrain[cuda12x]'), or take --device cpu; seen: {error}"
-        ) from None
-    try:
-        count = int(cupy.cuda.runtime.getDeviceCount())
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise UsageError(_why_none(cupy, error)) from None
-    if not count:
-        raise UsageError(_NONE.format(seen="0 devices"))
-    return cupy
-
-
-_NONE = (
-    "no GPU can be used here: look at nvidia-smi and CUDA_VISIBLE_DEVICES, or take --device cpu; "
-    "seen: {seen}"
-)
-
-
-def _why_none(cupy: Any, error: Exception) -> str:
-    """Return what to do where CUDA refuses; a driver older than CuPy's CUDA has an extra."""
-    runtime = cupy.cuda.runtime
-    driver, built = (v // 1000 for v in (runtime.driverGetVersion(), runtime.runtimeGetVersion()))
-    if not 0 < driver < built:
-        return _NONE.format(seen=error)
-    return (
-        f"CuPy is built for CUDA {built}, but the driver knows CUDA {driver}: pip uninstall "
-        f"cupy-cuda{built}x and pip install 'hpctrain[cuda{driver}x]', or take --device cpu; "
-        f"seen: {error}"
-    )
-
-
-def devices() -> int:
-    """Return the number of GPUs that this process can use; 0 without CuPy."""
-    if importlib.util.find_spec("cupy") is None:
-        return 0
-    try:
-        return int(cupy().cuda.runtime.getDeviceCount())
-    except UsageError:
-        return 0
+def zeros(length: int, dtype: Any) -> Array:
+    """Return zeros (length,) on the device that is current in this thread."""
+    return sys.modules["cupy"].zeros(length, dtype)

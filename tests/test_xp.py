@@ -5,12 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 
-import fakes
 import numpy as np
 import pytest
 
 from hpctrain import xp
-from hpctrain.errors import UsageError
 
 HOST = np.arange(6, dtype=np.float32)
 
@@ -89,28 +87,24 @@ def test_the_host_has_no_streams():
         xp.finish(HOST)
 
 
-REFUSED = [
-    ({"devices": 0}, "nvidia-smi and CUDA_VISIBLE_DEVICES"),
-    ({"devices": None}, "nvidia-smi and CUDA_VISIBLE_DEVICES"),
-    ({"driver": 12040}, r"driver knows CUDA 12.*pip install 'hpctrain\[cuda12x\]'"),
-]
+def test_numbers_come_while_the_device_goes_on(lazy_gpu):
+    x = on("device")
+    x += 1
+    arrived = xp.fetch(x)
+    x += 1
+    assert (arrived() == HOST + 1).all() and lazy_gpu.counts["event sync"] == 1
+    assert not lazy_gpu.counts["stream sync"] and not lazy_gpu.counts["pageable"]
+    assert (xp.fetch(HOST)() == HOST).all()
 
 
-@pytest.mark.parametrize(("options", "advice"), REFUSED)
-def test_what_is_missing_is_named(options, advice):
-    with fakes.installed(**options):
-        with pytest.raises(UsageError, match=advice):
-            xp.cupy()
-        assert xp.devices() == 0
+def test_the_fewer_bytes_travel(gpu):
+    sent = (np.zeros(100, np.uint8), np.zeros(100, np.float64))
+    for values, nbytes in zip(sent, (100, 400), strict=True):
+        gpu.counts.clear()
+        assert xp.like(on("device"), values).dtype == np.float32
+        assert gpu.counts["H2D bytes"] == HOST.nbytes + nbytes
 
 
-def test_no_cupy_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(UsageError, match=r"pip install 'hpctrain\[cuda13x\]'"):
-        xp.cupy()
-    assert xp.devices() == 0
-
-
-def test_devices_are_counted():
-    with fakes.installed(devices=3):
-        assert xp.devices() == 3 and xp.cupy() is sys.modules["cupy"]
+def test_zeros_of_the_device(gpu):
+    x = xp.zeros(3, np.float32)
+    assert xp.on_device(x) and (xp.to_host(x) == 0).all()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import pi, sqrt
+from typing import Any
 
 from hpctrain.nn.layer import Key, Parameter, Shape
-from hpctrain.xp import Array, namespace
+from hpctrain.xp import Array, fused, namespace, on_device
 
-BLOCK = 32_768  #: elements handled at once: all that is made of them stays in the cache
+BLOCK = 32_768  #: elements handled at once on the host: all that is made of them stays in the cache
 A, B = sqrt(2 / pi), 0.044715
 
 
@@ -52,9 +53,10 @@ class GELU:
     ) -> tuple[Array, Array | None]:
         xp, flat = namespace(x), x.reshape(-1)
         y, slope = xp.empty_like(flat), None if key is None else xp.empty_like(flat)
-        for i in range(0, flat.size, BLOCK):
-            s = slice(i, i + BLOCK)
-            _gelu(flat[s], y[s], None if slope is None else slope[s])
+        gelu, step = fused(_gelu, x), max(flat.size, 1) if on_device(x) else BLOCK
+        for i in range(0, flat.size, step):
+            s = slice(i, i + step)
+            gelu(flat[s], y[s], None if slope is None else slope[s])
         return y.reshape(x.shape), slope
 
     def backward(
@@ -63,9 +65,8 @@ class GELU:
         return dy * saved.reshape(dy.shape)
 
 
-def _gelu(x: Array, y: Array, slope: Array | None) -> None:
+def _gelu(xp: Any, x: Array, y: Array, slope: Array | None) -> None:
     """Write y and, while tanh is at hand, dy/dx: then nothing else need be kept."""
-    xp = namespace(x)
     square = x * x
     t = square * (A * B)
     t += A

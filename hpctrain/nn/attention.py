@@ -4,23 +4,24 @@
 
 The heads are views of one product, and of each head the products are views of those: nothing is
 transposed or copied. Samples go one by one through scores and softmax: heads * length^2 numbers
-stay in the cache on the way, and are kept for the way back.
+stay in the cache on the way, and are kept for the way back. A device takes all samples at once:
+there it is the number of calls that costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hpctrain.errors import UsageError
 from hpctrain.nn.embedding import SPREAD
 from hpctrain.nn.layer import Key, Parameter, Shape, at_least, normal, sum_rows, zeros
-from hpctrain.xp import Array, namespace
+from hpctrain.xp import Array, namespace, on_device
 
 
 class Saved(NamedTuple):
@@ -70,10 +71,10 @@ class CausalAttention:
         qkv = qkv.reshape(n, length, 3, self.heads, width // self.heads)
         weights = xp.empty((n, self.heads, length, length), x.dtype)
         mixed = xp.empty((n, length, self.heads, width // self.heads), x.dtype)
-        for i in range(n):
+        for i in _pieces(x):
             q, k, v = _by_head(qkv[i])
             _softmax(xp.matmul(q, k.swapaxes(-1, -2), out=weights[i]), 1 / sqrt(q.shape[-1]))
-            xp.matmul(weights[i], v, out=mixed[i].swapaxes(0, 1))
+            xp.matmul(weights[i], v, out=mixed[i].swapaxes(-3, -2))
         mixed = mixed.reshape(n * length, width)
         y = mixed @ p["out_weight"]
         y += p["out_bias"]
@@ -96,13 +97,13 @@ class CausalAttention:
         """Return the gradient of `qkv` given that of `mixed`."""
         xp, (n, length, _, heads, d) = namespace(dmixed), saved.qkv.shape
         dqkv, dmixed = xp.empty_like(saved.qkv), dmixed.reshape(n, length, heads, d)
-        for i in range(n):
+        for i in _pieces(dmixed):
             (q, k, v), (dq, dk, dv) = _by_head(saved.qkv[i]), _by_head(dqkv[i])
-            a, dm = saved.weights[i], dmixed[i].swapaxes(0, 1)
+            a, dm = saved.weights[i], dmixed[i].swapaxes(-3, -2)
             xp.matmul(a.swapaxes(-1, -2), dm, out=dv)
             ds = dm @ v.swapaxes(-1, -2)
             # Of softmax: ds = a (da - sum(a da)); masked places have a = 0 and stay out by it.
-            ds -= xp.einsum("hij,hij->hi", a, ds)[..., None]
+            ds -= _sum_product(a, ds)
             ds *= a
             ds *= 1 / sqrt(d)
             xp.matmul(ds, k, out=dq)
@@ -110,21 +111,33 @@ class CausalAttention:
         return dqkv
 
 
+def _pieces(x: Array) -> Iterable[Any]:
+    """Return the indices of the samples that are handled together."""
+    return [...] if on_device(x) else range(len(x))
+
+
 def _by_head(qkv: Array) -> tuple[Array, Array, Array]:
-    """Return q, k, v, each (heads, length, d), as views of one sample's (length, 3, heads, d)."""
-    return tuple(qkv[:, i].swapaxes(0, 1) for i in range(3))
+    """Return q, k, v, each (..., heads, length, d), as views of (..., length, 3, heads, d)."""
+    return tuple(qkv[..., i, :, :].swapaxes(-3, -2) for i in range(3))
+
+
+def _sum_product(a: Array, b: Array) -> Array:
+    """Return the sum of a * b over the last axis, which stays with length 1."""
+    if on_device(a):
+        return (a * b).sum(axis=-1, keepdims=True)
+    return namespace(a).einsum("hij,hij->hi", a, b)[..., None]
 
 
 def _softmax(scores: Array, factor: float) -> None:
-    """Turn the scores (heads, length, length) of one sample into weights, in place."""
+    """Turn the scores (..., heads, length, length) into weights, in place."""
     scores *= factor
-    scores += namespace(scores).asarray(_mask(scores.shape[-1], scores.dtype.name))
+    scores += _mask(namespace(scores), scores.shape[-1], scores.dtype.name)
     scores -= scores.max(axis=-1, keepdims=True)
     namespace(scores).exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
 
 
 @cache
-def _mask(length: int, dtype: str) -> np.ndarray:
+def _mask(xp: Any, length: int, dtype: str) -> Array:
     """Return what is added to the scores: minus infinity where a place would see what comes."""
-    return np.triu(np.full((length, length), -np.inf, dtype), 1)
+    return xp.asarray(np.triu(np.full((length, length), -np.inf, dtype), 1))

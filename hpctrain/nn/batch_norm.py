@@ -16,7 +16,7 @@ import numpy as np
 
 from hpctrain.errors import UsageError
 from hpctrain.nn.layer import Key, Parameter, Shape, SumOverRanks, ones, rows_of, sum_rows, zeros
-from hpctrain.xp import Array, namespace
+from hpctrain.xp import Array, like, namespace, to_host
 
 
 class Saved(NamedTuple):
@@ -25,7 +25,7 @@ class Saved(NamedTuple):
     normal: Array  #: (rows, channels), mean 0 and variance 1 over all ranks
     scale: Array  #: (channels,), 1 / sqrt(variance + epsilon)
     rows: float  #: of all ranks
-    sum_over_ranks: SumOverRanks
+    sum_over_ranks: SumOverRanks | None
 
 
 @dataclass(frozen=True)
@@ -65,29 +65,28 @@ class BatchNorm:
         return self._train(p, x, key)
 
     def _train(self, p: Mapping[str, Array], x: Array, key: Key) -> tuple[Array, Saved]:
-        xp, add = namespace(x), key.sum_over_ranks or _alone
+        xp, add = namespace(x), key.sum_over_ranks
         flat = rows_of(x)
         centre = _mean_of(flat)
         normal = flat - centre
         square = normal * normal
-        rows, mean, variance = _joined(len(flat), _host(centre), square, add)
+        exact = centre.astype(np.float64)
+        rows, mean, variance = _joined(len(flat), exact, square, add)
         if rows and not key.again:
             self._note(p, rows, mean, variance)
-        scale = xp.asarray(1 / np.sqrt(variance + self.epsilon), dtype=x.dtype)
-        normal += xp.asarray(_host(centre) - mean, dtype=x.dtype)
+        scale = like(x, 1 / xp.sqrt(variance + self.epsilon))
+        normal += like(x, exact - mean)
         normal *= scale
         y = xp.multiply(normal, p["weight"], out=square)
         y += p["bias"]
         return y.reshape(x.shape), Saved(normal, scale, rows, add)
 
-    def _note(
-        self, p: Mapping[str, Array], rows: float, mean: np.ndarray, variance: np.ndarray
-    ) -> None:
+    def _note(self, p: Mapping[str, Array], rows: float, mean: Array, variance: Array) -> None:
         """Move the running statistics towards those of this batch."""
         unbiased = variance * (rows / max(rows - 1, 1))
         for buffer, new in ((p["mean"], mean), (p["variance"], unbiased)):
             buffer *= 1 - self.momentum
-            buffer += namespace(buffer).asarray(self.momentum * new, dtype=buffer.dtype)
+            buffer += like(buffer, self.momentum * new)
 
     def backward(
         self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Saved, dy: Array, want_dx: bool
@@ -98,11 +97,12 @@ class BatchNorm:
         sum_rows(flat, out=g["bias"])
         sum_rows(product, out=g["weight"])
         # The gradients of weight and bias are this rank's part; dx needs those of all ranks.
-        total = add(np.concatenate([_host(g["bias"]), _host(g["weight"])]))
+        xp = namespace(dy)
+        parts = xp.concatenate([g["bias"], g["weight"]]).astype(np.float64)
+        total = parts if add is None else like(parts, add(to_host(parts)))
         if not want_dx:
             return None
-        xp = namespace(dy)
-        total = xp.asarray(total / max(rows, 1), dtype=dy.dtype)
+        total = like(dy, total / max(rows, 1))
         by_mean, by_variance = total[: len(scale)], total[len(scale) :]
         dx = xp.multiply(normal, by_variance, out=product)
         xp.subtract(flat, dx, out=dx)
@@ -119,25 +119,19 @@ def _mean_of(flat: Array) -> Array:
 
 
 def _joined(
-    n: int, centre: np.ndarray, square: Array, add: SumOverRanks
-) -> tuple[float, np.ndarray, np.ndarray]:
+    n: int, centre: Array, square: Array, add: SumOverRanks | None
+) -> tuple[float, Array, Array]:
     """Return rows, mean and variance over all ranks, float64, from this rank's share.
 
     `square` is (x - centre)^2: sums of x^2 itself, made in float32, would cancel to nothing.
     """
-    spread = namespace(square).empty(len(centre), square.dtype)
+    xp = namespace(square)
+    spread = xp.empty(len(centre), square.dtype)
     sum_rows(square, out=spread)
-    parts = [np.array([n]), n * centre, _host(spread) + n * centre * centre]
-    total = add(np.concatenate(parts))
-    rows, sums, squares = float(total[0]), *np.split(total[1:], 2)
+    total, rows = xp.concatenate([n * centre, spread + n * centre * centre]), float(n)
+    if add is not None:  # ranks exchange it by way of the host: a few numbers
+        numbers = add(np.concatenate([np.array([n]), to_host(total)]))
+        total, rows = like(total, numbers[1:]), float(numbers[0])
+    sums, squares = xp.split(total, 2)
     mean = sums / max(rows, 1)
-    return rows, mean, np.maximum(squares / max(rows, 1) - mean * mean, 0)
-
-
-def _alone(numbers: np.ndarray) -> np.ndarray:
-    return numbers
-
-
-def _host(x: Array) -> np.ndarray:
-    """Return a float64 copy of a small array in the memory of the host."""
-    return np.asarray(x.get() if hasattr(x, "get") else x, dtype=np.float64)
+    return rows, mean, xp.maximum(squares / max(rows, 1) - mean * mean, 0)

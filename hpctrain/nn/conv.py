@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from hpctrain.errors import UsageError
 from hpctrain.nn.layer import Key, Parameter, Shape, at_least, he_normal, sum_rows, zeros
-from hpctrain.xp import Array, namespace
+from hpctrain.xp import Array, namespace, on_device
 
 
 def image_shape(shape: Shape, window: int, stride: int, padding: int = 0) -> tuple[int, int]:
@@ -107,13 +107,23 @@ class Conv2d:
         (n, h, w, c), q, xp = shape, self.padding, namespace(dy)
         oh, ow, _ = self.output_shape(shape[1:])
         x = xp.zeros((n, h + 2 * q, w + 2 * q, c), dy.dtype)
-        part = xp.empty((len(dy), c), dy.dtype)
+        for index, part in self._parts(weight, dy, (n, oh, ow, c)):
+            x[index] += part
+        return x[:, q : q + h, q : q + w]
+
+    def _parts(self, weight: Array, dy: Array, shape: Shape) -> Iterator[tuple[tuple, Array]]:
+        """Yield what each place of the kernel sends back, with the pixels that it goes to."""
+        if on_device(dy):  # one large product instead of many
+            every = (dy @ weight.reshape(-1, self.outputs).T).reshape(*shape[:3], -1, shape[3])
+            for i, j, index in places(self.kernel, self.stride, *shape[1:3]):
+                yield index, every[..., i * self.kernel + j, :]
+            return
+        part = namespace(dy).empty((len(dy), shape[3]), dy.dtype)
         # One product per place of the kernel: the part is still in the cache when it is added,
         # which the kernel^2 times larger gradient of all columns would not be.
-        for i, j, index in places(self.kernel, self.stride, oh, ow):
-            xp.matmul(dy, weight[i, j].T, out=part)
-            x[index] += part.reshape(n, oh, ow, c)
-        return x[:, q : q + h, q : q + w]
+        for i, j, index in places(self.kernel, self.stride, *shape[1:3]):
+            namespace(dy).matmul(dy, weight[i, j].T, out=part)
+            yield index, part.reshape(shape)
 
 
 def _pad(x: Array, q: int) -> Array:

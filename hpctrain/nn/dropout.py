@@ -17,7 +17,7 @@ import numpy as np
 
 from hpctrain.errors import UsageError
 from hpctrain.nn.layer import Key, Parameter, Shape
-from hpctrain.xp import Array, namespace
+from hpctrain.xp import Array, like
 
 STREAM = 1 << 63  #: keeps clear of the initial values, whose keys are (seed, index)
 DRAWS = 8  #: numbers of 32 bits that one Philox counter gives
@@ -62,7 +62,7 @@ class Dropout:
             return x, None
         kept = keep_mask(key, len(x), math.prod(x.shape[1:]), self.rate)
         # Drawn on the host even for a GPU, so that both kinds of device drop the same values.
-        factor = namespace(x).asarray(kept).astype(x.dtype).reshape(x.shape)
+        factor = like(x, kept).reshape(x.shape)
         factor *= 1 / (1 - self.rate)
         return x * factor, factor
 

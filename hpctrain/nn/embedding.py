@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from hpctrain.errors import UsageError
 from hpctrain.nn.layer import Key, Parameter, Shape, at_least, normal, rows_of, sum_rows
-from hpctrain.xp import Array, namespace
+from hpctrain.xp import Array, namespace, on_device
 
 SPREAD = 0.02  #: standard deviation at the start, as in GPT-2 (Radford et al., 2019)
+ONES_BYTES = 64 << 20  #: of the largest matrix of zeros and ones; see `_by_product`
 
 
 @dataclass(frozen=True)
@@ -41,16 +44,24 @@ class Embedding:
 
     def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Array]:
         rows = x.astype("int64")
-        if rows.size and not 0 <= rows.min() <= rows.max() < self.entries:
+        if not on_device(x):  # else the model has looked, before they left the host
+            self.check(rows)
+        return p["table"][rows], rows
+
+    def check(self, x: np.ndarray) -> None:
+        """Raise UsageError for samples of the host that are no rows of the table."""
+        if x.size and not 0 <= x.min() <= x.max() < self.entries:
             raise UsageError(
                 f"Embedding: expected numbers in 0 .. {self.entries - 1}, "
-                f"seen {rows.min()} .. {rows.max()}"
+                f"seen {x.min()} .. {x.max()}"
             )
-        return p["table"][rows], rows
 
     def backward(
         self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Array, dy: Array, want_dx: bool
     ) -> Array | None:
+        if on_device(dy):
+            _by_product(g["table"], saved.reshape(-1), dy.reshape(saved.size, -1))
+            return None  # numbers have no gradient
         # Sorted, the rows of one entry lie together and are added in one order, always the same.
         xp, table = namespace(dy), g["table"]
         order = saved.reshape(-1).argsort(kind="stable")
@@ -59,7 +70,7 @@ class Embedding:
         if len(rows):
             starts = xp.flatnonzero(xp.concatenate([rows[:1] == rows[:1], rows[1:] != rows[:-1]]))
             table[rows[starts]] = xp.add.reduceat(dy.reshape(len(rows), -1)[order], starts, axis=0)
-        return None  # numbers have no gradient
+        return None
 
 
 @dataclass(frozen=True)
@@ -112,3 +123,16 @@ class Unembedding:
         dy = rows_of(dy)
         namespace(dy).matmul(dy.T, flat, out=g["table"])
         return (dy @ table).reshape(saved.shape) if want_dx else None
+
+
+def _by_product(table: Array, rows: Array, dy: Array) -> None:
+    """Write into each row of `table` the sum of those of `dy` (n, width) that `rows` (n,) name.
+
+    As a product with a matrix of zeros and ones: what a device is best at, and always the same.
+    """
+    xp = namespace(dy)
+    step = max(1, ONES_BYTES // max(1, dy.itemsize * len(dy)))
+    for first in range(0, len(table), step):
+        some = table[first : first + step]
+        entries = xp.arange(first, first + len(some))[:, None]
+        xp.matmul((entries == rows).astype(dy.dtype), dy, out=some)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hpctrain.errors import UsageError
 from hpctrain.nn.layer import Key, Parameter, Shape, ones, rows_of, sum_rows, zeros
-from hpctrain.xp import Array, namespace
+from hpctrain.xp import Array, namespace, on_device
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ class LayerNorm:
 
 def _mean_product(a: Array, b: Array) -> Array:
     """Return the mean of a * b over the last axis, which stays with length 1."""
+    if on_device(a):  # where einsum makes a matrix product of each vector
+        return (a * b).mean(axis=-1, keepdims=True)
     total = namespace(a).einsum("...i,...i->...", a, b)[..., None]
     total /= a.shape[-1]
     return total

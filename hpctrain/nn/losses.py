@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from hpctrain.errors import UsageError
-from hpctrain.xp import Array, namespace
+from hpctrain.xp import Array, fetch, namespace, on_device, to_host
 
 
 class Sums(NamedTuple):
@@ -20,8 +23,23 @@ class Sums(NamedTuple):
     count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
 
 
+class Coming(NamedTuple):
+    """Sums that a device computes: its numbers are on their way to the host."""
+
+    numbers: Callable[[], np.ndarray]  #: waits for loss, right answers, wrong labels; float64
+    count: int  # type: ignore[assignment]
+    refuse: Callable[[], None]  #: raises, where there are wrong labels
+
+    def sums(self) -> Sums:
+        """Return the sums once they are there; raise UsageError for labels that are none."""
+        loss, correct, wrong = self.numbers().tolist()
+        if wrong:
+            self.refuse()
+        return Sums(loss, int(correct), self.count)
+
+
 #: (outputs, labels, scale) -> (Sums, gradient of scale * Sums.loss); scale None asks no gradient.
-Loss = Callable[[Array, Array, "float | None"], "tuple[Sums, Array | None]"]
+Loss = Callable[[Array, Array, "float | None"], "tuple[Sums | Coming, Array | None]"]
 
 
 def add(a: Sums, b: Sums) -> Sums:
@@ -29,9 +47,14 @@ def add(a: Sums, b: Sums) -> Sums:
     return Sums(a.loss + b.loss, a.correct + b.correct, a.count + b.count)
 
 
+def arrived(sums: Sums | Coming) -> Sums:
+    """Return `sums` as numbers of the host; of a device, this waits for no more than the loss."""
+    return sums.sums() if isinstance(sums, Coming) else sums
+
+
 def cross_entropy(
     logits: Array, labels: Array, scale: float | None = None
-) -> tuple[Sums, Array | None]:
+) -> tuple[Sums | Coming, Array | None]:
     """Return the softmax cross-entropy of `logits` and the gradient of `scale` times it.
 
     `logits` is (n, ..., classes), float32 or float64, not written; `labels` is (n, ...), integers
@@ -46,21 +69,19 @@ def cross_entropy(
     xp, shape = namespace(logits), logits.shape
     logits, labels = logits.reshape(labels.size, shape[-1]), labels.reshape(-1)
     # Numbers from the end would be taken for labels below 0, and train something.
-    wrong = (labels < 0) | (labels >= shape[-1])
-    if wrong.any():
-        raise UsageError(
-            f"label {labels[wrong][0]} is out of range; expected labels in 0 .. {shape[-1] - 1}, "
-            f"since the model has {shape[-1]} outputs"
-        )
+    wrong = ((labels < 0) | (labels >= shape[-1])).sum()
+    refuse = partial(_refuse, labels, shape[-1])
+    if xp is np and wrong:
+        refuse()
     rows = xp.arange(len(logits))
-    correct = int((logits.argmax(axis=1) == labels).sum())
+    correct = (logits.argmax(axis=1) == labels).sum()
     # exp of numbers <= 0 cannot overflow, and the shift cancels in the softmax.
     powers = logits - logits.max(axis=1, keepdims=True)
     own = powers[rows, labels]
     xp.exp(powers, out=powers)
     totals = powers.sum(axis=1)
     each = xp.log(totals) - own
-    sums = Sums(float(each.sum(dtype="float64")), correct, len(logits))
+    sums = _told([each.sum(dtype="float64"), correct, wrong], len(logits), refuse)
     if scale is None:
         return sums, None
     powers *= (scale / totals)[:, None]
@@ -70,7 +91,7 @@ def cross_entropy(
 
 def mean_squared_error(
     outputs: Array, wanted: Array, scale: float | None = None
-) -> tuple[Sums, Array | None]:
+) -> tuple[Sums | Coming, Array | None]:
     """Return the squared error, a mean over the last axis, and the gradient of `scale` times it.
 
     Both are (n, ..., features), or `wanted` is (n, ...) for one feature; a target is one vector of
@@ -83,9 +104,27 @@ def mean_squared_error(
             f"mean_squared_error: expected {outputs.shape} as the outputs have, seen {wanted.shape}"
         )
     error = outputs - wanted.reshape(outputs.shape)
-    total = float((error * error).sum(dtype="float64")) / features
-    sums = Sums(total, 0, outputs.size // features)
+    total = (error * error).sum(dtype="float64") / features
+    sums = _told([total, 0 * total, 0 * total], outputs.size // features)
     if scale is None:
         return sums, None
     error *= 2 * scale / features
     return sums, error
+
+
+def _told(numbers: list[Array], count: int, refuse: Callable[[], None] = lambda: None) -> Any:
+    """Return the Sums of loss, right answers and wrong labels, each of shape (), of one library."""
+    if not on_device(numbers[0]):
+        return Sums(float(numbers[0]), int(numbers[1]), count)
+    xp = namespace(numbers[0])
+    return Coming(fetch(xp.stack([x.astype(np.float64) for x in numbers])), count, refuse)
+
+
+def _refuse(labels: Array, classes: int) -> None:
+    """Raise UsageError that names a label which is none."""
+    labels = to_host(labels)
+    wrong = labels[(labels < 0) | (labels >= classes)]
+    raise UsageError(
+        f"label {wrong[0]} is out of range; expected labels in 0 .. {classes - 1}, "
+        f"since the model has {classes} outputs"
+    )

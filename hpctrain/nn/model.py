@@ -11,9 +11,10 @@ import numpy as np
 
 from hpctrain.errors import UsageError
 from hpctrain.nn.chain import named, shapes
+from hpctrain.nn.embedding import Embedding
 from hpctrain.nn.layer import Key, Layer, Parameter, Shape
-from hpctrain.nn.losses import Loss, Sums, add, cross_entropy
-from hpctrain.xp import Array, namespace
+from hpctrain.nn.losses import Loss, Sums, add, arrived, cross_entropy
+from hpctrain.xp import Array, like, namespace, on_device
 
 EVALUATION_TARGETS = 2048  #: at once in `evaluate`; bounds the memory whatever the test set
 EVALUATION_ROWS = 256  #: samples at once, at most
@@ -34,6 +35,7 @@ class Model:
         self.layers = dict(layers)
         self.input_shape = tuple(input_shape)
         self.loss = loss
+        self._first = next(iter(self.layers.values()), None)
         seen = shapes(self.layers, self.input_shape)
         self.output_shape = seen[-1]
         self.parameters: dict[str, Parameter] = {}
@@ -80,9 +82,10 @@ class Model:
                     key.on_need(name)
             x, saved = layer.forward(self._own(i, params), x, key._replace(layer=i))
             tape.append(saved)
-        sums, dy = self.loss(x, namespace(x).asarray(y), scale)
+        # Of a device, the sums come to the host while it goes on: backward waits for nothing.
+        sums, dy = self.loss(x, like(x, y, y.dtype), scale)
         self._backward(params, grads, tape, dy, on_ready, more)
-        return sums
+        return arrived(sums)
 
     def evaluate(self, params: Mapping[str, Array], x: Array, y: Array) -> Sums:
         """Return the sums of a data set; arrays as in `gradient`, with nothing dropped out."""
@@ -91,7 +94,8 @@ class Model:
         for start in range(0, len(x), rows):
             piece = slice(start, start + rows)
             outputs = self.outputs(params, x[piece])
-            sums = add(sums, self.loss(outputs, namespace(outputs).asarray(y[piece]), None)[0])
+            told, _ = self.loss(outputs, like(outputs, y[piece], y.dtype), None)
+            sums = add(sums, arrived(told))
         return sums
 
     def outputs(self, params: Mapping[str, Array], x: Array) -> Array:
@@ -155,7 +159,9 @@ class Model:
                 f"seen {tuple(x.shape[1:])}; give the data that shape or build the model for it"
             )
         one = params[next(iter(self.parameters))]
-        return namespace(one).asarray(x, dtype=one.dtype)
+        if on_device(one) and not on_device(x) and isinstance(self._first, Embedding):
+            self._first.check(x)
+        return like(one, x)
 
 
 def initial_values(parameters: Mapping[str, Parameter], seed: int) -> dict[str, np.ndarray]:

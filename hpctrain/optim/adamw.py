@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hpctrain.config import options
-from hpctrain.optim.norms import clip_factor, decayed
+from hpctrain.optim.norms import clip_factor, decayed, runs
 from hpctrain.optim.optimizer import (
     BLOCK,
     CommonOptions,
@@ -32,7 +32,7 @@ from hpctrain.optim.optimizer import (
     require,
     start,
 )
-from hpctrain.xp import Array, namespace
+from hpctrain.xp import Array, fused, namespace, on_device
 
 
 class _Numbers(NamedTuple):
@@ -94,6 +94,14 @@ def _update(
     # Both corrections are factors of whole blocks; folded in, they cost no pass of their own.
     step = rate / (1 - a.beta1 ** (done + 1))
     grow = 1 / math.sqrt(1 - a.beta2 ** (done + 1))
+    state["step"] += 1
+    if on_device(param):
+        for s, decays in runs(param.size, slots, a.exempt_vectors and a.weight_decay > 0):
+            keep = 1 - rate * a.weight_decay * decays
+            arrays = (param[s], state["mean"][s], state["square"][s], grad[s])
+            follow = following(clip, a.beta1, a.beta2)
+            fused(_adamw, param)(*arrays, *follow, keep, step, grow, a.epsilon)
+        return
     scratch = namespace(param).empty(min(BLOCK, param.size), param.dtype)
     parts = decayed(param.size, slots, a.exempt_vectors)
     for s, decays in zip(blocks(param.size), parts, strict=True):
@@ -103,7 +111,46 @@ def _update(
             param[p] *= 1 - rate * a.weight_decay
         direction(m, v, step, grow, a.epsilon, t)
         param[s] -= t
-    state["step"] += 1
+
+
+def _adamw(
+    xp: Any,
+    w: Array,
+    m: Array,
+    v: Array,
+    g: Array,
+    beta1: float,
+    new1: float,
+    beta2: float,
+    new2: float,
+    keep: float,
+    step: float,
+    grow: float,
+    epsilon: float,
+) -> None:
+    follow(m, v, g, beta1, new1, beta2, new2)
+    w *= keep
+    w -= wanted(xp, m, v, step, grow, epsilon)
+
+
+def following(clip: float, beta1: float, beta2: float) -> tuple[float, float, float, float]:
+    """Return the numbers that `follow` takes: a kernel computes with arrays alone."""
+    return beta1, clip * (1 - beta1), beta2, clip * clip * (1 - beta2)
+
+
+def follow(
+    m: Array, v: Array, g: Array, beta1: float, new1: float, beta2: float, new2: float
+) -> None:
+    """Do what `moments` does, in a kernel."""
+    m *= beta1
+    m += g * new1
+    v *= beta2
+    v += g * g * new2
+
+
+def wanted(xp: Any, m: Array, v: Array, step: float, grow: float, epsilon: float) -> Array:
+    """Return what `direction` writes, in a kernel."""
+    return m / (xp.sqrt(v) * grow + epsilon) * step
 
 
 def moments(

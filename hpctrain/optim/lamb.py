@@ -14,12 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hpctrain.config import options
-from hpctrain.optim.adamw import check, direction, moments
+from hpctrain.optim.adamw import check, direction, follow, following, moments, wanted
 from hpctrain.optim.norms import (
     Piece,
     by_slot,
@@ -27,7 +27,10 @@ from hpctrain.optim.norms import (
     is_vector,
     pieces,
     ratio,
+    runs,
     squares,
+    squares_of,
+    wholes,
     workspace,
 )
 from hpctrain.optim.optimizer import (
@@ -45,7 +48,7 @@ from hpctrain.optim.optimizer import (
     rate_of,
     start,
 )
-from hpctrain.xp import Array, namespace
+from hpctrain.xp import Array, fused, namespace, on_device
 
 
 class _Numbers(NamedTuple):
@@ -81,6 +84,8 @@ def _update(
     a: _Numbers, grad: Array, state: State, param: Array, slots: Sequence[Slot], total: Total
 ) -> None:
     rate, clip = rate_of(a.rate, int(state["step"][0])), clip_factor(grad, a.clip_norm, total)
+    if on_device(param):
+        return _on_device(a, rate, clip, grad, state, param, slots, total)
     scratch = namespace(param).empty((2, min(BLOCK, param.size)), param.dtype)
     for s in blocks(param.size):
         m, v = state["mean"][s], state["square"][s]
@@ -101,7 +106,11 @@ def _ratios(
     for piece in pieces(param.size, slots):
         u = _wanted(a, piece, state, param, slots, scratch)
         own.append((squares(param[piece.at], wide), squares(u, wide)))
-    w, u = np.sqrt(by_slot(total(np.array(own).reshape(-1, 2)), slots)).T
+    return _ratios_of(a, total(np.array(own).reshape(-1, 2)), slots)
+
+
+def _ratios_of(a: _Numbers, rows: np.ndarray, slots: Sequence[Slot]) -> np.ndarray:
+    w, u = np.sqrt(by_slot(rows, slots)).T
     exempt = [a.exempt_vectors and is_vector(slot) for slot in slots]
     return np.where(exempt, 1.0, ratio(w, u))
 
@@ -117,6 +126,54 @@ def _wanted(
     if a.weight_decay and not (a.exempt_vectors and is_vector(slots[piece.slot])):
         u += namespace(u).multiply(param[at], a.weight_decay, out=t)
     return u
+
+
+def _on_device(
+    a: _Numbers,
+    rate: float,
+    clip: float,
+    grad: Array,
+    state: State,
+    param: Array,
+    slots: Sequence[Slot],
+    total: Total,
+) -> None:
+    """Do the same, with memory for all of u: made once, it is looked at and then taken."""
+    state["step"] += 1
+    done = int(state["step"][0])
+    step, grow = 1 / (1 - a.beta1**done), 1 / math.sqrt(1 - a.beta2**done)
+    u, numbers = namespace(param).zeros_like(param), following(clip, a.beta1, a.beta2)
+    for s, decays in runs(param.size, slots, a.exempt_vectors):
+        arrays = (u[s], param[s], state["mean"][s], state["square"][s], grad[s])
+        fused(_lamb, param)(*arrays, *numbers, a.weight_decay * decays, step, grow, a.epsilon)
+    rows = squares_of([param, u], [at for _, at in pieces(param.size, slots)])
+    ratios = _ratios_of(a, total(rows), slots)
+    for slot, at in wholes(param.size, slots):
+        fused(_take, param)(param[at], u[at], rate * float(ratios[slot]))
+
+
+def _lamb(
+    xp: Any,
+    u: Array,
+    w: Array,
+    m: Array,
+    v: Array,
+    g: Array,
+    beta1: float,
+    new1: float,
+    beta2: float,
+    new2: float,
+    decay: float,
+    step: float,
+    grow: float,
+    epsilon: float,
+) -> None:
+    follow(m, v, g, beta1, new1, beta2, new2)
+    xp.add(wanted(xp, m, v, step, grow, epsilon), w * decay, out=u)
+
+
+def _take(xp: Any, w: Array, u: Array, rate: float) -> None:
+    w -= u * rate
 
 
 @options

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,8 +24,8 @@ from hpctrain.optim.norms import (
     is_vector,
     pieces,
     ratio,
-    squares,
-    workspace,
+    squares_of,
+    wholes,
 )
 from hpctrain.optim.optimizer import (
     BLOCK,
@@ -42,7 +42,7 @@ from hpctrain.optim.optimizer import (
     require,
     start,
 )
-from hpctrain.xp import Array, namespace
+from hpctrain.xp import Array, fused, namespace, on_device
 
 
 class _Numbers(NamedTuple):
@@ -79,6 +79,15 @@ def _update(
 ) -> None:
     rate, clip = rate_of(a.rate, int(state["step"][0])), clip_factor(grad, a.clip_norm, total)
     trusts = _trusts(a, clip, grad, param, slots, total)
+    state["step"] += 1
+    if on_device(param):
+        for i, at in wholes(param.size, slots):
+            exempt = a.exempt_vectors and is_vector(slots[i])
+            local = rate if exempt else rate * float(trusts[i])
+            decay = 0.0 if exempt else local * a.weight_decay
+            arrays = (param[at], state["momentum"][at], grad[at])
+            fused(_lars, param)(*arrays, a.momentum, local * clip, decay)
+        return
     scratch = namespace(param).empty(min(BLOCK, param.size), param.dtype)
     for i, at in pieces(param.size, slots):
         v, w, t = state["momentum"][at], param[at], scratch[: at.stop - at.start]
@@ -89,19 +98,23 @@ def _update(
         if a.weight_decay and not exempt:
             v += namespace(w).multiply(w, local * a.weight_decay, out=t)
         w -= v
-    state["step"] += 1
+
+
+def _lars(
+    xp: Any, w: Array, v: Array, g: Array, momentum: float, rate: float, decay: float
+) -> None:
+    v *= momentum
+    v += g * rate
+    v += w * decay
+    w -= v
 
 
 def _trusts(
     a: _Numbers, clip: float, grad: Array, param: Array, slots: Sequence[Slot], total: Total
 ) -> np.ndarray:
     """Return l of each slot, float64."""
-    scratch = workspace(param)
-    own = [
-        (squares(param[at], scratch), squares(grad[at], scratch))
-        for _, at in pieces(param.size, slots)
-    ]
-    w, g = np.sqrt(by_slot(total(np.array(own).reshape(-1, 2)), slots)).T
+    own = squares_of([param, grad], [at for _, at in pieces(param.size, slots)])
+    w, g = np.sqrt(by_slot(total(own), slots)).T
     # With a gradient of 0 there is nothing to follow, and decay alone gives l = trust / decay.
     return ratio(a.trust * w, np.where(g > 0, clip * g + a.weight_decay * w, 0))
 

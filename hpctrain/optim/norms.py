@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpctrain.optim.optimizer import BLOCK, Slot, Total, blocks
-from hpctrain.xp import Array, namespace
+from hpctrain.xp import Array, namespace, on_device, raw_kernel, to_host
 
 
 class Piece(NamedTuple):
@@ -53,6 +53,18 @@ def workspace(x: Array) -> Array:
     return namespace(x).empty(min(BLOCK, x.size), np.float64)
 
 
+def squares_of(arrays: Sequence[Array], pieces: Sequence[slice]) -> np.ndarray:
+    """Return the sums of squares of each piece of flat `arrays`, float64 (pieces, arrays).
+
+    They are added in float64, in an order that depends on the piece alone.
+    """
+    if on_device(arrays[0]):
+        return _on_device(arrays, pieces)
+    scratch = workspace(arrays[0])
+    rows = [[squares(x[at], scratch) for x in arrays] for at in pieces]
+    return np.array(rows).reshape(-1, len(arrays))
+
+
 def squares(x: Array, scratch: Array) -> float:
     """Return the sum of the squares of flat `x`, added in float64."""
     # Not a BLAS product: its order of adding depends on the number of threads.
@@ -74,9 +86,7 @@ def clip_factor(grad: Array, limit: float | None, total: Total) -> float:
     """
     if limit is None:
         return 1.0
-    scratch = workspace(grad)
-    own = [squares(grad[s], scratch) for s in blocks(grad.size)]
-    norm = math.sqrt(total(np.array(own).reshape(-1, 1)).sum())
+    norm = math.sqrt(total(squares_of([grad], list(blocks(grad.size)))).sum())
     return limit / norm if norm > limit else 1.0
 
 
@@ -94,6 +104,61 @@ def decayed(size: int, slots: Sequence[Slot], exempt_vectors: bool) -> list[list
         if not is_vector(slots[i]):
             parts[at.start // BLOCK].append(at)
     return parts
+
+
+def runs(size: int, slots: Sequence[Slot], apart: bool) -> Iterator[tuple[slice, bool]]:
+    """Yield what a device updates at once, and whether it decays: all of it, or with `apart` slots.
+
+    Gaps between slots may be in none.
+    """
+    if not apart:
+        yield slice(0, size), True
+        return
+    for i, at in wholes(size, slots):
+        yield at, not is_vector(slots[i])
+
+
+def wholes(size: int, slots: Sequence[Slot]) -> Iterator[Piece]:
+    """Yield what a shard of `size` elements has of each slot, in one piece."""
+    for i, slot in enumerate(slots):
+        start, stop = max(slot.offset, 0), min(slot.offset + slot.size, size)
+        if start < stop:
+            yield Piece(i, slice(start, stop))
+
+
+THREADS = 256
+#: One block of threads per piece: each thread adds every 256th square, then they are added in a
+#: tree. The order depends on the length of the piece alone.
+SQUARES = """
+extern "C" __global__
+void squares(const REAL* x, const long long* starts, const long long* stops, double* sums) {
+    __shared__ double part[256];
+    double sum = 0;
+    for (long long i = starts[blockIdx.x] + threadIdx.x; i < stops[blockIdx.x]; i += 256) {
+        double value = x[i];
+        sum += value * value;
+    }
+    part[threadIdx.x] = sum;
+    for (int half = 128; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) part[threadIdx.x] += part[threadIdx.x + half];
+    }
+    if (threadIdx.x == 0) sums[blockIdx.x] = part[0];
+}
+"""
+
+
+def _on_device(arrays: Sequence[Array], pieces: Sequence[slice]) -> np.ndarray:
+    """Do what `squares_of` does with one kernel per array, and one small copy to the host."""
+    x, xp = arrays[0], namespace(arrays[0])
+    sums = xp.zeros((len(arrays), len(pieces)), np.float64)
+    if pieces:
+        starts, stops = xp.asarray(np.array([(s.start, s.stop) for s in pieces], np.int64).T.copy())
+        source = SQUARES.replace("REAL", {"float32": "float", "float64": "double"}[x.dtype.name])
+        kernel = raw_kernel(x, source, "squares")
+        for one, into in zip(arrays, sums, strict=True):
+            kernel((len(pieces),), (THREADS,), (one, starts, stops, into))
+    return np.ascontiguousarray(to_host(sums).T)
 
 
 def _blocks_of(slot: Slot) -> range:

@@ -81,7 +81,7 @@ def blocks(size: int) -> Iterator[slice]:
 
 def rate_of(rate: float | Schedule, step: int) -> float:
     """Return the rate of the 0-based `step`."""
-    return rate(step) if callable(rate) else rate
+    return float(rate(step) if callable(rate) else rate)
 
 
 _RANGES: dict[str, Callable[[float], bool]] = {

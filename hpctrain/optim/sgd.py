@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hpctrain.config import options
 from hpctrain.errors import UsageError
-from hpctrain.optim.norms import clip_factor, decayed
+from hpctrain.optim.norms import clip_factor, decayed, runs
 from hpctrain.optim.optimizer import (
     BLOCK,
     CommonOptions,
@@ -33,7 +33,7 @@ from hpctrain.optim.optimizer import (
     require,
     start,
 )
-from hpctrain.xp import Array, namespace
+from hpctrain.xp import Array, fused, namespace, on_device
 
 
 class _Numbers(NamedTuple):
@@ -76,6 +76,9 @@ def _update(
     a: _Numbers, grad: Array, state: State, param: Array, slots: Sequence[Slot], total: Total
 ) -> None:
     rate, clip = rate_of(a.rate, int(state["step"][0])), clip_factor(grad, a.clip_norm, total)
+    state["step"] += 1
+    if on_device(param):
+        return _on_device(a, rate, clip, grad, state, param, slots)
     parts = decayed(param.size, slots, a.exempt_vectors)
     # Made anew each time: held over, it would be shared by ranks that are threads.
     scratch = namespace(param).empty(min(BLOCK, param.size), param.dtype)
@@ -93,12 +96,67 @@ def _update(
             _add(w, g, -rate * clip, t)
         if a.momentum:
             _add(w, v, -rate * a.momentum if a.nesterov else -rate, t)
-    state["step"] += 1
 
 
 def _add(y: Array, x: Array, factor: float, t: Array) -> None:
     """Add `factor` times x to y, with scratch `t`, which may be longer."""
     y += x if factor == 1 else namespace(x).multiply(x, factor, out=t[: x.size])
+
+
+def _on_device(
+    a: _Numbers,
+    rate: float,
+    clip: float,
+    grad: Array,
+    state: State,
+    param: Array,
+    slots: Sequence[Slot],
+) -> None:
+    for s, decays in runs(param.size, slots, a.exempt_vectors and a.weight_decay > 0):
+        w, g, decay = param[s], grad[s], a.weight_decay * decays
+        if not a.momentum:
+            fused(_plain, w)(w, g, 1 - rate * decay, rate * clip)
+            continue
+        arrays, numbers = (w, state["momentum"][s], g), (a.momentum, clip, decay)
+        if a.nesterov:
+            ahead = (1 - rate * decay, rate * clip, rate * a.momentum)
+            fused(_nesterov, w)(*arrays, *numbers, *ahead)
+        else:
+            fused(_heavy_ball, w)(*arrays, *numbers, rate)
+
+
+def _plain(xp: Any, w: Array, g: Array, keep: float, rate: float) -> None:
+    w *= keep
+    w -= g * rate
+
+
+def _heavy_ball(
+    xp: Any, w: Array, v: Array, g: Array, momentum: float, clip: float, decay: float, rate: float
+) -> None:
+    v *= momentum
+    v += g * clip
+    v += w * decay
+    w -= v * rate
+
+
+def _nesterov(
+    xp: Any,
+    w: Array,
+    v: Array,
+    g: Array,
+    momentum: float,
+    clip: float,
+    decay: float,
+    keep: float,
+    of_gradient: float,
+    of_momentum: float,
+) -> None:
+    v *= momentum
+    v += g * clip
+    v += w * decay
+    w *= keep
+    w -= g * of_gradient
+    w -= v * of_momentum
 
 
 @options
