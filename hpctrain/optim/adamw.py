@@ -96,8 +96,8 @@ def _update(
     grow = 1 / math.sqrt(1 - a.beta2 ** (done + 1))
     state["step"] += 1
     if on_device(param):
-        for s, decays in runs(param.size, slots, a.exempt_vectors and a.weight_decay > 0):
-            keep = 1 - rate * a.weight_decay * decays
+        for s, decay in runs(param.size, slots, a.exempt_vectors and a.weight_decay > 0):
+            keep = 1 - rate * a.weight_decay * decay
             arrays = (param[s], state["mean"][s], state["square"][s], grad[s])
             follow = following(clip, a.beta1, a.beta2)
             fused(_adamw, param)(*arrays, *follow, keep, step, grow, a.epsilon)
