@@ -49,7 +49,7 @@ class RunOptions:
     evaluate_epochs: Positive | None = None  #: epochs from one evaluation to the next; 1 if
     evaluate_steps: Positive | None = None  #: neither is given
     callbacks: list[str] = field(default_factory=list)  #: "module:function"s, given each row
-    device: Literal["auto", "cpu"] = "auto"
+    device: Literal["auto", "cpu", "gpu"] = "auto"
     precision: Literal["float32", "float64"] = "float32"
     prefetch: Annotated[int, Field(ge=0)] | None = None  #: batches that a thread reads ahead
     timeout_s: Annotated[float, Field(gt=0)] = 300.0

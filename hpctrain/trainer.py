@@ -55,7 +55,8 @@ class Trainer:
         """
         self.world = world or worlds.init()
         self.seed, self.rate, self.callbacks = seed, optimizer.rate, callbacks
-        self.replica = ModelReplica(model, seed, np.dtype(precision))
+        on_gpu = self.world.gpu is not None
+        self.replica = ModelReplica(model, seed, np.dtype(precision), on_gpu)
         if init is not None:
             self._warm_start(Path(init))
         replica = self.world.together(lambda: self._slowed(faults))

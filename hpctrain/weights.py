@@ -20,7 +20,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from hpctrain import checkpoint
+from hpctrain import checkpoint, xp
 from hpctrain.checkpoint import Loaded
 from hpctrain.errors import UsageError
 from hpctrain.gradients.arena import Arena, Slot
@@ -99,7 +99,7 @@ def take(arena: Arena, tensors: Mapping[str, np.ndarray], source: str) -> None:
         listed = "".join(f"\n  {line}" for line in faults[:TOLD] + more)
         raise UsageError(f"the weights of {source} do not fit the model:{listed}")
     for name, view in views.items():
-        view[...] = tensors[name]
+        xp.copy(view, tensors[name])
 
 
 def export(run: Path, output: Path | None = None, best: bool = False, force: bool = False) -> Path:

@@ -63,7 +63,7 @@ def like(x: Array, values: Any, dtype: Any = None) -> Array:
 
 def copy(x: Array, values: Array) -> None:
     """Write `values`, of the host or of a device, into all of `x`."""
-    x[...] = like(x, values) if on_device(x) else to_host(values)
+    x[...] = like(x, values)
 
 
 def address_of(x: Array) -> int:

@@ -17,6 +17,7 @@ from functools import cache
 import pytest
 
 from hpctrain import world as worlds
+from hpctrain.transport.gpus import Gpu
 from hpctrain.transport.local import run_ranks
 from hpctrain.world import World
 
@@ -31,6 +32,12 @@ def on_ranks(*sizes: int, mpi: tuple[int, ...] | None = None) -> Callable:
         if p in MPI_RANKS:
             rows.append(pytest.param(("mpi", p), id=f"mpi-P{p}", marks=pytest.mark.mpi(min_size=p)))
     return pytest.mark.parametrize("ranks", rows, indirect=True)
+
+
+def with_gpus(world: World) -> World:
+    """Return `world` of a thread, computing on a stand-in; ranks share GPU 0."""
+    world.gpu = Gpu(0, "GPU-0", "")
+    return world
 
 
 def run_on(kind: str, size: int, body: Callable[[World], object]) -> list:

@@ -27,6 +27,7 @@ import safetensors.numpy
 
 from hpctrain import config
 from hpctrain.errors import UsageError
+from hpctrain.xp import to_host
 
 MANIFEST = "manifest.json"
 # What reading JSON of another shape than ours may raise.
@@ -102,7 +103,7 @@ def write_part(file: Path, pieces: Sequence[Piece]) -> tuple[dict[str, Any], lis
     """Write `pieces` to a new `file` and through to the disk; return its Part, as a table."""
     # An array of no elements needs none: its name and dtype are in the manifest.
     full = [piece for piece in pieces if len(piece.array)]
-    arrays = {f"{p.name}@{p.offset}": np.ascontiguousarray(p.array) for p in full}
+    arrays = {f"{p.name}@{p.offset}": np.ascontiguousarray(to_host(p.array)) for p in full}
     data = safetensors.numpy.save(arrays)
     write(file, data)
     part = Part(sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data))

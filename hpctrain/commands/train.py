@@ -27,7 +27,7 @@ A recipe is the name of a built-in one or a TOML file. Exit codes: 0 done; 1 a l
     "--engine", metavar="KIND", help=f"The training regime: {', '.join(engines.ENGINES)}."
 )
 @click.option("--epochs", type=int, metavar="N", help="Passes over the training data.")
-@click.option("--device", metavar="DEVICE", help="auto or cpu.")
+@click.option("--device", metavar="DEVICE", help="auto, cpu or gpu.")
 @click.option("--set", "sets", multiple=True, metavar="TABLE.KEY=VALUE", help="Change the recipe.")
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: runs/RECIPE-TIME."
@@ -60,4 +60,4 @@ def train(
     if epochs is not None:
         given.insert(0, "run.steps=")
     spec = recipe.load(name, [*given, *sets])
-    runs.train(spec, world.init(), out, resume, replay)
+    runs.train(spec, world.init(spec.run.device), out, resume, replay)

@@ -22,6 +22,7 @@ from hpctrain.errors import UsageError
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.nn import Key, Sums
+from hpctrain.xp import copy
 
 #: Shards of the arena are cut at multiples of this, so that partial sums do not depend on P.
 BLOCK = 65_536
@@ -167,7 +168,7 @@ def load_into(
     Raises UsageError if they are those of another model or optimizer.
     """
     for name, x in _flat(arena, optimizer_state).items():
-        x[...] = fitting(arrays, name, x.size)
+        copy(x, fitting(arrays, name, x.size))
 
 
 def fitting(arrays: Mapping[str, np.ndarray], name: str, size: int) -> np.ndarray:

@@ -32,6 +32,7 @@ from hpctrain.optim import Optimizer
 from hpctrain.optim.optimizer import State
 from hpctrain.trace import Trace
 from hpctrain.transport.link import Link
+from hpctrain.xp import copy
 
 ReduceScatter = Callable[..., Any]
 
@@ -174,7 +175,7 @@ def load_range(
     load_into(arena, {}, arrays)
     for name, x in state.items():
         size, at = (1, slice(1)) if name == "step" else (arena.param.size, own)
-        x[...] = fitting(arrays, f"optimizer.{name}", size)[at]
+        copy(x, fitting(arrays, f"optimizer.{name}", size)[at])
 
 
 def rows_of_all(rows: np.ndarray, link: Link, times: Times, trace: Trace) -> np.ndarray:

@@ -11,14 +11,16 @@ behind a slot stays zero in every plane: an all-reduce or an update may run over
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import numpy as np
 import numpy.typing
 
 from hpctrain.transport.memory import aligned_zeros
+from hpctrain.xp import Array, address_of, to_host
 
 ALIGN_BYTES = 64
 
@@ -45,12 +47,12 @@ class Arena:
     """The planes of one model over layouts of slots; each plane is one flat array."""
 
     slots: tuple[Slot, ...]
-    param: np.ndarray
-    grad: np.ndarray
+    param: Array
+    grad: Array
     buffer_slots: tuple[Slot, ...] = ()
-    buffer: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    buffer: Array = field(default_factory=lambda: np.zeros(0))
 
-    def views(self, plane: np.ndarray) -> dict[str, np.ndarray]:
+    def views(self, plane: Array) -> dict[str, Array]:
         """Return the tensors of a plane by name: views, so writing them writes the plane."""
         slots = self.buffer_slots if plane is self.buffer else self.slots
         return {s.name: plane[s.offset : s.stop].reshape(s.shape) for s in slots}
@@ -60,12 +62,15 @@ def make(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: np.typing.DTypeLike,
     buffers: Mapping[str, tuple[int, ...]] = {},
+    zeros: Callable[[int, Any], Array] = aligned_zeros,
 ) -> Arena:
-    """Return a zeroed arena with a slot for each of `shapes` and of `buffers`, in their order."""
+    """Return a zeroed arena with a slot for each of `shapes` and of `buffers`, in their order.
+
+    `zeros(length, dtype)` gives the memory of a plane, of the host or of a device.
+    """
     slots, length = lay_out(shapes, np.dtype(dtype).itemsize)
     beside, size = lay_out(buffers, np.dtype(dtype).itemsize)
-    planes = (aligned_zeros(length, dtype), aligned_zeros(length, dtype))
-    return Arena(slots, *planes, beside, aligned_zeros(size, dtype))
+    return Arena(slots, zeros(length, dtype), zeros(length, dtype), beside, zeros(size, dtype))
 
 
 def lay_out(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> tuple[tuple[Slot, ...], int]:
@@ -77,19 +82,15 @@ def lay_out(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> tuple[tuple
     return tuple(slots), offset
 
 
-def offset_in(plane: np.ndarray, x: np.ndarray) -> int:
+def offset_in(plane: Array, x: Array) -> int:
     """Return the element at which view `x` of flat `plane` begins."""
     # A view knows where it lies in the plane by its address alone.
-    return (_address(x) - _address(plane)) // plane.itemsize
+    return (address_of(x) - address_of(plane)) // plane.itemsize
 
 
 def params_sha256(arena: Arena) -> str:
     """Return the hash of all parameters: slots in order, without the gaps."""
-    digest = hashlib.sha256()
+    digest, param = hashlib.sha256(), to_host(arena.param)
     for slot in arena.slots:
-        digest.update(arena.param[slot.offset : slot.stop].tobytes())
+        digest.update(param[slot.offset : slot.stop].tobytes())
     return digest.hexdigest()
-
-
-def _address(x: np.ndarray) -> int:
-    return int(x.__array_interface__["data"][0])

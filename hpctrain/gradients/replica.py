@@ -8,9 +8,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from hpctrain import nn
+from hpctrain import nn, xp
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.arena import Arena
+from hpctrain.transport.memory import aligned_zeros
 
 
 class Batch(NamedTuple):
@@ -49,17 +50,22 @@ class Replica(Protocol):
 class ModelReplica:
     """A Replica made of one of our own models."""
 
-    def __init__(self, model: nn.Model, seed: int, dtype: np.typing.DTypeLike):
-        """Lay `model` out in an arena of `dtype`, with the initial values that `seed` gives."""
+    def __init__(
+        self, model: nn.Model, seed: int, dtype: np.typing.DTypeLike, on_gpu: bool = False
+    ):
+        """Lay `model` out in an arena of `dtype`, with the initial values that `seed` gives.
+
+        `on_gpu`: on the device that is current; batches may then lie in either memory.
+        """
         self.model = model
         shapes = {name: p.shape for name, p in model.parameters.items()}
         buffers = {name: p.shape for name, p in model.buffers.items()}
-        self.arena = arenas.make(shapes, dtype, buffers)
+        self.arena = arenas.make(shapes, dtype, buffers, xp.zeros if on_gpu else aligned_zeros)
         self.micro_batches = 1  #: pieces that a batch is computed in: more need less memory
         self._look()
         for own in (model.parameters, model.buffers):
             for name, values in nn.initial_values(own, seed).items():
-                self._params[name][...] = values
+                xp.copy(self._params[name], values)
 
     def gradient(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
@@ -86,13 +92,13 @@ class ModelReplica:
     def move(self, **planes: np.ndarray) -> None:
         """Let planes lie elsewhere; see Replica."""
         for name, x in planes.items():
-            x[...] = getattr(self.arena, name)
+            xp.copy(x, getattr(self.arena, name))
         self.arena = replace(self.arena, **planes)  # type: ignore[arg-type]
         self._look()
 
     def outputs(self, x: np.ndarray) -> np.ndarray:
         """Return the model's outputs for samples `x` (n, ...): logits (n, classes), a new array."""
-        return self.model.outputs(self._params, x)
+        return xp.to_host(self.model.outputs(self._params, x))
 
     def _look(self) -> None:
         """Find the tensors in the planes."""

@@ -114,7 +114,8 @@ class Conv2d:
     def _parts(self, weight: Array, dy: Array, shape: Shape) -> Iterator[tuple[tuple, Array]]:
         """Yield what each place of the kernel sends back, with the pixels that it goes to."""
         if on_device(dy):  # one large product instead of many
-            every = (dy @ weight.reshape(-1, self.outputs).T).reshape(*shape[:3], -1, shape[3])
+            every = dy @ weight.reshape(-1, self.outputs).T
+            every = every.reshape(*shape[:3], self.kernel * self.kernel, shape[3])
             for i, j, index in places(self.kernel, self.stride, *shape[1:3]):
                 yield index, every[..., i * self.kernel + j, :]
             return

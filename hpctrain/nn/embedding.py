@@ -60,7 +60,7 @@ class Embedding:
         self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Array, dy: Array, want_dx: bool
     ) -> Array | None:
         if on_device(dy):
-            _by_product(g["table"], saved.reshape(-1), dy.reshape(saved.size, -1))
+            _by_product(g["table"], saved.reshape(-1), rows_of(dy))
             return None  # numbers have no gradient
         # Sorted, the rows of one entry lie together and are added in one order, always the same.
         xp, table = namespace(dy), g["table"]

@@ -157,10 +157,10 @@ class ndarray:
         return getattr(functions, func.__name__)(*args, **kwargs)
 
     def __getitem__(self, key):
-        return evaluate(lambda x, k: x[k], self, key, waits=_selects(key))
+        return evaluate(lambda x, k: x[_round(x, k)], self, key, waits=_selects(key))
 
     def __setitem__(self, key, value) -> None:
-        write(lambda x, k, v: x.__setitem__(k, v), self, key, value)
+        write(lambda x, k, v: x.__setitem__(_round(x, k), v), self, key, value)
 
     def astype(self, dtype, order="K", casting=None, subok=None, copy=True):
         if not copy and self.dtype == dtype:
@@ -296,6 +296,18 @@ def _wrapped(host: np.ndarray, source: ndarray) -> ndarray:
 def _spoil(x: np.ndarray) -> None:
     """Fill what is not computed yet: with numbers that are good as indices, if they are whole."""
     x.fill(np.nan if x.dtype.kind == "f" else 0)
+
+
+def _round(x: np.ndarray, key):
+    """Return `key` with indices beyond the end counted round again, as CuPy does, unasked."""
+    keys = key if isinstance(key, tuple) else (key,)
+    if any(k is None or k is Ellipsis for k in keys):
+        return key
+    found = [
+        k % max(n, 1) if isinstance(k, np.ndarray) and k.dtype.kind in "iu" else k
+        for k, n in zip(keys, x.shape, strict=False)
+    ]
+    return tuple(found) if isinstance(key, tuple) else found[0]
 
 
 def _selects(key) -> bool:

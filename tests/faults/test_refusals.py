@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ UNKNOWN = {
     ),
     "option": (["digits", "--epoch", "3"], "No such option '--epoch'. Did you mean '--epochs'?"),
 }
+#: On machines that have none, as those are on which tests run.
+NO_GPU = "pip install 'hpctrain[cuda1"
 IN_TIME_S = 10  # 3 on an idle machine; tests share theirs
 
 
@@ -42,6 +45,12 @@ def test_wrong_command_line(begin, wrong):
     ended = job.finish()
     refused(ended, message, job.out)
     assert ended.seconds < IN_TIME_S
+
+
+@pytest.mark.skipif(find_spec("cupy") is not None, reason="CuPy is installed here")
+def test_no_gpu(begin):
+    job = begin("digits", "--device", "gpu", ranks=2)
+    refused(job.finish(), NO_GPU, job.out)
 
 
 def test_launch_returns_the_code_of_a_refusal(begin):
