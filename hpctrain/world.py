@@ -272,7 +272,7 @@ def _over_mpi(device: gpus.Device) -> World:
         raise UsageError(wrong)
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     hosts = tuple(map(bytes.decode, collectives.all_gather_bytes(link, host.encode())))
-    told = seat.told(link.rank, partial(collectives.all_gather_bytes, link), hosts, taken)
+    told = seat.told(link, partial(collectives.all_gather_bytes, link), hosts, taken)
     local, several = hosts[: link.rank].count(host), mpi.concurrent()
     world = World(link, hosts, local, several, "mpi", record, taken.gpu, *told)
     tell = partial(_hung, link.rank, None)

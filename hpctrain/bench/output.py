@@ -106,7 +106,7 @@ class Teller:
 
     def _line(self, words: Sequence[str]) -> str:
         headings = [heading for heading, _ in self._columns]
-        widths = [18 if h == "algorithm" else max(8, len(h)) for h in headings]
+        widths = [20 if h == "algorithm" else max(8, len(h)) for h in headings]
         left = [h == "algorithm" for h in headings]
         pairs = zip(words, widths, left, strict=True)
         return "  ".join(w.ljust(n) if at_left else w.rjust(n) for w, n, at_left in pairs)

@@ -3,29 +3,33 @@
     ping-pong   there and back, again and again; half of it is the time of one message
     one-way     a window of messages at once, then one byte back; the time of the window / messages
 
-As OSU's osu_latency and osu_bw do it, over the Link that our algorithms use.
+As OSU's osu_latency and osu_bw do it, over the Link that our algorithms use. With `--device gpu`
+the messages lie on GPUs, and each path they may take is measured: see p2p_gpu.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hpctrain.bench import checks, output, room, sizes
+from hpctrain import config, xp
+from hpctrain.bench import checks, output, p2p_gpu, room, sizes
 from hpctrain.bench.collectives import must_draw, rounds_of
+from hpctrain.bench.ends import Ends
 from hpctrain.bench.sweep import calls_per_round
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.errors import UsageError
-from hpctrain.transport.link import Link
+from hpctrain.transport import gpus
 from hpctrain.transport.memory import aligned_zeros
 from hpctrain.tuning.measure import interleaved, spread
 from hpctrain.world import World
 
+DEVICES: dict[str, gpus.Device] = {"cpu": "cpu", "gpu": "gpu"}
 LEAST_WINDOW = 8  #: messages on their way at once, also of the longest
 TIMED = (
     "ping-pong: half the time of `calls` round trips / calls; one-way: the time of a window of "
@@ -46,19 +50,7 @@ class Asked:
     warm_up: int
     json: Path | None
     plot: Path | None
-
-
-@dataclass(frozen=True)
-class Ends:
-    """Two ranks, seen from any: `peer` is None where this rank looks on."""
-
-    link: Link
-    source: int
-    to: int
-
-    @property
-    def peer(self) -> int | None:
-        return {self.source: self.to, self.to: self.source}.get(self.link.rank)
+    device: gpus.Device = "cpu"
 
 
 def check(
@@ -68,6 +60,7 @@ def check(
     warm_up: int,
     json: Path | None,
     plot: Path | None,
+    device: str = "cpu",
 ) -> Asked:
     """Return what was asked for; raise UsageError."""
     must_draw(plot)
@@ -78,6 +71,7 @@ def check(
         rounds_of("--warm-up", warm_up, 0),
         json,
         plot,
+        config.pick(DEVICES, device, "--device"),
     )
 
 
@@ -86,34 +80,57 @@ def run(world: World, asked: Asked) -> list[Row]:
     source, to = _ends(world, asked.ends)
     room.check(world, max(asked.sizes), rivals=False)
     output.must_be_writable(world, asked.json, asked.plot)
-    title = f"p2p, rank {source} ({world.hosts[source]}) to rank {to} ({world.hosts[to]})"
-    teller = output.Teller(world, title, COLUMNS, len(asked.sizes))
-    rows = teller.each(measure(world, asked, Ends(world.link, source, to)))
-    output.write(world, asked.json, output.report(world, rows, timed=TIMED))
+    on_gpu = asked.device == "gpu"
+    all_ends = p2p_gpu.ends(world, source, to) if on_gpu else [Ends(world.link, source, to)]
+    rate = p2p_gpu.nic_rate(world, source, to) if on_gpu else None
+    title = f"p2p, {_named(world, source)} to {_named(world, to)}"
+    columns = p2p_gpu.COLUMNS if on_gpu else COLUMNS
+    teller = output.Teller(world, title, columns, len(asked.sizes))
+    rows = teller.each(measure(world, asked, all_ends, rate))
+    about = {"device": "gpu", "paths": asdict(world.verdict), "nic_gb_s": rate} if on_gpu else {}
+    output.write(world, asked.json, output.report(world, rows, timed=TIMED, **about))
     if asked.plot is not None and world.rank == 0:
         import_module("hpctrain.bench.plot").draw(rows, title, asked.plot, "algbw")
     return rows
 
 
-def measure(world: World, asked: Asked, ends: Ends) -> Iterator[list[Row]]:
-    """Yield both rows of each size; collective."""
-    buffer = aligned_zeros(max(asked.sizes), np.uint8)
-    buffer.fill(0)
+def measure(
+    world: World, asked: Asked, all_ends: Sequence[Ends], rate: float | None = None
+) -> Iterator[list[Row]]:
+    """Yield the rows of each size, both ways over each of `all_ends`; collective.
+
+    `rate`: the GB/s that a row's are a share of.
+    """
+    buffer = _buffer(max(asked.sizes), asked.device)
     for size in asked.sizes:
         x = buffer[:size]
         calls = max(LEAST_WINDOW, calls_per_round(size))
-        ways = {"ping-pong": _ping_pong(ends, x, calls), "one-way": _window(ends, x, calls)}
-        right = {name: _right(ends, x, call) for name, call in ways.items()}
+        plan = {f"{way}{_by(ends)}": (way, ends) for ends in all_ends for way in WAYS}
+        ways = {name: WAYS[way](ends, x, calls) for name, (way, ends) in plan.items()}
+        right = {name: _right(plan[name][1], x, call) for name, call in ways.items()}
         seconds = interleaved(world.link, ways, asked.rounds, asked.warm_up)
         per_message = {"ping-pong": 2 * calls, "one-way": calls}
         yield [
-            _row(world, ends, name, size, np.array(taken) / per_message[name])
+            _row(world, ends, name, size, np.array(seconds[name]) / per_message[way], rate)
             | {"calls": calls, "rounds": asked.rounds, "correct": right[name]}
-            for name, taken in seconds.items()
+            for name, (way, ends) in plan.items()
         ]
 
 
-def _ping_pong(ends: Ends, x: np.ndarray, calls: int) -> Callable[[], None]:
+def _by(ends: Ends) -> str:
+    return "" if ends.path == "host" else f" {ends.path}"
+
+
+def _buffer(nbytes: int, device: gpus.Device) -> xp.Array:
+    """Return zeros (nbytes,), uint8, of which every page has been written."""
+    if device == "gpu":
+        return gpus.library().zeros(nbytes, np.uint8)
+    x = aligned_zeros(nbytes, np.uint8)
+    x.fill(0)
+    return x
+
+
+def _ping_pong(ends: Ends, x: xp.Array, calls: int) -> Callable[[], None]:
     link, peer, first = ends.link, ends.peer, ends.link.rank == ends.source
 
     def rally() -> None:
@@ -130,7 +147,7 @@ def _ping_pong(ends: Ends, x: np.ndarray, calls: int) -> Callable[[], None]:
     return rally
 
 
-def _window(ends: Ends, x: np.ndarray, calls: int) -> Callable[[], None]:
+def _window(ends: Ends, x: xp.Array, calls: int) -> Callable[[], None]:
     link, peer, first = ends.link, ends.peer, ends.link.rank == ends.source
     answer = np.zeros(1, np.uint8)
 
@@ -145,19 +162,25 @@ def _window(ends: Ends, x: np.ndarray, calls: int) -> Callable[[], None]:
     return rush
 
 
-def _right(ends: Ends, x: np.ndarray, call: Callable[[], None]) -> bool:
+WAYS = {"ping-pong": _ping_pong, "one-way": _window}
+
+
+def _right(ends: Ends, x: xp.Array, call: Callable[[], None]) -> bool:
     """Return whether what one end has is at the other end after `call`; collective."""
     values = checks.block(0, np.dtype(np.int32)).view(np.uint8)[: checks.PERIOD]
-    x.fill(0)
+    sent = np.zeros(x.size, np.uint8)
     if ends.link.rank == ends.source:
-        checks.fill(x, values)
+        checks.fill(sent, values)
+    xp.copy(x, sent)
     call()
     wanted = values.astype(np.float64)
-    right = ends.peer is None or checks.agrees(x, wanted, np.zeros(checks.PERIOD))
+    right = ends.peer is None or checks.agrees(xp.to_host(x), wanted, np.zeros(checks.PERIOD))
     return all(said == b"\1" for said in all_gather_bytes(ends.link, bytes([right])))
 
 
-def _row(world: World, ends: Ends, name: str, size: int, taken: np.ndarray) -> Row:
+def _row(
+    world: World, ends: Ends, name: str, size: int, taken: np.ndarray, rate: float | None
+) -> Row:
     found = spread(taken.tolist())
     speed = size / found["median_s"] / 1e9
     return {
@@ -167,10 +190,17 @@ def _row(world: World, ends: Ends, name: str, size: int, taken: np.ndarray) -> R
         "ranks": world.size,
         "from": ends.source,
         "to": ends.to,
+        "path": ends.path,
         **found,
         "algbw": speed,
         "busbw": speed,
+        **({"share_of_nic": speed / rate} if rate else {}),
     }
+
+
+def _named(world: World, rank: int) -> str:
+    gpu = world.places[rank].gpu
+    return f"rank {rank} ({world.hosts[rank]}{f', {gpu}' if gpu else ''})"
 
 
 def _pair(text: str) -> tuple[int, int]:

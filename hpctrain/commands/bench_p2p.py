@@ -14,6 +14,7 @@ EPILOG = """\b
 Examples:
   mpirun -n 2 hpctrain bench p2p
   srun -N 2 -n 2 hpctrain bench p2p --sizes 1B:64MiB --json link.json --plot link.png
+  srun -N 2 -n 2 --gpus-per-node=1 hpctrain bench p2p --device gpu
   mpirun -n 8 hpctrain bench p2p --ranks 0,7 --sizes 64KiB,1MiB
 """
 FILE = click.Path(path_type=Path, dir_okay=False)
@@ -25,9 +26,16 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--ranks", metavar="A,B", help="Which two; by default 0 and one on another node.")
 @click.option("--iterations", default=20, show_default=True, metavar="N", help="How often.")
 @click.option("--warm-up", default=3, show_default=True, metavar="N", help="How often before.")
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    metavar="cpu|gpu",
+    help="Whose memory messages lie in; each path that a GPU's may take is timed.",
+)
 @click.option("--json", type=FILE, metavar="FILE", help="Keep all rows, with the machine.")
 @click.option("--plot", type=FILE, metavar="FILE", help="Draw them: .png or .svg.")
 def p2p(sizes: str, **flags: Any) -> None:
     """Time messages between two ranks: latency by ping-pong, bandwidth one way."""
     asked = bench.check(sizes, **flags)
-    bench.run(world.init("cpu"), asked)
+    bench.run(world.init(asked.device), asked)

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.hardware.pci import ROOT, read
+from hpctrain.hardware.pci import ROOT, nearest, read
 
 _ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
@@ -45,6 +45,17 @@ def fastest(found: tuple[Nic, ...]) -> Nic | None:
     """Return the active port of the highest known rate, one that does RDMA if there is any."""
     known = [nic for nic in found if nic.active and nic.gbit_s]
     return max(known, key=lambda nic: (nic.rdma, nic.gbit_s), default=None)
+
+
+def near(found: tuple[Nic, ...], gpu: str, root: Path = ROOT) -> Nic | None:
+    """Return the fastest active port among those nearest to the device at address `gpu`.
+
+    Where sysfs does not tell what is near, the fastest of all; RDMA goes before rate.
+    """
+    usable = [nic for nic in found if nic.active and nic.gbit_s]
+    usable = [nic for nic in usable if nic.rdma] or usable
+    close = set(nearest(gpu, [nic.pci for nic in usable if nic.pci], root))
+    return fastest(tuple(nic for nic in usable if nic.pci in close)) or fastest(tuple(usable))
 
 
 def _port(port: Path) -> Nic:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from hpctrain.transport.paths import Path
+
 
 class Request(Protocol):
     """A transfer under way; its array must not be touched before `wait` returns."""
@@ -53,6 +55,12 @@ class Link(Protocol):
 
     def view(self) -> Link:
         """Return this link for a second thread: of the two, one may only send, one only receive."""
+
+    def take(self, paths: Sequence[Path]) -> None:
+        """Give GPUs' arrays to MPI only where `paths`, one to each rank, allow it; all must call.
+
+        They hold for the links that are split from this one, too.
+        """
 
     def barrier(self) -> None:
         """Return once every rank has called."""

@@ -11,19 +11,19 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hpctrain.errors import UsageError
 from hpctrain.hardware import pci
 from hpctrain.launchers import Launched
-from hpctrain.transport import gpus, verdicts
+from hpctrain.transport import first, gpus, verdicts
 from hpctrain.transport.bind import Binding, bind
+from hpctrain.transport.link import Link
 from hpctrain.transport.paths import STAGED, Place, Verdict
 
 logger = logging.getLogger("hpctrain")
-Gather = Callable[[bytes], list[bytes]]  #: from this rank's bytes to those of all ranks
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,13 @@ def take(launched: Launched, device: gpus.Device) -> Seat:
 
 
 def told(
-    rank: int, gather: Gather, hosts: Sequence[str], seat: Seat
+    link: Link, gather: first.Gather, hosts: Sequence[str], seat: Seat
 ) -> tuple[tuple[Place, ...], Verdict]:
     """Return where each rank's arrays lie, and which way they take, the same on all; collective.
 
-    Rank 0 warns of GPUs that are doubled. MPI was started. Raises UsageError, on all ranks, if the
-    variable that overrides the verdict makes no sense.
+    `link` takes that way, once its first messages were seen to arrive. Rank 0 warns of GPUs that
+    are doubled. MPI was started. Raises UsageError, on all ranks, if the variable that overrides
+    the verdict makes no sense.
     """
     mine = {"seen": seat.seen, "gpu": seat.gpu.uuid if seat.gpu else ""}
     said = [json.loads(one) for one in gather(json.dumps(mine | _known(seat)).encode())]
@@ -66,9 +67,10 @@ def told(
         if "refused" in one:
             raise UsageError(one["refused"])
     places = tuple(Place(host, one["gpu"]) for host, one in zip(hosts, said, strict=True))
-    for sentence in crowded(places, [one["seen"] for one in said]) if rank == 0 else ():
+    for sentence in crowded(places, [one["seen"] for one in said]) if link.rank == 0 else ():
         logger.warning("%s", sentence)
-    return places, next((Verdict(**one["verdict"]) for one in said if "verdict" in one), STAGED)
+    known = next((Verdict(**one["verdict"]) for one in said if "verdict" in one), STAGED)
+    return places, first.taken(link, gather, places, known)
 
 
 def _known(seat: Seat) -> dict[str, Any]:

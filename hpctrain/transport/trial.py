@@ -30,6 +30,7 @@ from mpi4py import MPI  # noqa: E402
 
 from hpctrain import launchers  # noqa: E402
 from hpctrain.transport import claims, gpus, probe  # noqa: E402
+from hpctrain.transport.first import pattern  # noqa: E402
 
 #: Short, long, and as long as a piece of a bucket: MPIs take another way for each.
 SIZES = (1, 1 << 16, 1 << 24)
@@ -111,11 +112,6 @@ def by_pointer(comm: MPI.Comm, mine: Buffer, inbox: Buffer) -> dict[str, Any]:
     except MPI.Exception as error:
         why, right = str(error), False
     return _outcome(comm.allgather((right, why)), max(SIZES) / seconds)
-
-
-def pattern(rank: int, nbytes: int) -> np.ndarray:
-    """Return bytes that no other rank sends: (nbytes,) uint8, none of them zero."""
-    return (np.arange(nbytes, dtype=np.uint32) * 31 % 251 + 1 + rank).astype(np.uint8)
 
 
 def best(call: Callable[[], None]) -> float:

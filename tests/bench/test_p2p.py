@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
+from machines import infiniband
 from ranks import on_ranks, run_on
 
-from hpctrain.bench import p2p
+from hpctrain.bench import p2p, p2p_gpu
+from hpctrain.bench.ends import Ends
 from hpctrain.errors import UsageError
+from hpctrain.hardware import nics
+from hpctrain.transport import gpus
+from hpctrain.transport.gpus import Gpu
+from hpctrain.transport.paths import Place, Verdict
 
 ASKED = {"ranks": None, "iterations": 2, "warm_up": 0, "json": None, "plot": None}
 
@@ -31,7 +39,7 @@ def test_other_ranks():
 
 def test_a_message_that_goes_wrong_is_seen():
     def body(world):
-        ends, x = p2p.Ends(world.link, 0, 1), np.zeros(100, np.uint8)
+        ends, x = Ends(world.link, 0, 1), np.zeros(100, np.uint8)
 
         def damaged():
             p2p._window(ends, x, 2)()
@@ -60,3 +68,72 @@ def test_refused(wrong):
 def test_alone_there_is_no_link():
     with pytest.raises(UsageError, match="p2p needs two ranks"):
         run_on("threads", 1, lambda world: p2p.run(world, asked()))
+
+
+# ---- messages that lie on GPUs ----
+
+
+def on_gpus(world, way="cuda-aware", apart=False):
+    """Pretend that every rank has a GPU, and that such is the way between them."""
+    nodes = [f"n{rank}" if apart else "n" for rank in range(world.size)]
+    world.places = tuple(Place(node, f"GPU-{rank}") for rank, node in enumerate(nodes))
+    world.hosts = tuple(nodes)
+    world.gpu = Gpu(0, f"GPU-{world.rank}", "")
+    world.verdict = Verdict(way, way, way if way != "ipc" else "staged", "so it was told")
+    return world
+
+
+@on_ranks(2, 3, mpi=(2, 3))
+def test_paths_between_gpus(ranks, gpu):
+    for rows in ranks(lambda world: p2p.run(on_gpus(world), asked("1B,70000B", device="gpu"))):
+        assert [(row["path"], row["algorithm"]) for row in rows[:4]] == [
+            ("staged", "ping-pong staged"), ("staged", "one-way staged"),
+            ("cuda-aware", "ping-pong cuda-aware"), ("cuda-aware", "one-way cuda-aware"),
+        ]  # fmt: skip
+        assert len(rows) == 8
+        assert all(row["correct"] and "share_of_nic" not in row for row in rows)
+
+
+def test_where_no_trial_went_well_only_the_host_is_left(gpu):
+    body = lambda world: p2p.run(on_gpus(world, "ipc"), asked("4KiB", device="gpu"))  # noqa: E731
+    for rows in run_on("threads", 2, body):
+        assert {row["path"] for row in rows} == {"staged"}
+
+
+def test_share_of_the_adapter_between_nodes(gpu, monkeypatch, tmp_path, capsys):
+    infiniband(tmp_path, "mlx5_0", "pci0000:10/0000:11:00.0", "80 Gb/sec (4X HDR)")
+    found = nics.nics(tmp_path)
+    monkeypatch.setattr(p2p_gpu.nics, "nics", lambda root: found)
+    kept = tmp_path / "kept.json"
+    body = lambda world: p2p.run(  # noqa: E731
+        on_gpus(world, "gdr", apart=True), asked("64KiB", device="gpu", json=kept)
+    )
+    for rows in run_on("threads", 2, body):
+        assert [row["share_of_nic"] for row in rows] == [row["algbw"] / 10 for row in rows]
+    said = json.loads(kept.read_text())
+    assert (said["nic_gb_s"], said["device"], said["paths"]["across"]) == (10.0, "gpu", "gdr")
+    assert "of NIC" in capsys.readouterr().out
+
+
+def test_a_rank_without_a_gpu():
+    def body(world):
+        on_gpus(world)
+        world.places = (world.places[0], world.places[1]._replace(gpu=""))
+        p2p.run(world, asked("4KiB", device="gpu"))
+
+    with pytest.raises(UsageError, match=r"rank 1 on n has no GPU.*hpctrain doctor"):
+        run_on("threads", 2, body)
+
+
+def test_another_device():
+    with pytest.raises(UsageError, match="unknown --device 'tpu'"):
+        asked(device="tpu")
+
+
+@pytest.mark.processes
+def test_the_command_on_a_machine_without_a_gpu(hpctrain):
+    if gpus.driver_cuda():
+        pytest.skip("this machine has a GPU")
+    done = hpctrain("bench", "p2p", "--device", "gpu")
+    assert done.returncode == 2
+    assert "CuPy" in done.stderr or "no NVIDIA driver" in done.stderr

@@ -10,12 +10,13 @@ from machines import pci_device
 from ranks import on_ranks
 
 from hpctrain import world as worlds
+from hpctrain import xp
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.errors import UsageError
 from hpctrain.launchers import ALONE, Launched
-from hpctrain.transport import bind, gpus, seat
+from hpctrain.transport import bind, first, gpus, seat
 from hpctrain.transport.gpus import Gpu, Near, gpu_for, near
-from hpctrain.transport.paths import Place
+from hpctrain.transport.paths import STAGED, Place, Verdict
 
 
 def rank(local_rank, local_size, rank=0, size=8):
@@ -123,7 +124,7 @@ def machine(monkeypatch):
 
     def pretend(count, driver=13000):
         cupy = Cupy(count)
-        monkeypatch.setattr(gpus, "_cupy", lambda: cupy)
+        monkeypatch.setattr(gpus, "library", lambda: cupy)
         monkeypatch.setattr(gpus, "find_spec", lambda name: cupy)
         monkeypatch.setattr(gpus, "driver_cuda", lambda: driver)
         monkeypatch.setattr(gpus, "_uuid", lambda ordinal, words: f"GPU-{ordinal}")
@@ -205,20 +206,20 @@ def test_crowded(case):
     assert all(word in sentence for word, sentence in zip(told, found, strict=True))
 
 
-def told_on(world):
-    mine = seat.Seat(None, Gpu(0, "GPU-x", ""), 2)
-    gather = lambda said: all_gather_bytes(world.link, said)  # noqa: E731
-    return seat.told(world.rank, gather, ("a", "a"), mine)
+def told_on(world, gpu=True):
+    mine = seat.Seat(None, Gpu(0, "GPU-x", "") if gpu else None, 2)
+    return seat.told(world.link, lambda said: all_gather_bytes(world.link, said), ("a", "a"), mine)
 
 
 @on_ranks(2, mpi=(2,))
-def test_all_are_told_of_all(ranks, caplog, monkeypatch):
-    monkeypatch.setenv("HPCTRAIN_GPU_PATH", "same_node=cuda-aware")
+def test_all_are_told_of_all(ranks, caplog, monkeypatch, gpu):
+    monkeypatch.setenv("HPCTRAIN_GPU_PATH", "same_gpu=cuda-aware")
     with caplog.at_level(logging.WARNING, "hpctrain"):
-        found = ranks(lambda world: (told_on(world), world.rank))
-    for (places, verdict), rank in found:
+        found = ranks(lambda world: (told_on(world), world.rank, world.link.paths))
+    for (places, verdict), rank, paths in found:
         assert places == (Place("a", "GPU-x"),) * 2
-        assert verdict.same_node == "cuda-aware"
+        assert verdict.same_gpu == "cuda-aware"
+        assert paths in (("cuda-aware",) * 2, ("staged",) * 2)  # threads have no MPI
         assert rank or "share GPU-x of a" in caplog.text
 
 
@@ -231,6 +232,42 @@ def test_an_override_that_makes_no_sense_is_refused_by_all(ranks, monkeypatch):
             told_on(world)
 
     ranks(body)
+
+
+@on_ranks(2, mpi=(2,))
+def test_where_nobody_has_a_gpu_nothing_changes(ranks, monkeypatch):
+    monkeypatch.setenv("HPCTRAIN_GPU_PATH", "cuda-aware")
+    for verdict, paths in ranks(lambda world: (told_on(world, gpu=False)[1], world.link.paths)):
+        assert (verdict, paths) == (STAGED, ())
+
+
+def bitten(link):
+    """Let what `link` receives by pointer be damaged, as under a verdict that is wrong."""
+    honest = link.sendrecv
+
+    def sendrecv(x, to, inbox, source):
+        honest(x, to, inbox, source)
+        if xp.on_device(inbox):
+            inbox[inbox.size - 1] = 0
+
+    link.sendrecv = sendrecv
+    return link
+
+
+@on_ranks(2, 3, mpi=(2, 3))
+def test_a_path_on_which_other_bytes_arrive_is_given_up(ranks, caplog, gpu):
+    wrong = Verdict("cuda-aware", "cuda-aware", "staged", "so it was told")
+
+    def body(world):
+        gather = lambda said: all_gather_bytes(world.link, said)  # noqa: E731
+        places = [Place("a", f"G{rank}") for rank in range(world.size)]
+        assert first.taken(world.link, gather, places, wrong) == wrong
+        return first.taken(bitten(world.link), gather, places, wrong), world.link.paths, world.rank
+
+    for verdict, paths, rank in ranks(body):
+        assert (verdict.same_gpu, verdict.same_node) == ("staged", "staged")
+        assert set(paths) == {"staged"}
+        assert rank or "other bytes arrived by cuda-aware" in caplog.text
 
 
 @on_ranks(1, 2, mpi=())

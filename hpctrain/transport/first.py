@@ -1,0 +1,76 @@
+"""The first messages of a run between GPUs are looked at: a wrong verdict must not corrupt data.
+
+    rank 0 --pattern--> 1 --pattern--> 2 --pattern--> ... --> 0       each on the path it will take
+
+A path on which other bytes arrive is given up, on all ranks, for the way through the host. Costs
+one short and one long message per rank, where MPI is given pointers at all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from hpctrain.transport import gpus
+from hpctrain.transport.link import Link
+from hpctrain.transport.paths import BY_POINTER, Path, Place, Verdict, path_to
+from hpctrain.xp import Array, to_host
+
+logger = logging.getLogger("hpctrain")
+Gather = Callable[[bytes], list[bytes]]  #: from this rank's bytes to those of all ranks
+SIZES = (1 << 8, 1 << 20)  #: MPIs send short and long messages in different ways
+
+
+def taken(link: Link, gather: Gather, places: Sequence[Place], verdict: Verdict) -> Verdict:
+    """Let `link` take the paths of `verdict`, as far as they hold; return those; collective."""
+    if not any(place.gpu for place in places):
+        return verdict
+    link.take(_paths(verdict, places, link.rank))
+    if not any(path in BY_POINTER for r in range(link.size) for path in _paths(verdict, places, r)):
+        return verdict
+    wrong = {name.decode() for name in gather(_wrong(link, places, verdict).encode())} - {""}
+    if wrong:
+        verdict = _without(verdict, wrong)
+        link.take(_paths(verdict, places, link.rank))
+        if link.rank == 0:
+            logger.warning("%s; run `hpctrain doctor`", verdict.reason)
+    return verdict
+
+
+def _paths(verdict: Verdict, places: Sequence[Place], rank: int) -> list[Path]:
+    return [path_to(verdict, places[rank], there) for there in places]
+
+
+def _wrong(link: Link, places: Sequence[Place], verdict: Verdict) -> str:
+    """Return the path from our left neighbour if other bytes came than it sent, else ""."""
+    left, right = (link.rank - 1) % link.size, (link.rank + 1) % link.size
+    came = [_arrives(link, bool(places[link.rank].gpu), left, right, n) for n in SIZES]
+    path = path_to(verdict, places[left], places[link.rank])
+    return "" if all(came) or path not in BY_POINTER else path
+
+
+def _arrives(link: Link, on_gpu: bool, left: int, right: int, nbytes: int) -> bool:
+    library = gpus.library() if on_gpu else np
+    x: Array = library.asarray(pattern(link.rank, nbytes))
+    inbox: Array = library.zeros(nbytes, np.uint8)
+    link.sendrecv(x, right, inbox, left)
+    return bool((to_host(inbox) == pattern(left, nbytes)).all())
+
+
+def _without(verdict: Verdict, wrong: set[str]) -> Verdict:
+    """Return `verdict` with the way through the host in place of the paths in `wrong`."""
+    kept: dict[str, Any] = {
+        name: "staged" if getattr(verdict, name) in wrong else getattr(verdict, name)
+        for name in ("same_gpu", "same_node", "across")
+    }
+    names = ", ".join(sorted(wrong))
+    return replace(verdict, **kept, reason=f"other bytes arrived by {names} than were sent")
+
+
+def pattern(rank: int, nbytes: int) -> np.ndarray:
+    """Return bytes that differ from those of other ranks: (nbytes,) uint8, none of them zero."""
+    return ((np.arange(nbytes, dtype=np.uint32) * 31 + rank) % 251 + 1).astype(np.uint8)
