@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from threading import Lock
+from typing import TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -26,14 +29,33 @@ def dtype_of(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-@lru_cache(maxsize=200)
+Function = TypeVar("Function", bound=Callable)
+
+
+def kept(function: Function) -> Function:
+    """Keep what `function` returns; of ranks that are threads only the first works it out.
+
+    What was asked for longest ago goes first: tables of rows let the number of ranks, on which all
+    depends, change last (`on_ranks` next to the function).
+    """
+    lock, keeps = Lock(), lru_cache(maxsize=500)(function)
+
+    @wraps(function)
+    def one_by_one(*args: object) -> object:
+        with lock:
+            return keeps(*args)
+
+    return one_by_one  # type: ignore[return-value]
+
+
+@kept
 def vector(rank: int, n: int, dtype: str) -> np.ndarray:
     """Integers that differ between ranks and places, small enough to be summed exactly."""
     modulus = INEXACT.get(dtype, 1001)
     return ((np.arange(n) * 7 + rank * 13) % modulus - modulus // 2).astype(dtype_of(dtype))
 
 
-@lru_cache(maxsize=200)
+@kept
 def expected(size: int, n: int, dtype: str, op: str) -> np.ndarray:
     """Return what `size` ranks must find, from integers."""
     values = [vector(rank, n, dtype).astype(np.int64) for rank in range(size)]

@@ -23,7 +23,9 @@ class Hub:
         self.size, self.timeout_s = size, timeout_s
         self.failed = failed  # shared by a hub and all hubs split from it
         # One lock for all: a lock per rank would let two ranks that take from each other block.
-        self.changed = threading.Condition()
+        self.lock = threading.Lock()
+        # But each rank is woken by its own messages only, not by those of all.
+        self.news = [threading.Condition(self.lock) for _ in range(size)]
         self.boxes: dict[tuple[int, int], deque[Message]] = defaultdict(deque)  # (from, to)
         self.barrier = threading.Barrier(size)
         self.desk: list[Any] = [None] * size  # where ranks lay things out for all to see
@@ -31,17 +33,18 @@ class Hub:
 
     def child(self, name: tuple[int, int], size: int) -> Hub:
         """Return the hub of a split, which its first member makes."""
-        with self.changed:
+        with self.lock:
             if name not in self.children:
                 self.children[name] = Hub(size, self.timeout_s, self.failed)
             return self.children[name]
 
     def fail(self) -> None:
         """Wake every rank that waits, here and in the links split from this one."""
-        with self.changed:
+        with self.lock:
             self.failed.set()
             self.barrier.abort()
-            self.changed.notify_all()
+            for news in self.news:
+                news.notify_all()
             children = list(self.children.values())
         for child in children:
             child.fail()

@@ -162,9 +162,9 @@ class LocalLink:
     def post_send(self, message: np.ndarray, to: int) -> _Send:
         """Start to send bytes."""
         sent = Message(message)
-        with self.hub.changed:
+        with self.hub.lock:
             self.hub.boxes[self.rank, to].append(sent)
-            self.hub.changed.notify_all()
+            self.hub.news[to].notify_all()
         return _Send(self, sent, to)
 
     def post_receive(self, message: np.ndarray, source: int) -> _Receive:
@@ -182,9 +182,9 @@ class LocalLink:
 
     def wait_until(self, ready: Callable[[], bool], what: str) -> None:
         """Wait for `ready()`; raise HungError after the time limit, or as soon as a rank failed."""
-        hub = self.hub
-        with hub.changed:
-            hub.changed.wait_for(lambda: ready() or hub.failed.is_set(), hub.timeout_s)
+        hub, news = self.hub, self.hub.news[self.rank]
+        with hub.lock:
+            news.wait_for(lambda: ready() or hub.failed.is_set(), hub.timeout_s)
             if not ready():
                 raise self._gave_up(what)
 
@@ -230,7 +230,7 @@ class _Receive:
         return self._done
 
     def done(self) -> bool:
-        with self._link.hub.changed:
+        with self._link.hub.lock:
             return self.finished()
 
     def wait(self) -> None:
@@ -245,7 +245,7 @@ class _Receive:
             )
         self._x[...] = message.x
         self._done = message.done = True
-        self._link.hub.changed.notify_all()
+        self._link.hub.news[self._source].notify_all()
 
 
 def run_ranks(size: int, function: Callable[[LocalLink], T], timeout_s: float = 60.0) -> list[T]:

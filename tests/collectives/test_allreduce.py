@@ -25,9 +25,9 @@ EVERY = {
 }
 
 
-@on_ranks(*THREAD_RANKS)
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("word", LENGTHS)
+@on_ranks(*THREAD_RANKS)
 def test_exact_on_integers(ranks, name, word):
     """Every dtype and every operation, to the last bit."""
     n, size = length(word, ranks.size), ranks.size

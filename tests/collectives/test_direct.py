@@ -25,6 +25,7 @@ from hpctrain.world import over_threads
 
 LENGTHS = ("0", "1", "P-1", "P", "P+1", "5003", "40003", "300007")
 LONG = 100_000  # elements, of float64 several slots
+LONGEST = int(LENGTHS[-1])
 
 
 def in_place(group, x, op):
@@ -55,25 +56,31 @@ ARRAYS = {
 }
 
 
-@on_ranks(*THREAD_RANKS[1:])
-@pytest.mark.parametrize("where", ARRAYS)
+def kinds(call: str, where: str, n: int) -> list[tuple[str, str]]:
+    """Return the dtypes and operations that are tried: all where sums are read out of memory."""
+    by_messages = CALLS[call] is in_parts and where != "resident"  # their dtypes: test_rooted.py
+    if n >= LONG or by_messages:
+        return [("float64", op) for op in OPERATIONS]
+    return [(dtype, op) for dtype in DTYPES for op in OPERATIONS]
+
+
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("where", ARRAYS)
+@on_ranks(*THREAD_RANKS[1:])
 def test_exact_on_integers(ranks, call, where):
     """Every length, dtype and operation, to the last bit, and the same bytes on all ranks."""
 
     def body(world):
-        group = replace(world.main, spins=True)
-        for word in LENGTHS:
-            n = length(word, world.size)
-            for dtype in DTYPES if n < LONG else ["float64"]:
-                seen = world.memory.zeros(2 * n, dtype_of(dtype))
+        group, memory = replace(world.main, spins=True), world.memory.zeros(2 * LONGEST, np.float64)
+        for n in [length(word, world.size) for word in LENGTHS]:
+            for dtype, op in kinds(call, where, n):
+                seen = memory.view(dtype_of(dtype))
                 x = ARRAYS[where](world.rank, seen, np.zeros(n, seen.dtype))
-                for op in OPERATIONS:
-                    group.link.barrier()  # nobody writes what others still read
-                    x[...] = vector(world.rank, n, dtype)
-                    total = CALLS[call](group, x, operation(op, x.dtype))
-                    told = expected(world.size, n, dtype, op)
-                    assert total.tobytes() == told.tobytes(), (n, dtype, op)
+                group.link.barrier()  # nobody writes what others still read
+                x[...] = vector(world.rank, n, dtype)
+                total = CALLS[call](group, x, operation(op, x.dtype))
+                told = expected(world.size, n, dtype, op)
+                assert total.tobytes() == told.tobytes(), (n, dtype, op)
 
     ranks(body)
 
