@@ -5,6 +5,9 @@
 hosts   2 hosts made by `hpctrain netlab`, where the wire takes 0.8 to 1.25 times as long as
         compute: a step with priority takes at most 1.2 times the longer of both. Compute is the
         same step with `null`, which sends nothing, wire the same buckets alone, nothing computed.
+        What a step cannot take less than, where rank and thread share a core: compute, the
+        processor time of the thread, and the first layer's gradient on the wire, on which the
+        next forward pass waits from its beginning.
 node    2 ranks on the cores of one machine: a step as `auto` reduces, with a communication thread
         and after backward; and what it takes to hand a bucket to an idle thread and hear of it
 
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -81,13 +85,17 @@ def measure_hosts(world: World, given: argparse.Namespace) -> None:
         task = task_of(world, batch)
         steps = {name: partial(engine.step, task, Flags()) for name, engine in engines.items()}
         steps["wire"] = partial(buckets_alone, engines["always"])
-        seconds = in_turn(world, steps, engines, given.rounds)
+        seconds, busy = in_turn(world, steps, engines, given.rounds)
         longer = np.maximum(seconds["compute"], seconds["wire"])
+        bare = (WIDTHS[0] + 1) * WIDTHS[1] / engines["compute"].replica.arena.grad.size
+        limit = np.add(seconds["compute"], busy["wire"]) + np.multiply(bare, seconds["wire"])
         ratio = paired_ratio(seconds["wire"], seconds["compute"])
         for name, found in seconds.items():
             to_longer = paired_ratio(found, longer)
             row = {"batch": batch, "wire_to_compute": ratio, "what": name, "to_longer": to_longer}
-            rows.append({**row, **spread(found)})
+            rows.append({**row, "busy_s": float(np.median(busy[name])), **spread(found)})
+        least = {"what": "limit", "to_longer": paired_ratio(np.maximum(limit, longer), longer)}
+        rows.append({"batch": batch, "wire_to_compute": ratio, **least, **spread(limit)})
         if 0.8 <= ratio <= 1.25:
             seen = paired_ratio(seconds["priority"], longer)
             claims[f"wire/compute {ratio:.2f}: a step takes {seen:.2f} <= 1.2 of the longer"] = (
@@ -105,7 +113,7 @@ def measure_node(world: World, given: argparse.Namespace) -> None:
         task = task_of(world, batch)
         engines = {name: engine_of(world, keys) for name, keys in WAYS.items()}
         steps = {name: partial(engine.step, task, Flags()) for name, engine in engines.items()}
-        seconds = in_turn(world, steps, engines, given.rounds)
+        seconds, _ = in_turn(world, steps, engines, given.rounds)
         best = np.minimum(seconds["never"], seconds["always"])
         for name, found in seconds.items():
             rows.append({"batch": batch, "what": name, **spread(found),
@@ -125,18 +133,23 @@ def in_turn(
     steps: Mapping[str, Callable[[], Any]],
     engines: Mapping[str, Any],
     rounds: int,
-) -> dict[str, list[float]]:
-    """Return the seconds of each kind of step, each in the middle of several."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return the seconds of each kind of step, each in the middle of several, and in how many of
+    them this rank's threads were at work.
+    """
+    seconds, busy = ({name: [] for name in steps} for _ in range(2))
     for round_ in range(1 + rounds):
         for name, step in steps.items():
             step()
+            before = time.process_time()
             found = timed(world.link, step, STEPS)
+            worked = (time.process_time() - before) / STEPS
             if name in engines:
                 engines[name].settle()
             if round_:
                 seconds[name].append(found)
-    return seconds
+                busy[name].append(worked)
+    return seconds, busy
 
 
 def buckets_alone(engine: Any) -> None:
