@@ -24,7 +24,7 @@ mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402  (the settings above must come first)
 
 from hpctrain.errors import TransportError, UsageError  # noqa: E402
-from hpctrain.transport import lanes, native  # noqa: E402
+from hpctrain.transport import lanes, native, requests  # noqa: E402
 from hpctrain.transport.link import NativeCall, Request  # noqa: E402
 from hpctrain.transport.paths import Path  # noqa: E402
 from hpctrain.transport.requests import MpiRequest, Spec, cuts, finish, spec, spec_of_gpu  # noqa: E402
@@ -49,7 +49,7 @@ class MpiLink:
         self.bytes_sent = self.messages_sent = self.host_bytes = 0
         self.entry = entry
         self.cut_bytes = cut_bytes
-        self.patient = False
+        self.patient, self.patience = False, requests.Patience()
         self.host: type | None = np.ndarray  #: what needs no lane; None: all does, see lanes.py
         self.paths: tuple[Path, ...] = ()  #: to each rank; none where no rank has a GPU
         self.lanes: lanes.Lanes | None = None
@@ -225,9 +225,10 @@ class MpiLink:
     def _exchange(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
         status, size = self.status, inbox.nbytes
         if self.patient:
+            patience = requests.Patience()  # how long segments take tells nothing of an exchange
             receive = self._comm.Irecv(spec(inbox), source, TAG)
-            finish(self._comm.Isend(spec(x), to, TAG), status, patient=True)
-            came = finish(receive, status, patient=True)
+            finish(self._comm.Isend(spec(x), to, TAG), status, patience)
+            came = finish(receive, status, patience)
         else:
             self._comm.Sendrecv(spec(x), to, TAG, spec(inbox), source, TAG, status)
             came = status.Get_count(MPI.BYTE)
