@@ -1,8 +1,9 @@
 """A stand-in for CuPy whose GPU memory is files that other processes map, as IPC handles do.
 
-Installed by `install` as a package `cupy` in a folder for PYTHONPATH. With FAKE_CRASH set its
-pointers lead nowhere for anybody but its own memcpy: an MPI that touches them crashes, as one that
-knows nothing of GPUs does. With FAKE_IPC=refused no handle opens, as in some containers.
+Installed by `install` as a package `cupy` in a folder for PYTHONPATH, and nvml.py as `pynvml`. With
+FAKE_CRASH set its pointers lead nowhere for anybody but its own memcpy: an MPI that touches them
+crashes, as one that knows nothing of GPUs does. With FAKE_IPC=refused no handle opens, as in some
+containers.
 """
 
 from __future__ import annotations
@@ -86,8 +87,16 @@ class ndarray:
 """
 
 
+NVML = """
+import nvml
+globals().update(nvml.functions())
+"""
+
+
 def install(folder: Path) -> Path:
-    """Write the package below `folder`, which is to be on the path; return `folder`."""
-    (folder / "cupy").mkdir(parents=True)
+    """Write `cupy` and a `pynvml` below `folder`, which is to be on the path; return `folder`."""
+    (folder / "pynvml").mkdir(parents=True)
+    (folder / "pynvml" / "__init__.py").write_text(NVML)
+    (folder / "cupy").mkdir()
     (folder / "cupy" / "__init__.py").write_text(SOURCE)
     return folder

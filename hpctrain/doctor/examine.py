@@ -7,8 +7,10 @@ import os
 import platform
 import resource
 import socket
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +118,9 @@ def _of_node(adapters: tuple[nics.Nic, ...]) -> list[Check]:
 
 def _cupy() -> str | None:
     for name in _CUPY:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             return f"{name} {metadata.version(name)}"
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    return "version unknown" if find_spec("cupy") else None
 
 
 def _tried() -> Told | None:

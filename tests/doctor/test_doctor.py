@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import cupy_of_files
 import pytest
@@ -55,6 +56,24 @@ def test_inside_a_job_it_is_refused(hpctrain):
     done = hpctrain("doctor", env=environ)
     assert done.returncode == 2
     assert "rank 0 of 2" in done.stderr
+
+
+@pytest.mark.processes
+def test_gpus_and_an_mpi_that_crashes_on_them(hpctrain, tmp_path):
+    site, tests = cupy_of_files.install(tmp_path / "site"), Path(__file__).parents[1]
+    path = f"{site}:{tests}:{os.environ.get('PYTHONPATH', '')}"
+    environ = {"PYTHONPATH": path, "FAKE_CRASH": "1", "FAKE_GPUS": "1",
+               "CUDA_VISIBLE_DEVICES": "1,GPU-1", "XDG_CACHE_HOME": str(tmp_path)}  # fmt: skip
+    done = hpctrain("doctor", "--json", tmp_path / "found.json", timeout=100, env=environ)
+    assert done.returncode == 1, done.stderr
+    found = checks(tmp_path / "found.json")
+    assert "names GPU-1 twice" in found["GPUs listed"]["seen"]
+    assert "2 x NVIDIA H200; driver 580.65.06 (NVML)" in found["GPUs"]["seen"]
+    assert found["CUDA-aware MPI"]["verdict"] == "slow"
+    assert "segmentation fault" in found["CUDA-aware MPI"]["seen"]
+    assert found["CUDA-aware MPI"]["remedy"]
+    assert "no adapter that does RDMA" in found["GPUDirect RDMA"]["seen"]
+    assert "NV2" in done.stdout  # the matrix
 
 
 def test_the_trial_is_asked_of_a_child(monkeypatch, tmp_path):
