@@ -15,24 +15,27 @@ them (Bruck, 64 bytes a rank); without it, ranks that differ get a TransportErro
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from hpctrain import collectives
+from hpctrain import collectives, ready
 from hpctrain.collectives import linear
 from hpctrain.collectives.ring import all_gather as ring_all_gather
 from hpctrain.collectives.ring import reduce_scatter as ring_reduce_scatter
 from hpctrain.collectives.tree import broadcast as tree_broadcast
 from hpctrain.collectives.tree import reduce as tree_reduce
 from hpctrain.errors import UsageError
-from hpctrain.tuning.select import allreduce_named, bound
+from hpctrain.tuning.select import FEW_BYTES, allreduce_named, auto, bare, bound
+from hpctrain.watch import noticed
 from hpctrain.world import World, init
 
 SIGNATURE_BYTES = 64
 RESULTS = ("in-place", "shared")  # of a bound call
 
 
+@noticed(lambda seen: seen.get("_about"))
 def allreduce(
     x: np.ndarray,
     op: str = "sum",
@@ -46,12 +49,29 @@ def allreduce(
     `hpctrain.collectives.ALLREDUCE`. Cost: see the file of the algorithm. Raises UsageError if an
     argument does not fit, or if ranks differ.
     """
-    world, function = world or init(), allreduce_named(algorithm)
+    try:  # the quickest way in Python to an array's own call: every 10 ns are seen at few bytes
+        dtype, by, name, where, call, _about = ready.calls[id(x)]
+    except KeyError:
+        pass
+    else:
+        if not check and x.dtype is dtype and op == by and algorithm == name and world is where:
+            call()
+            return
+    _allreduce(x, op, algorithm, world, check)
+
+
+def _allreduce(x: np.ndarray, op: str, algorithm: str, given: World | None, check: bool) -> None:
+    world, function = given or init(), allreduce_named(algorithm)
     flat, operation = _flat(x), _operation(x, op)
-    _compare(world, check, f"allreduce {op} {algorithm}", x)
+    if check:
+        _compare(world, check, f"allreduce {op} {algorithm}", x)
     function(world.main, flat, operation)
     if op == "mean":
         flat /= world.size
+    elif function is auto and not check and x.nbytes <= FEW_BYTES and ready.met_before(x):
+        found = bare(world.main, ready.alias(x), operation)
+        if found is not None:
+            ready.keep(x, (x.dtype, op, algorithm, given, *found))
 
 
 def bind(
@@ -159,17 +179,22 @@ def all_to_all(x: np.ndarray, world: World | None = None, check: bool = True) ->
 
 
 def _operation(x: np.ndarray, op: str) -> collectives.Operation:
+    return _operation_of(op, x.dtype)
+
+
+@lru_cache
+def _operation_of(op: str, dtype: np.dtype) -> collectives.Operation:
     if op != "mean":
-        return collectives.operation(op, x.dtype)
-    if x.dtype.kind in "iu":
-        raise UsageError(f"op 'mean' needs floating point, seen {x.dtype}; use 'sum'")
-    return collectives.operation("sum", x.dtype)
+        return collectives.operation(op, dtype)
+    if dtype.kind in "iu":
+        raise UsageError(f"op 'mean' needs floating point, seen {dtype}; use 'sum'")
+    return collectives.operation("sum", dtype)
 
 
 def _checked(x: Any) -> np.ndarray:
     if not isinstance(x, np.ndarray):
         raise UsageError(f"expected a NumPy array, seen {type(x).__name__}")
-    if x.dtype.name not in collectives.DTYPES:
+    if not _reducible(x.dtype):
         raise UsageError(f"expected one of {', '.join(collectives.DTYPES)}, seen {x.dtype}")
     if not x.flags.c_contiguous:
         raise UsageError(
@@ -179,8 +204,13 @@ def _checked(x: Any) -> np.ndarray:
     return x
 
 
+@lru_cache
+def _reducible(dtype: np.dtype) -> bool:
+    return dtype.name in collectives.DTYPES  # to be named takes a dtype a microsecond
+
+
 def _flat(x: Any) -> np.ndarray:
-    return _checked(x).reshape(-1)
+    return x if _checked(x).ndim == 1 else x.reshape(-1)
 
 
 def _rows(x: Any, world: World) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 
 from hpctrain import config
 from hpctrain.bench import output, rivals, room, sizes, sweep
-from hpctrain.bench.operations import COLLECTIVES, NATIVE
+from hpctrain.bench.operations import COLLECTIVES, NATIVE, NATIVE_PLAIN
 from hpctrain.collectives import DTYPES, OPERATIONS
 from hpctrain.errors import UsageError
 from hpctrain.world import World
@@ -133,9 +133,10 @@ def must_draw(plot: Path | None) -> None:
 
 def _impossible(plan: sweep.Plan) -> dict[str, str]:
     """Return why MPI's own collective is left out: it knows no 16-bit floats."""
-    if NATIVE in plan.algorithms and plan.dtype.itemsize == 2:
-        return {NATIVE: f"MPI reduces no {plan.dtype.name}"}
-    return {}
+    if plan.dtype.itemsize > 2:
+        return {}
+    natives = [name for name in (NATIVE, NATIVE_PLAIN) if name in plan.algorithms]
+    return dict.fromkeys(natives, f"MPI reduces no {plan.dtype.name}")
 
 
 def _offered(plan: sweep.Plan, library: rivals.Rival) -> bool:

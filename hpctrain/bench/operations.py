@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ Algorithm = Callable[[Group, np.ndarray, Operation], Any]
 #: f(group, x, op) that returns a call without arguments; all ranks must call f.
 Binder = Callable[[Group, np.ndarray, Operation], Callable[[], Any]]
 NATIVE = "native"  #: the MPI library's own, called with nothing around it
+NATIVE_PLAIN = "native-plain"  #: and as people type it: mpi4py finds out what the array is
 
 
 class Case(NamedTuple):
@@ -74,12 +76,14 @@ class Collective:
     moved: Callable[[int], int]  #: ranks of a node -> bytes in its memory / bytes
     moved_if_shared: Callable[[int], int] | None = None  #: where the result is one for all
     bound: Mapping[str, Binder] = field(default_factory=dict)  #: calls that are made once
+    plain: bool = False  #: whether NATIVE_PLAIN is to be had
     equal_chunks: bool = False  #: whether the number of ranks divides the length
 
     @property
     def names(self) -> tuple[str, ...]:
         """What a user may ask for."""
-        return tuple(dict.fromkeys((*self.algorithms, *self.bound, NATIVE)))
+        natives = (NATIVE, NATIVE_PLAIN) if self.plain else (NATIVE,)
+        return tuple(dict.fromkeys((*self.algorithms, *self.bound, *natives)))
 
     def length(self, nbytes: int, itemsize: int, ranks: int) -> int:
         """Return the elements of a vector of about `nbytes`, at least one."""
@@ -155,7 +159,8 @@ COLLECTIVES = {
             busbw=lambda ranks: 2 * (ranks - 1) / ranks,
             moved=lambda ranks: 2 * ranks,
             moved_if_shared=lambda ranks: ranks + 1,
-            bound={"auto-bound": bound},
+            bound={"auto-bound": bound, "direct-bound": partial(bound, name="direct")},
+            plain=True,
         ),
         Collective(
             "reduce-scatter",

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.arrays import allreduce
 from hpctrain.bench import floors
-from hpctrain.bench.operations import NATIVE, Case, Collective
+from hpctrain.bench.operations import NATIVE, NATIVE_PLAIN, Case, Collective
 from hpctrain.bench.rivals import Rival
 from hpctrain.collectives import all_gather_bytes, operation
 from hpctrain.tuning.measure import Around, interleaved, paired_ratio, spread
@@ -89,6 +90,11 @@ def contenders(
     for algorithm in plan.algorithms:
         if algorithm == NATIVE:
             found[algorithm] = Contender(*world.link.native_call(name, x, op))
+        elif algorithm == NATIVE_PLAIN:
+            found[algorithm] = Contender(*world.link.native_call(f"{name} plain", x, op))
+        elif algorithm == AUTO:  # as people type it, too
+            plain = partial(allreduce, x, plan.op, AUTO, world, False)
+            found[algorithm] = Contender(plain, x)
         elif bind := plan.collective.bound.get(algorithm):
             found[algorithm] = Contender(bind(world.main, x, op), x)
         else:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from zlib import crc32
 
 import numpy as np
@@ -37,7 +37,7 @@ import numpy as np
 from hpctrain.collectives import ring as messages
 from hpctrain.collectives import slots
 from hpctrain.collectives.group import Group
-from hpctrain.collectives.near import SHORT_BYTES, Near
+from hpctrain.collectives.near import LENGTHS_KEPT, SHORT_BYTES, Near
 from hpctrain.collectives.operations import Operation
 from hpctrain.collectives.slots import parts
 from hpctrain.errors import UsageError
@@ -80,10 +80,10 @@ def bound(
     if near is None:
         return partial(_and_return, partial(messages.ring, group, x, op), x)
     if x.nbytes <= ANYWHERE_BYTES:
-        return slots.short_call(near, x, op, _said(x, None))
+        return slots.short_call(near, x, op, _said_elsewhere(x.nbytes))
     arrays = agreed(group, near, x)
     if arrays is None and x.nbytes <= SHORT_BYTES:
-        return slots.short_call(near, x, op, _said(x, None))
+        return slots.short_call(near, x, op, _said_elsewhere(x.nbytes))
     if arrays is None:
         return partial(_and_return, partial(slots.long, near, x, op), x)
     blocks, agree = _our_blocks(near, arrays), near.flags.agree
@@ -145,9 +145,10 @@ def _near(group: Group) -> Near | None:
             f"algorithm direct works inside one node, seen {len(group.nodes)}; "
             "use hierarchical, or auto"
         )
-    if group.near is None and group.link.size > 1 and group.link.rank == 0:
+    near = group.near
+    if near is None and group.link.size > 1 and group.link.rank == 0:
         _say_that_messages_do()
-    return group.near
+    return near
 
 
 @cache
@@ -172,7 +173,7 @@ def _reduce(
     if near is None:
         messages.ring(group, x, op)
     elif x.nbytes <= ANYWHERE_BYTES:
-        slots.short(near, x, op, _said(x, None))
+        slots.short(near, x, op, _said_elsewhere(x.nbytes))
     elif (arrays := agreed(group, near, x)) is None:
         slots.long(near, x, op)
     else:
@@ -193,8 +194,15 @@ def agreed(group: Group, near: Near, x: np.ndarray) -> list[np.ndarray] | None:
 
 def _said(x: np.ndarray, place: Place | None) -> int:
     """Return what all ranks must say: how long their arrays are, and where they lie."""
-    number, offset = (-1, 0) if place is None else place[:2]
-    return crc32(_PLACE.pack(number, offset, x.nbytes))
+    if place is None:
+        return _said_elsewhere(x.nbytes)
+    return crc32(_PLACE.pack(place.number, place.offset, x.nbytes))
+
+
+@lru_cache(LENGTHS_KEPT)
+def _said_elsewhere(nbytes: int) -> int:
+    """Return what is said of an array that must lie nowhere in particular."""
+    return crc32(_PLACE.pack(-1, 0, nbytes))
 
 
 def _our_blocks(near: Near, arrays: list[np.ndarray]) -> Blocks:

@@ -6,7 +6,7 @@ thread, as the link does.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from hpctrain.transport.link import Link
 from hpctrain.transport.memory import ALIGN_BYTES, Memory
 
 SHORT_BYTES = 128 << 10  # what is copied as a whole and added by every rank
+LENGTHS_KEPT = 256  # of short arrays, whose slots are not cut out anew
 WIDE_BYTES = 1 << 20  # a slot for longer ones: own slot and parts of neighbours' stay in the cache
 
 
@@ -25,22 +26,25 @@ class Near:
     def __init__(self, node: Link, flags: Flags, slots: list[np.ndarray]):
         """`slots`: (2 * SHORT_BYTES + WIDE_BYTES,) uint8 of each rank."""
         self.link, self.flags = node, flags
-        self._short = [[x[at : at + SHORT_BYTES] for x in slots] for at in (0, SHORT_BYTES)]
+        short = [[x[at : at + SHORT_BYTES] for x in slots] for at in (0, SHORT_BYTES)]
+        #: (bytes, dtype, odd) -> every rank's short slot, for rounds that are odd or not: see _cut
+        self.short = lru_cache(LENGTHS_KEPT)(partial(_cut, short))
         self._wide = [x[2 * SHORT_BYTES :] for x in slots]
-
-    def short(self, x: np.ndarray, odd: int) -> list[np.ndarray]:
-        """Return every rank's short slot as an array like `x`, for rounds that are `odd` or not.
-
-        Short slots alternate with the rounds of the flags: when one is written again, all ranks
-        have been through a round since, and so have read it.
-        """
-        return [slot[: x.nbytes].view(x.dtype) for slot in self._short[odd]]
 
     def wide(self, dtype: np.dtype) -> list[np.ndarray]:
         """Return every rank's wide slot as an array (P, n): a row for each part."""
         row = WIDE_BYTES // len(self._wide) // ALIGN_BYTES * ALIGN_BYTES
         used = row * len(self._wide)
         return [slot[:used].view(dtype).reshape(len(self._wide), -1) for slot in self._wide]
+
+
+def _cut(short: list[list[np.ndarray]], nbytes: int, dtype: np.dtype, odd: int) -> list[np.ndarray]:
+    """Return every rank's short slot as an array of `nbytes`.
+
+    Short slots alternate with the rounds of the flags: when one is written again, all ranks have
+    been through a round since, and so have read it.
+    """
+    return [slot[:nbytes].view(dtype) for slot in short[odd]]
 
 
 def near(node: Link, spins: bool) -> Near | None:

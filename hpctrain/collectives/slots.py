@@ -52,11 +52,11 @@ def short_call(near: Near, x: np.ndarray, op: Operation, said: int) -> Callable[
     `said` is the same on all ranks if lengths are; where it is not, the call raises TransportError.
     """
     flags, rank = near.flags, near.link.rank
-    turns = [_turn(near.short(x, odd), rank, x) for odd in (0, 1)]
+    turns = [_turn(near.short(x.nbytes, x.dtype, odd), rank, x) for odd in (0, 1)]
 
     def call() -> np.ndarray:
         own, first, second, others = turns[flags.round & 1]
-        own[:] = x
+        own[...] = x
         if not flags.agree(said):
             must_be_one_length(near, x)
         op(first, second, out=x)
@@ -69,11 +69,14 @@ def short_call(near: Near, x: np.ndarray, op: Operation, said: int) -> Callable[
 
 def short(near: Near, x: np.ndarray, op: Operation, said: int) -> None:
     """Reduce flat `x`, no longer than SHORT_BYTES, in place; see `short_call`."""
-    own, first, second, others = _turn(near.short(x, near.flags.round & 1), near.link.rank, x)
-    own[:] = x
+    slots = near.short(x.nbytes, x.dtype, near.flags.round & 1)
+    own, first, second, others = _turn(slots, near.link.rank, x)
+    own[...] = x
     if not near.flags.agree(said):
         must_be_one_length(near, x)
-    add((first, second, *others), op, x)
+    op(first, second, out=x)
+    for other in others:
+        op(x, other, out=x)
 
 
 def long(near: Near, x: np.ndarray, op: Operation) -> None:
@@ -100,8 +103,8 @@ def _turn(
     slots: list[np.ndarray], rank: int, x: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
     """Return our slot, and what is to be added up into `x`: itself where that is still possible."""
-    terms = [x if i == rank and i < 2 else slot for i, slot in enumerate(slots)]
-    return slots[rank], terms[0], terms[1], terms[2:]
+    first, second = x if rank == 0 else slots[0], x if rank == 1 else slots[1]
+    return slots[rank], first, second, slots[2:]
 
 
 def _segment(near: Near, slots: list[np.ndarray], x: np.ndarray, op: Operation) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from hpctrain.transport.paths import Path
+from hpctrain.watch import About
 
 
 class Request(Protocol):
@@ -77,10 +78,17 @@ class Link(Protocol):
     def bind_native(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
         """Return a call that does `native_allreduce` to flat `x`, with nothing looked up again."""
 
+    def bare_native(self, x: np.ndarray, op: Any) -> tuple[Callable[[], Any], About] | None:
+        """Return such a call that the watch does not see, and what it is to notice of the caller.
+
+        None where nothing is gained by it.
+        """
+
     def native_call(self, operation: str, x: np.ndarray, op: Any) -> NativeCall:
         """Return a call of the library's own `operation` on flat `x`, in place: a yardstick.
 
-        "allreduce"; "reduce-scatter" and "all-gather" of equal chunks; "broadcast" from rank 0.
+        "allreduce", and "allreduce plain" with no datatype told; "reduce-scatter" and "all-gather"
+        of equal chunks; "broadcast" from rank 0.
         """
 
     def free(self) -> None:

@@ -28,7 +28,7 @@ from hpctrain.transport import lanes, native, requests  # noqa: E402
 from hpctrain.transport.link import NativeCall, Request  # noqa: E402
 from hpctrain.transport.paths import Path  # noqa: E402
 from hpctrain.transport.requests import MpiRequest, Spec, cuts, finish, spec, spec_of_gpu  # noqa: E402
-from hpctrain.watch import About, Entry, unnoted  # noqa: E402
+from hpctrain.watch import About, Entry, noticed, unnoted  # noqa: E402
 from hpctrain.xp import Array, namespace  # noqa: E402
 
 #: Open MPI refuses counts above 2^31 - 1; longer messages travel in pieces of this many bytes.
@@ -158,21 +158,29 @@ class MpiLink:
         self.entry.leave()
         return arrays
 
+    @noticed(lambda seen: _about(seen["self"], seen["x"]))
     def native_allreduce(self, x: np.ndarray, op: Any) -> None:
-        """Reduce `x` in place by the MPI library's own `MPI_Allreduce`."""
-        if op not in native.OPERATIONS:
+        """Reduce `x` in place by the MPI library's own `MPI_Allreduce`; the watch notices it."""
+        by = native.OPERATIONS.get(op)
+        if by is None:
             raise UsageError(f"MPI reduces no arrays of {x.dtype}; take an algorithm of ours")
-        self.entry.enter(b"MPI_Allreduce", ALL, x.nbytes)
-        for piece in cuts(x, self.cut_bytes):
-            self._comm.Allreduce(MPI.IN_PLACE, piece, native.OPERATIONS[op])
-        self.entry.leave()
+        if x.nbytes <= self.cut_bytes:
+            self._comm.Allreduce(MPI.IN_PLACE, x, by)
+        else:
+            for piece in cuts(x, self.cut_bytes):
+                self._comm.Allreduce(MPI.IN_PLACE, piece, by)
 
     def bind_native(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
-        """Return a call that does `native_allreduce` to flat `x`, seen by the watch, not noted."""
+        """Return a call that does `native_allreduce` to flat `x`, noticed by the watch as well."""
         if not native.able(x, op):
             return partial(self.native_allreduce, x, op)
-        about = About(self, b"MPI_Allreduce", x.nbytes)
-        return unnoted(self.native_call("allreduce", x, op).call, about)
+        return unnoted(native.at_once(self._comm, x, op), _about(self, x))
+
+    def bare_native(self, x: np.ndarray, op: Any) -> tuple[Callable[[], Any], About] | None:
+        """Return the call alone, and what whoever makes it is to let the watch notice."""
+        if not native.able(x, op):
+            return None
+        return native.at_once(self._comm, x, op), _about(self, x)
 
     def native_call(self, operation: str, x: np.ndarray, op: Any) -> NativeCall:
         """Return a call of MPI's own `operation` on `x`, unseen by the watch; see native.py."""
@@ -252,6 +260,10 @@ class MpiLink:
             f"rank {self.rank}: {call} with rank {peer} expected {size} bytes, but: {seen}. "
             "All ranks must call with arrays of the same length and dtype, in the same order."
         )
+
+
+def _about(link: MpiLink, x: np.ndarray) -> About:
+    return About(link, b"MPI_Allreduce", x.nbytes)
 
 
 def start(entry: Entry, timeout_s: float) -> MpiLink:

@@ -29,6 +29,15 @@ def able(x: np.ndarray, op: Any) -> bool:
     return op in OPERATIONS and x.nbytes <= LONGEST_BYTES
 
 
+def at_once(comm: MPI.Comm, x: np.ndarray, op: Any) -> Callable[[], Any]:
+    """Return an all-reduce of flat `x`: the quickest call that mpi4py knows.
+
+    In every call it asks an array for shape and format, but not memory of its own.
+    """
+    spec = [MPI.memory.frombuffer(x), x.size, MPI.Datatype.fromcode(x.dtype.char)]
+    return partial(comm.Allreduce, MPI.IN_PLACE, spec, OPERATIONS[op])
+
+
 def bound(comm: MPI.Comm, operation: str, x: np.ndarray, op: Any) -> NativeCall:
     """Return a call of MPI's own `operation` on flat `x`; see Link.native_call.
 
@@ -44,6 +53,7 @@ def bound(comm: MPI.Comm, operation: str, x: np.ndarray, op: Any) -> NativeCall:
     here, by = MPI.IN_PLACE, OPERATIONS[op]
     calls: dict[str, Callable[[], Any]] = {
         "allreduce": partial(comm.Allreduce, here, whole, by),
+        "allreduce plain": partial(comm.Allreduce, here, x, by),
         "reduce-scatter": partial(comm.Reduce_scatter_block, here, chunks, by),
         "all-gather": partial(comm.Allgather, here, chunks),
         "broadcast": partial(comm.Bcast, whole, 0),

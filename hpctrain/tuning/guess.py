@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
+from hpctrain import machine
 from hpctrain.collectives import Group
 from hpctrain.collectives.direct import ANYWHERE_BYTES
 from hpctrain.collectives.near import SHORT_BYTES, WIDE_BYTES
@@ -27,11 +28,14 @@ ACROSS = cost.Machine(alpha=1e-5, beta=1e-9, gamma=5e-11)
 #: Between nodes, whoever awaits a message before sending the next fills only this part of the wire;
 #: rings and double trees send a stream of segments (benchmarks/netlab.py).
 STREAMS, FILLED = ("ring", "double-tree"), 0.65
-#: The library's own: less per message, more per byte, which it moves by smaller pieces.
-NODE_NATIVE = cost.Machine(alpha=1e-6, beta=1.3e-10, gamma=5e-11)
+#: The library's own: less per message, more per byte, which it moves by smaller pieces. Within a
+#: node Open MPI has an all-reduce of its own for few bytes, MPICH sends messages.
+NODE_NATIVE = cost.Machine(alpha=1e-6, beta=2e-10, gamma=5e-11)
+NODE_ALPHAS = {"Open MPI": 0.7e-6, "MPICH": 2.5e-6}
 ACROSS_NATIVE = cost.Machine(alpha=6e-6, beta=2e-9, gamma=5e-11)
-#: `direct`: exchanges of flags and what Python does around them; a byte read or written.
-DIRECT_S, PER_BYTE = 4e-6, 1.5e-11
+#: `direct`: what Python does around flags, to look at a rank's and add its array; a byte read or
+#: written.
+DIRECT_S, PER_RANK_S, PER_BYTE = 0.9e-6, 0.3e-6, 1.5e-11
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Layout:
     nodes: tuple[int, ...]
     mpi: bool = False
     memory: bool = False
+    library: str = ""  #: whose MPI it is, where it is known
 
     @property
     def ranks(self) -> int:
@@ -53,7 +58,8 @@ class Layout:
 def layout_of(group: Group, mpi: bool) -> Layout:
     """Return how the ranks of `group` lie; `mpi` where MPI joins them."""
     nodes = tuple(map(len, group.nodes)) or (group.link.size,)
-    return Layout(nodes, mpi, group.memory is not None and group.memory.kind is not None)
+    memory = group.memory is not None and group.memory.kind is not None
+    return Layout(nodes, mpi, memory, machine.mpi().rsplit(maxsplit=1)[0] if mpi else "")
 
 
 @cache
@@ -99,10 +105,13 @@ def _hierarchical(layout: Layout, in_memory: bool, n: int) -> float:
 
 def _native(layout: Layout, n: int) -> float:
     """Libraries take recursive doubling or Rabenseifner's halving-doubling."""
-    machine = NODE_NATIVE if len(layout.nodes) == 1 else ACROSS_NATIVE
-    machine = replace(machine, beta=machine.beta * max(layout.nodes[1:], default=1))
+    if len(layout.nodes) == 1:
+        alpha = NODE_ALPHAS.get(layout.library, NODE_NATIVE.alpha)
+        native = replace(NODE_NATIVE, alpha=alpha)
+    else:
+        native = replace(ACROSS_NATIVE, beta=ACROSS_NATIVE.beta * max(layout.nodes[1:]))
     formulas = (cost.recursive_doubling, cost.halving_doubling)
-    return min(machine.seconds(formula(n, layout.ranks)) for formula in formulas)
+    return min(native.seconds(formula(n, layout.ranks)) for formula in formulas)
 
 
 def _direct(ranks: int, in_memory: bool, n: int) -> float:
@@ -110,8 +119,9 @@ def _direct(ranks: int, in_memory: bool, n: int) -> float:
 
     A node's ranks share the way to memory: times P either way.
     """
+    once = DIRECT_S + PER_RANK_S * ranks
     if in_memory and n > ANYWHERE_BYTES:
-        return DIRECT_S + 2 * ranks * n * PER_BYTE
+        return once + 2 * ranks * n * PER_BYTE
     if n <= SHORT_BYTES:
-        return DIRECT_S + (ranks + 2) * n * PER_BYTE
-    return DIRECT_S * -(-n // WIDE_BYTES) + 4 * ranks * n * PER_BYTE
+        return once + (ranks + 2) * n * PER_BYTE
+    return once * -(-n // WIDE_BYTES) + 4 * ranks * n * PER_BYTE

@@ -20,8 +20,8 @@ import numpy as np
 from hpctrain import collectives, config
 from hpctrain.collectives import AllReduceFunction, Group, broadcast
 from hpctrain.collectives.choices import Choices
+from hpctrain.collectives.direct import ANYWHERE_BYTES, direct
 from hpctrain.collectives.direct import bound as direct_bound
-from hpctrain.collectives.direct import direct
 from hpctrain.collectives.gathers import ALL_GATHERS, AllGather, joined_by
 from hpctrain.collectives.native import native
 from hpctrain.collectives.nccl import nccl
@@ -33,12 +33,15 @@ from hpctrain.transport.nccl import libraries
 from hpctrain.tuning import table
 from hpctrain.tuning.choose import Plan, choices
 from hpctrain.tuning.guess import Layout, guessed, layout_of
+from hpctrain.watch import About
 
 #: What a user may type for an all-reduce.
 NAMES = ("auto", *collectives.ALLREDUCE, "nccl")
 #: What one more bucket costs beside its time on the wire: the hand-off to the thread that carries
 #: it, and back (benchmarks/overhead.py).
 HAND_OFF_S = 15e-6
+#: Up to here `direct` asks nobody where arrays lie, and Python is what costs.
+FEW_BYTES = ANYWHERE_BYTES
 
 
 def auto(group: Group, x: np.ndarray, op: Operation) -> None:
@@ -55,6 +58,22 @@ def taken(group: Group, x: np.ndarray, op: Operation) -> AllReduceFunction:
     if function is native and not (type(op) is np.ufunc and x.itemsize > 2):
         return pick.ours  # MPI reduces neither 16-bit floats nor by functions of ours
     return function
+
+
+def bare(
+    group: Group, x: np.ndarray, op: Operation
+) -> tuple[Callable[[], Any], About | None] | None:
+    """Return a call that does `auto` to flat `x`, and what the watch is to notice of the caller.
+
+    `x` has FEW_BYTES at most. None where ranks would have to agree: those may not come here too.
+    """
+    pick = (group.choices or _guess(group.link.size)).at(x.nbytes)
+    if pick.plain is not pick.kept:
+        return None
+    function = taken(group, x, op)
+    if function is native:
+        return group.link.bare_native(x, op)
+    return (direct_bound(group, x, op), None) if function is direct else None
 
 
 def _seen_by_all(group: Group, x: np.ndarray) -> bool:

@@ -7,7 +7,7 @@ it reads all records and reports. In DIR: rank-00000, ... (removed at a clean en
 """
 
 from hpctrain.watch.deadline import Watch
-from hpctrain.watch.inside import About, unnoted
+from hpctrain.watch.inside import About, noticed, unnoted
 from hpctrain.watch.record import ENTRIES, Call, Entry, Record, Snapshot, read, record_path, where
 from hpctrain.watch.report import REPORT, dump_stacks, interval_s, report, write_report
 
@@ -22,6 +22,7 @@ __all__ = [
     "Watch",
     "dump_stacks",
     "interval_s",
+    "noticed",
     "read",
     "record_path",
     "report",

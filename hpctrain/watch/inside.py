@@ -1,21 +1,23 @@
 """Calls too short to be noted: the watch itself finds a thread that stays inside one.
 
 MPI's all-reduce of four bytes takes well below a microsecond; a note in the record before it and
-one after would take a fifth of that. So `unnoted` notes nothing. Once per beat the watch looks at
-the innermost frame of every thread: if it is that of an unnoted call, and the same as a beat ago,
-the watch writes the note on the thread's behalf, and removes it when the thread has moved on.
+one after would take a fifth of that. So a function that is `noticed` notes nothing. Once per beat
+the watch looks at the innermost frame of every thread: if it is that of such a function, and the
+same as a beat ago, the watch writes the note on the thread's behalf, and removes it when the thread
+has moved on.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from hpctrain.watch.record import Entry
 
 ALL = -1  # the peer of a call that waits for every rank
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class HasEntry(Protocol):
@@ -32,16 +34,31 @@ class About(NamedTuple):
     nbytes: int
 
 
+Locals = Mapping[str, Any]
+_ABOUT: dict[CodeType, Callable[[Locals], About | None]] = {}
+
+
+def noticed(about: Callable[[Locals], About | None]) -> Callable[[F], F]:
+    """Mark a function that waits in C, so that the watch notices who stays in it.
+
+    `about` tells from the function's local variables what to note; None where it does not wait.
+    """
+
+    def mark(function: F) -> F:
+        _ABOUT[function.__code__] = about
+        return function
+
+    return mark
+
+
 def unnoted(call: Callable[[], Any], about: About) -> Callable[[], Any]:
     """Return `call` in a frame by which the watch knows it."""
 
+    @noticed(lambda seen: seen["about"])
     def inside(call: Callable[[], Any] = call, about: About = about) -> Any:
         return call()
 
     return inside
-
-
-_CODE = unnoted(len, None).__code__  # type: ignore[arg-type]
 
 
 class Insides:
@@ -53,14 +70,15 @@ class Insides:
 
     def look(self) -> None:
         """Note the calls that last since the last look; remove the notes of those that are over."""
-        frames = {i: f for i, f in sys._current_frames().items() if f.f_code is _CODE}
+        frames = {i: f for i, f in sys._current_frames().items() if f.f_code in _ABOUT}
         lasting = {i for i, frame in frames.items() if self._frames.get(i) is frame}
         for thread in self._noted.keys() - lasting:
             entry, note = self._noted.pop(thread)
             if entry.note == note:  # else the thread has written its next call over it
                 entry.leave()
         for thread in lasting - self._noted.keys():
-            link, operation, nbytes = frames[thread].f_locals["about"]
-            link.entry.enter(operation, ALL, nbytes)
-            self._noted[thread] = link.entry, link.entry.note
+            frame = frames[thread]
+            if (about := _ABOUT[frame.f_code](frame.f_locals)) is not None:
+                about.link.entry.enter(about.operation, ALL, about.nbytes)
+                self._noted[thread] = about.link.entry, about.link.entry.note
         self._frames = frames

@@ -51,3 +51,41 @@ def test_a_rank_that_is_lost_in_direct(start, mark, tmp_path, signal, said):
     assert said in ended.stderr
     left = set(os.listdir("/dev/shm")) - before
     assert not [name for name in left if "hpctrain" in Path(name).name]
+
+
+STAYS_AWAY = """
+import sys, time
+from pathlib import Path
+from dataclasses import replace
+import numpy as np
+import hpctrain as ht
+from hpctrain.tuning.choose import Plan, choices
+
+world = ht.init()
+native = ((0, "native"),)
+world.main = replace(world.main, choices=choices(Plan(native, native, ((0, "ring"),), (), True)))
+x = np.ones(1)
+reduce = {
+    "plain": lambda: ht.allreduce(x, check=False),
+    "native": lambda: world.link.native_allreduce(x, np.add),
+    "bound": ht.arrays.bind(x, algorithm="native"),
+}[sys.argv[1]]
+with world.watched(Path(sys.argv[2]), timeout_s=1):
+    for step in range(4):
+        world.record.step = step  # the limit does not hold in the first
+        if step == 3 and world.rank == 1:
+            time.sleep(60)
+        reduce()
+print("never comes here")
+"""
+
+
+@pytest.mark.parametrize("call", ["plain", "native", "bound"])
+def test_who_stays_in_a_call_that_notes_nothing_is_seen(start, tmp_path, call):
+    ended = start("-c", STAYS_AWAY, call, tmp_path / "run", ranks=2).finish()
+    assert ended.returncode != 0
+    assert ended.seconds < 20
+    waits_for, waiting = ended.stderr.split("the job waits for:")[1].split("these wait:")
+    assert "rank 1 on" in waits_for
+    assert "waiting; in MPI_Allreduce with all ranks" in waiting, waiting
+    assert "never comes here" not in ended.stdout
