@@ -27,12 +27,13 @@ from hpctrain.collectives.ring import reduce_scatter as ring_reduce_scatter
 from hpctrain.collectives.tree import broadcast as tree_broadcast
 from hpctrain.collectives.tree import reduce as tree_reduce
 from hpctrain.errors import UsageError
-from hpctrain.tuning.select import FEW_BYTES, allreduce_named, auto, bare, bound
+from hpctrain.tuning.select import allreduce_named, auto, bound, prepared
 from hpctrain.watch import noticed
 from hpctrain.world import World, init
 
 SIGNATURE_BYTES = 64
 RESULTS = ("in-place", "shared")  # of a bound call
+_calls = ready.calls
 
 
 @noticed(lambda seen: seen.get("_about"))
@@ -49,14 +50,15 @@ def allreduce(
     `hpctrain.collectives.ALLREDUCE`. Cost: see the file of the algorithm. Raises UsageError if an
     argument does not fit, or if ranks differ.
     """
-    try:  # the quickest way in Python to an array's own call: every 10 ns are seen at few bytes
-        dtype, by, name, where, call, _about = ready.calls[id(x)]
-    except KeyError:
-        pass
-    else:
-        if not check and x.dtype is dtype and op == by and algorithm == name and world is where:
-            call()
-            return
+    if not check:
+        try:  # the quickest way in Python to an array's call: every 10 ns are seen at few bytes
+            dtype, by, name, where, call, _about = _calls[id(x)]
+        except KeyError:
+            pass
+        else:
+            if x.dtype is dtype and op == by and algorithm == name and world is where:
+                call()
+                return
     _allreduce(x, op, algorithm, world, check)
 
 
@@ -68,8 +70,8 @@ def _allreduce(x: np.ndarray, op: str, algorithm: str, given: World | None, chec
     function(world.main, flat, operation)
     if op == "mean":
         flat /= world.size
-    elif function is auto and not check and x.nbytes <= FEW_BYTES and ready.met_before(x):
-        found = bare(world.main, ready.alias(x), operation)
+    elif function is auto and not check and ready.met_before(x):
+        found = prepared(world.main, flat, operation)
         if found is not None:
             ready.keep(x, (x.dtype, op, algorithm, given, *found))
 

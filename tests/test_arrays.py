@@ -66,23 +66,25 @@ AGAIN = [("sum", "f4")] * 4 + [("sum", "i4")] * 3 + [("max", "i4"), ("max", "f4"
 
 @on_ranks(1, 2, 3, mpi=(1, 2, 3))
 @pytest.mark.parametrize("taken", ["native", "direct", "ring"])
-def test_unchecked_calls(ranks, taken):
+@pytest.mark.parametrize("length", [3, 40_000])
+def test_unchecked_calls(ranks, taken, length):
     """Made ready where an array comes again, which it does on rank 0 only, changed at times."""
     plan = Plan(((0, taken),), ((0, taken),), ((0, "ring"),), (), True)
     wanted = {"sum": ranks.size * (ranks.size + 1) // 2, "max": ranks.size}
 
     def body(world):
         world.main = replace(world.main, choices=choices(plan))
-        same, found = np.empty((2, 3), np.float32), []
-        for op, dtype in AGAIN:
-            same.dtype = dtype
-            x = same.view() if world.rank else same
-            x[:] = world.rank + 1
-            found.append(id(x) in ready.calls)
-            allreduce(x, op, world=world, check=False)
-            assert (x == wanted[op]).all()
         able = taken == "direct" or (taken == "native" and world.transport == "mpi")
-        assert found[:4] == [False, False, able and not world.rank, able and not world.rank]
+        for flat in (world.zeros(2 * length), np.zeros(2 * length, np.float32)):
+            same, found = flat.reshape(2, length), []
+            for op, dtype in AGAIN:
+                same.dtype = dtype
+                x = same.view() if world.rank else same
+                x[:] = world.rank + 1
+                found.append(id(x) in ready.calls)
+                allreduce(x, op, world=world, check=False)
+                assert (x == wanted[op]).all()
+            assert found[:4] == [False, False, able and not world.rank, able and not world.rank]
 
     ranks(body)
 

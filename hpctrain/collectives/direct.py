@@ -98,6 +98,32 @@ def bound(
     return call
 
 
+def prepared(group: Group, x: np.ndarray, op: Operation) -> Callable[[], object]:
+    """Return a call that does `direct` to flat `x`, which other ranks may do without one.
+
+    What this rank can find out by itself is found out now; what ranks agree on, in each call.
+    """
+    near = _near(group)
+    if near is None:
+        return partial(messages.ring, group, x, op)
+    if x.nbytes <= ANYWHERE_BYTES:
+        return slots.short_call(near, x, op, _said_elsewhere(x.nbytes))
+    place = None if group.memory is None else group.memory.place(x)
+    said, agree = _said(x, place), near.flags.agree
+    blocks = None if place is None else _our_blocks(near, place.arrays)
+
+    def call() -> None:
+        if not agree(said):
+            slots.must_be_one_length(near, x)
+        elif blocks is not None:
+            _sum_and_write_back(blocks, op)
+            agree()
+            return
+        slots.long(near, x, op)
+
+    return call
+
+
 def _and_return(work: Callable[[], None], x: np.ndarray) -> np.ndarray:
     work()
     return x

@@ -20,8 +20,9 @@ import numpy as np
 from hpctrain import collectives, config
 from hpctrain.collectives import AllReduceFunction, Group, broadcast
 from hpctrain.collectives.choices import Choices
-from hpctrain.collectives.direct import ANYWHERE_BYTES, direct
 from hpctrain.collectives.direct import bound as direct_bound
+from hpctrain.collectives.direct import direct
+from hpctrain.collectives.direct import prepared as direct_prepared
 from hpctrain.collectives.gathers import ALL_GATHERS, AllGather, joined_by
 from hpctrain.collectives.native import native
 from hpctrain.collectives.nccl import nccl
@@ -29,6 +30,7 @@ from hpctrain.collectives.null import null
 from hpctrain.collectives.operations import Operation
 from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.errors import UsageError
+from hpctrain.ready import alias
 from hpctrain.transport.nccl import libraries
 from hpctrain.tuning import table
 from hpctrain.tuning.choose import Plan, choices
@@ -40,8 +42,6 @@ NAMES = ("auto", *collectives.ALLREDUCE, "nccl")
 #: What one more bucket costs beside its time on the wire: the hand-off to the thread that carries
 #: it, and back (benchmarks/overhead.py).
 HAND_OFF_S = 15e-6
-#: Up to here `direct` asks nobody where arrays lie, and Python is what costs.
-FEW_BYTES = ANYWHERE_BYTES
 
 
 def auto(group: Group, x: np.ndarray, op: Operation) -> None:
@@ -60,20 +60,18 @@ def taken(group: Group, x: np.ndarray, op: Operation) -> AllReduceFunction:
     return function
 
 
-def bare(
+def prepared(
     group: Group, x: np.ndarray, op: Operation
 ) -> tuple[Callable[[], Any], About | None] | None:
     """Return a call that does `auto` to flat `x`, and what the watch is to notice of the caller.
 
-    `x` has FEW_BYTES at most. None where ranks would have to agree: those may not come here too.
+    It does not hold `x`. Other ranks may call `auto` itself: so None where it would ask them now.
     """
     pick = (group.choices or _guess(group.link.size)).at(x.nbytes)
-    if pick.plain is not pick.kept:
-        return None
-    function = taken(group, x, op)
+    function = taken(group, x, op) if pick.plain is pick.kept else None
     if function is native:
-        return group.link.bare_native(x, op)
-    return (direct_bound(group, x, op), None) if function is direct else None
+        return group.link.bare_native(alias(x), op)
+    return (direct_prepared(group, alias(x), op), None) if function is direct else None
 
 
 def _seen_by_all(group: Group, x: np.ndarray) -> bool:
