@@ -14,7 +14,7 @@ class Clock:
 
     def __init__(self):
         self.now = self.ready = 0.0
-        self.naps = []
+        self.naps, self.looks = [], 0
 
     def perf_counter(self):
         return self.now
@@ -24,6 +24,7 @@ class Clock:
         self.now += seconds
 
     def Test(self, status):
+        self.looks += 1
         return self.now >= self.ready
 
     def naps_of(self, patience, takes):
@@ -45,6 +46,12 @@ def test_the_first_nap_is_a_quarter_of_the_last_wait(clock):
     assert first == pytest.approx([0.05 * MS, 0.1 * MS, 0.2 * MS, 0.4 * MS, 0.8 * MS, MS])
     assert clock.naps_of(patience, 2 * MS) == pytest.approx([sum(first) / 4, MS, MS])
     assert clock.naps_of(patience, 0.0) == []
+
+
+def test_after_a_nap_it_looks_several_times(clock):
+    """A look moves no more than a library takes from the kernel at once."""
+    naps = clock.naps_of(requests.Patience(), 2 * MS)
+    assert clock.looks == len(naps) * requests.LOOKS + 1
 
 
 @pytest.mark.parametrize("last, nap", [(1000 * MS, MS), (0.01 * MS, 0.05 * MS)])
