@@ -36,6 +36,7 @@ from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
 from hpctrain.tuning.select import all_gather_named, auto
 from hpctrain.world import World
+from hpctrain.xp import on_device
 
 
 @config.options
@@ -122,6 +123,7 @@ class AllReduce:
         self, world: World, replica: Replica, optimizer: Optimizer, options: AllReduceOptions
     ):
         _must_take_buckets(optimizer, options)
+        _must_be_on_cores(replica, options)
         _same_start(world, replica, options)
         self.times, self.algorithm = Times(), options.algorithm
         self.workers, self.worker = world.size, world.rank
@@ -255,10 +257,22 @@ def _must_take_buckets(optimizer: Optimizer, options: AllReduceOptions) -> None:
         )
 
 
+def _must_be_on_cores(replica: Replica, options: AllReduceOptions) -> None:
+    """Raise UsageError for what is made for the memory of the host, where a GPU computes."""
+    asked = {
+        "[wire] compression": options.compression != "none",
+        "[engine] share_parameters": options.share_parameters,
+    }
+    for key, seen in asked.items():
+        if seen and on_device(replica.arena.grad):
+            raise UsageError(f"{key}: expected device = 'cpu'; on a GPU it is not there yet")
+
+
 def _same_start(world: World, replica: Replica, options: AllReduceOptions) -> None:
     """Let neighbours see the gradients, and all ranks begin from the parameters of rank 0."""
     grad = replica.arena.grad
-    replica.move(grad=world.memory.zeros(grad.size, grad.dtype))
+    if not on_device(grad):
+        replica.move(grad=world.memory.zeros(grad.size, grad.dtype))
     arena = replica.arena
     said = f"{options}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
     world.must_agree(said, "model and options")

@@ -15,6 +15,7 @@ from hpctrain.checkpoint import Piece
 from hpctrain.engines.engine import fitting, load_into, whole
 from hpctrain.gradients.arena import Arena
 from hpctrain.optim import Optimizer
+from hpctrain.xp import like
 
 
 class Apart:
@@ -60,7 +61,7 @@ class Apart:
         moments = {name: x for name, x in own.items() if name not in self._planes}
         load_into(self._arena, self.state, {**arrays, **moments})
         self._aside = {
-            name: fitting(own, name, x.size).copy()
+            name: like(x, fitting(own, name, x.size)).copy()
             for name, x in self._planes.items()
             if name in own
         }

@@ -6,14 +6,41 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
+from hpctrain.xp import Array, Event, event, finish, on_device, own_stream, wait_for
 
-def aside(concurrent: bool, name: str) -> Executor:
+
+def aside(concurrent: bool, name: str, x: Array) -> Executor:
     """Return what `submit` gives calls to; where threads may not communicate, they are made there.
 
     MPI libraries seldom make progress in the background: who wants to compute while something
-    travels needs a thread that waits for it.
+    travels needs a thread that waits for it. The calls are about arrays where `x` is: on a device
+    they come after what the caller's stream was given, and are done when their future is.
     """
-    return ThreadPoolExecutor(1, name) if concurrent else _AtOnce()
+    if not concurrent:
+        return _AtOnce()
+    return _OnDevice(name, x) if on_device(x) else ThreadPoolExecutor(1, name)
+
+
+class _OnDevice(Executor):
+    """A thread with a stream of its own."""
+
+    def __init__(self, name: str, x: Array):
+        self._x, self._stream = x, own_stream(x)  # which this thread never leaves
+        self._thread = ThreadPoolExecutor(1, name, initializer=self._stream.__enter__)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Return the future of a call."""
+        return self._thread.submit(self._call, event(self._x), fn, *args, **kwargs)
+
+    def _call(self, before: Event, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        wait_for(before)
+        result = fn(*args, **kwargs)
+        finish(self._x)
+        return result
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait, cancel_futures=cancel_futures)
 
 
 class _AtOnce(Executor):

@@ -18,6 +18,7 @@ from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.buckets import Bucket
 from hpctrain.gradients.reducer import Reducer
 from hpctrain.world import World
+from hpctrain.xp import copy, namespace
 
 
 class Outer:
@@ -52,7 +53,7 @@ class Outer:
         """Take the whole state; begin at the arena's parameters if there was no outer method."""
         self.begin()
         for name, x in self._named().items() if "outer.param" in arrays else ():
-            x[...] = fitting(arrays, name, x.size)
+            copy(x, fitting(arrays, name, x.size))
 
     def _named(self) -> dict[str, np.ndarray]:
         return {"outer.param": self._centre, **{f"outer.{k}": x for k, x in self._state.items()}}
@@ -70,7 +71,8 @@ class Delayed:
     ):
         """Sum copies of `planes` on a thread and link of their own. Memory: once the planes."""
         self._planes, self._delay, self._workers = planes, delay, world.size
-        self._sum = np.zeros(sum(x.size for x in planes), planes[0].dtype)
+        length = sum(x.size for x in planes)
+        self._sum = namespace(planes[0]).zeros(length, planes[0].dtype)
         ends = np.cumsum([0, *(x.size for x in planes)]).tolist()
         self._views = slices(self._sum, ends)
         self._group, self._concurrent = Group(world.link_for("average")), world.concurrent
@@ -125,7 +127,7 @@ class Delayed:
         name = f"delayed.{self._workers}"
         self._left = self._arrived = name in arrays
         if self._left:
-            self._sum[...] = fitting(arrays, name, self._sum.size)
+            copy(self._sum, fitting(arrays, name, self._sum.size))
 
     def close(self) -> None:
         """End the thread and free its link; collective."""

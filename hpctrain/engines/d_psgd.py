@@ -34,6 +34,7 @@ from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
 from hpctrain.transport.link import Request
 from hpctrain.world import World
+from hpctrain.xp import namespace
 
 NEVER = 1 << 62
 
@@ -79,9 +80,10 @@ class DPsgd(Centreless):
         """Take part in `graph`, one of GRAPHS; collective."""
         super().__init__(world, replica, optimizer, f"gossip, graph {graph}")
         self._graph, self._link = GRAPHS[graph], world.link_for("gossip")
-        self._aside, self._links = aside(world.concurrent, "gossip"), [self._link]
+        self._links = [self._link]
         self._mixed = np.zeros_like(replica.arena.param)
-        self._inbox = np.zeros((2, self._mixed.size), self._mixed.dtype)
+        self._aside = aside(world.concurrent, "gossip", self._mixed)
+        self._inbox = namespace(self._mixed).zeros((2, self._mixed.size), self._mixed.dtype)
         self._end = NEVER  # the step at which all end, as far as this worker has heard
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:

@@ -77,7 +77,8 @@ class Easgd(ParameterServer):
         roles: Roles,
         method: OwnPace,
     ):
-        self._period, self._aside = method.period, aside(world.concurrent, "exchange")
+        self._period = method.period
+        self._aside = aside(world.concurrent, "exchange", replica.arena.param)
         super().__init__("easgd", world, replica, optimizer, roles, method)
 
     def state(self) -> list[Piece]:

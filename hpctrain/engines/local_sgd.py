@@ -58,6 +58,7 @@ from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
 from hpctrain.tuning.select import allreduce_named
 from hpctrain.world import World
+from hpctrain.xp import like
 
 
 @config.options
@@ -278,7 +279,7 @@ class LocalSgd:
         load_into(self.replica.arena, self._update.state, {**arrays, **moments})
         self._apart, self._parted = "param" in own, before == self.workers
         aside = planes if self._apart else {}
-        self._own = [fitting(own, name, x.size).copy() for name, x in aside.items()]
+        self._own = [like(x, fitting(own, name, x.size)).copy() for name, x in aside.items()]
         for more in (self._outer, self._delayed):
             if more is not None:
                 more.load(arrays)

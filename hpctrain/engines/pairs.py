@@ -25,6 +25,7 @@ from hpctrain.errors import TransportError
 from hpctrain.nn import Key
 from hpctrain.transport.link import Link, Request
 from hpctrain.world import World
+from hpctrain.xp import finish, own_stream
 
 _STREAM = 4  # keeps this stream apart from others that use Philox with a key of (seed, number)
 #: In a list of turns: a gradient of the worker's own, or LEFT less the active worker that left;
@@ -52,7 +53,7 @@ class Active:
         """Exchange `param`, which nobody writes from `begin` to `take`; `link` is the thread's."""
         self._param, self._link, self._times, self._trace = param, link, times, world.trace
         self._mean = np.zeros_like(param)
-        self._aside = aside(world.concurrent, "gossip")
+        self._aside = aside(world.concurrent, "gossip", param)
         self._meeting: Future[None] | None = None
 
     def begin(self, key: Key) -> None:
@@ -109,6 +110,7 @@ class Passive:
         `told` are the turns to be repeated, if any are.
         """
         self._x[...] = self._param
+        finish(self._x)  # another thread reads it, on a stream of its own
         self._turns = Turns(told)
         return self._answer
 
@@ -121,6 +123,7 @@ class Passive:
             with self._turns.turn(OWN):
                 update(self._x)
                 self._param[...] = self._x
+                finish(self._x)
 
     def leave(self) -> None:
         """Do nothing: as long as others want to meet, there is an answer."""
@@ -133,6 +136,10 @@ class Passive:
         """Do nothing: the thread ends with each training."""
 
     def _answer(self) -> list[int]:
+        with own_stream(self._x):
+            return self._answer_all()
+
+    def _answer_all(self) -> list[int]:
         header = np.zeros((self._link.size, 1), np.int64)
         posted = {a: self._link.irecv(header[a], a) for a in self._actives}
         told = deque(self._turns.told_others)
@@ -168,6 +175,7 @@ class Passive:
                 mean += self._x
                 mean /= 2
                 self._x[...] = mean
+                finish(self._x)
             self._link.isend(mean, other).wait()
         self._times.wire_s += wire.seconds
 

@@ -30,6 +30,7 @@ from hpctrain.gradients.arena import Arena, Slot
 from hpctrain.optim import Optimizer
 from hpctrain.optim.optimizer import State, Total
 from hpctrain.transport.link import Link, Request
+from hpctrain.xp import to_host
 
 AHEAD = 2  #: slices whose receives are posted before they are needed
 
@@ -85,7 +86,8 @@ class Shard:
         `workers` are their ranks. `delay_compensation` is the lambda of Zheng et al. (2017);
         `adds` says that orders to ADD may come, which need memory for a whole gradient.
         """
-        self.param = arena.param[own].copy()
+        # Of the host, wherever workers compute: a server is there for the memory and the cores.
+        self.param = to_host(arena.param[own]).copy()
         self._own, self._length, self._total = own, arena.param.size, total
         self._optimizer, self._push, self._pull, self._workers = optimizer, push, pull, workers
         self._wire = [slice(s.start - own.start, s.stop - own.start)

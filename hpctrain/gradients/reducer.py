@@ -45,6 +45,7 @@ from hpctrain.gradients.buckets import Bucket
 from hpctrain.gradients.compress import CompressionOptions
 from hpctrain.trace import Trace
 from hpctrain.tuning.select import name_of, resolved
+from hpctrain.xp import Event, event, own_stream, wait_for
 
 JOIN_LIMIT_S = 10.0
 #: An all-reduce that returns where the sum is; None: in the array that it was given.
@@ -129,6 +130,9 @@ class Reducer:
         self._sent = 0  # buckets handed to the wire in this step
         self._outbox: SimpleQueue[int | None] = SimpleQueue()
         self._arrived: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
+        # On a device the streams of the two threads wait for each other, bucket by bucket.
+        self._made: list[Event] = [None] * len(self._slices)
+        self._summed: list[Event] = [None] * len(self._slices)
         self._in: set[int] = set()  # buckets of this step whose sum is known to be in
         self._thread: threading.Thread | None = None
         if concurrent:
@@ -143,6 +147,7 @@ class Reducer:
         missing.remove(name)
         while self._sent < len(self._slices) and not self._missing[self._sent]:
             if self._thread is not None:
+                self._made[self._sent] = event(self._grad)
                 self._outbox.put(self._sent)
             self._sent += 1
 
@@ -195,6 +200,7 @@ class Reducer:
             number, error = self._arrived.get()
             if error is not None:
                 raise error
+            wait_for(self._summed[number])
         self._in.add(number)
 
     def release(self) -> None:
@@ -210,12 +216,18 @@ class Reducer:
 
     def _carry(self) -> None:
         """Reduce what comes out of the outbox: the body of the communication thread."""
+        with own_stream(self._grad):
+            self._carry_all()
+
+    def _carry_all(self) -> None:
         numbers = self._by_priority() if self._priority else iter(self._outbox.get, None)
         number = -1
         while True:
             try:
                 number = next(numbers)
+                wait_for(self._made[number])
                 self._reduce(number)
+                self._summed[number] = event(self._grad)
                 self._arrived.put((number, None))
             except StopIteration:
                 return
