@@ -148,6 +148,12 @@ def own_stream(x: Array) -> AbstractContextManager[Any]:
     return _own_stream(x) if on_device(x) else nullcontext()
 
 
+def keep_stream(x: Array) -> None:
+    """Give this thread, as long as it lives, a stream of its own on the device of `x`."""
+    x.device.use()
+    namespace(x).cuda.Stream(non_blocking=True).use()
+
+
 @contextmanager
 def _own_stream(x: Array) -> Iterator[None]:
     with x.device, namespace(x).cuda.Stream(non_blocking=True):

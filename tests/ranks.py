@@ -18,7 +18,7 @@ import pytest
 
 from hpctrain import world as worlds
 from hpctrain.transport.gpus import Gpu
-from hpctrain.transport.local import run_ranks
+from hpctrain.transport.local import LocalLink, run_ranks
 from hpctrain.world import World
 
 THREAD_RANKS = tuple(range(1, 10))
@@ -34,10 +34,16 @@ def on_ranks(*sizes: int, mpi: tuple[int, ...] | None = None) -> Callable:
     return pytest.mark.parametrize("ranks", rows, indirect=True)
 
 
-def with_gpus(world: World) -> World:
-    """Return `world` of a thread, computing on a stand-in; ranks share GPU 0."""
-    world.gpu = Gpu(0, "GPU-0", "")
-    return world
+def run_on_gpus(size: int, body: Callable[[World], object]) -> list:
+    """Return the results of `body(world)` of ranks that are threads and share stand-in 0."""
+
+    def rank(link: LocalLink) -> object:
+        link.take(["staged"] * size)
+        world = worlds.over_threads(link)
+        world.gpu = Gpu(0, "GPU-0", "")
+        return body(world)
+
+    return run_ranks(size, rank, timeout_s=20)
 
 
 def run_on(kind: str, size: int, body: Callable[[World], object]) -> list:

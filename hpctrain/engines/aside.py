@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
-from hpctrain.xp import Array, Event, event, finish, on_device, own_stream, wait_for
+from hpctrain.xp import Array, Event, event, finish, keep_stream, on_device, wait_for
 
 
 def aside(concurrent: bool, name: str, x: Array) -> Executor:
@@ -25,8 +25,8 @@ class _OnDevice(Executor):
     """A thread with a stream of its own."""
 
     def __init__(self, name: str, x: Array):
-        self._x, self._stream = x, own_stream(x)  # which this thread never leaves
-        self._thread = ThreadPoolExecutor(1, name, initializer=self._stream.__enter__)
+        self._x = x
+        self._thread = ThreadPoolExecutor(1, name, initializer=keep_stream, initargs=(x,))
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Return the future of a call."""

@@ -206,6 +206,7 @@ class Lanes:
 
     def wait(self, transfer: Any, what: bytes, peer: int, nbytes: int) -> None:
         """Return once `transfer` is done."""
+        _here.busy.add(self)  # another thread, which has ended since, may have begun it
         if type(transfer) is Plain and transfer.posted and self._only(transfer):
             transfer.wait()
         elif not transfer.done:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ranks import run_on, with_gpus
+from ranks import run_on, run_on_gpus
 
 from hpctrain import data, engines, nn, optim, xp
 from hpctrain.trainer import Trainer
@@ -29,7 +29,7 @@ def test_one_device_has_the_bytes_of_the_host(gpu):
     engine = engines.AllReduce()
     ((wanted, on_host),) = run_on("threads", 1, lambda w: trained(w, engine))
     gpu.counts.clear()
-    ((found, summary),) = run_on("threads", 1, lambda w: trained(with_gpus(w), engine))
+    ((found, summary),) = run_on_gpus(1, lambda w: trained(w, engine))
     assert (found == wanted).all() and gpu.counts["implicit"] == 0
     for key in ("train_loss", "test_loss", "test_accuracy", "params_sha256"):
         assert summary[key] == on_host[key], key
