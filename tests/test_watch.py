@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import subprocess
@@ -34,6 +35,7 @@ from hpctrain.watch import (
     where,
 )
 from hpctrain.watch.inside import Insides
+from hpctrain.watch.record import frame_of_each_thread
 
 # Rank 1 of 2, without MPI. `compute` lies in no library, so its line is the one to be shown.
 CHILD = """
@@ -363,6 +365,21 @@ def test_where(files: list[str], expected: str) -> None:
         exec(compile("def call(): return inner()", file, "exec"), scope)
         call = scope["call"]
     assert call() == expected
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_nothing_is_collected_while_frames_are_made(
+    collects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or CPython 3.11.0 to 3.11.8 may stop for good; afterwards all is as it was."""
+    monkeypatch.setattr(sys, "_current_frames", lambda: {0: gc.isenabled()})
+    if not collects:
+        gc.disable()
+    try:
+        assert frame_of_each_thread() == {0: False}
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable()
 
 
 def test_where_of_a_thread_that_ended() -> None:

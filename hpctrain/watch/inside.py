@@ -9,12 +9,11 @@ has moved on.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from hpctrain.watch.record import Entry
+from hpctrain.watch.record import Entry, frame_of_each_thread
 
 ALL = -1  # the peer of a call that waits for every rank
 F = TypeVar("F", bound=Callable[..., Any])
@@ -70,7 +69,7 @@ class Insides:
 
     def look(self) -> None:
         """Note the calls that last since the last look; remove the notes of those that are over."""
-        frames = {i: f for i, f in sys._current_frames().items() if f.f_code in _ABOUT}
+        frames = {i: f for i, f in frame_of_each_thread().items() if f.f_code in _ABOUT}
         lasting = {i for i, frame in frames.items() if self._frames.get(i) is frame}
         for thread in self._noted.keys() - lasting:
             entry, note = self._noted.pop(thread)

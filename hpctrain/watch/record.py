@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import mmap
 import os
 import socket
@@ -135,7 +136,7 @@ class Record:
 
     def beat(self) -> None:
         """Write the heartbeat and the main thread's line, and hand the record to other hosts."""
-        line = where(sys._current_frames().get(self._thread))
+        line = where(frame_of_each_thread().get(self._thread))
         _BEAT.pack_into(self._map, _BEAT_AT, clock(), line.encode())
         if self._file is not None:
             # Not mmap.flush: that may keep the interpreter locked while the disk works.
@@ -167,6 +168,22 @@ def _open(path: Path | None) -> tuple[int | None, mmap.mmap | bytearray]:
     os.write(file, bytes(_BYTES))
     os.replace(fresh, path)
     return file, mmap.mmap(file, _BYTES)
+
+
+def frame_of_each_thread() -> dict[int, FrameType]:
+    """Return the frame in which each thread is.
+
+    CPython 3.11 before 3.11.9 holds a lock meanwhile that threads take to begin and to end, and
+    may collect garbage: finalizers let another thread run, which may then wait for that lock, and
+    does so with the interpreter's own (gh-106883). So nothing is collected now.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def where(frame: FrameType | None) -> str:
