@@ -26,6 +26,7 @@ from hpctrain.collectives import Group, over_nodes
 from hpctrain.errors import HpctrainError, HungError, UsageError
 from hpctrain.trace import Trace
 from hpctrain.transport import gpus, seat
+from hpctrain.transport.ipc import arenas_of
 from hpctrain.transport.link import Link
 from hpctrain.transport.memory import Memory
 from hpctrain.transport.paths import STAGED, Place, Verdict
@@ -61,7 +62,10 @@ class World:
         self.places = self.places or tuple(Place(host, "") for host in self.hosts)
         main = over_nodes(self.link, self.host)
         node = main.links[1]
-        self.memory = Memory(node, partial(collectives.all_gather_bytes, node))
+        gather = partial(collectives.all_gather_bytes, node)
+        self.memory = Memory(node, gather)
+        gpus_here = [place.gpu for place in self.places if place.node == self.host]
+        self.memory.gpu = arenas_of(node, gather, gpus_here)
         # Ranks that are threads of one process must let each other run.
         over_mpi = self.transport == "mpi"
         self.main = with_choices(replace(main, memory=self.memory, spins=over_mpi), over_mpi)

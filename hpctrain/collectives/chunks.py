@@ -27,6 +27,11 @@ def slices(x: np.ndarray, offsets: Sequence[int]) -> list[np.ndarray]:
     return [x[a:b] for a, b in pairwise(offsets)]
 
 
+def parts_of(arrays: Sequence[np.ndarray], offsets: Sequence[int], number: int) -> list[np.ndarray]:
+    """Return of each of `arrays` the view between offset `number` and the next."""
+    return [x[offsets[number] : offsets[number + 1]] for x in arrays]
+
+
 def segments(x: np.ndarray, segment_bytes: int = SEGMENT_BYTES) -> Iterator[np.ndarray]:
     """Yield views of at most `segment_bytes` that cover flat `x`; none if it is empty."""
     step = max(1, segment_bytes // x.itemsize)

@@ -22,6 +22,12 @@ Cost: two exchanges of flags; 2n bytes through memory per rank (2Pn in all), n (
 Arrays that lie elsewhere, and all short ones, go through slots (slots.py). Which way is taken is
 agreed in the first exchange: each rank says where its array lies. If any rank's array lies
 elsewhere than the others', all go through slots.
+
+Arrays of GPUs lie in memory that CUDA IPC maps (`transport/ipc.py`); a part is one kernel, which
+reads it in all arrays and writes it to all (fused.py). The host alone synchronises: each rank waits
+for its stream, then come the flags. Arrays elsewhere travel as messages. Where one GPU belongs to
+all ranks, `direct_shared` moves (P+1)n bytes there, `direct` 2Pn; across GPUs `direct_shared` is
+`direct`, since all would read the sum over one link.
 """
 
 from __future__ import annotations
@@ -34,14 +40,16 @@ from zlib import crc32
 
 import numpy as np
 
+from hpctrain.collectives import fused, slots
 from hpctrain.collectives import ring as messages
-from hpctrain.collectives import slots
+from hpctrain.collectives.chunks import parts_of
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.near import LENGTHS_KEPT, SHORT_BYTES, Near
-from hpctrain.collectives.operations import Operation
+from hpctrain.collectives.operations import Operation, ufunc_of
 from hpctrain.collectives.slots import parts
 from hpctrain.errors import UsageError
 from hpctrain.transport.memory import Place
+from hpctrain.xp import Array, finish, on_device
 
 log = logging.getLogger(__name__)
 BLOCK_BYTES = 128 << 10
@@ -79,6 +87,9 @@ def bound(
     near = _near(group)
     if near is None:
         return partial(_and_return, partial(messages.ring, group, x, op), x)
+    if on_device(x):
+        in_place = partial(_and_return, partial(direct, group, x, op), x)
+        return partial(direct_shared, group, x, op) if shared else in_place
     if x.nbytes <= ANYWHERE_BYTES:
         return slots.short_call(near, x, op, _said_elsewhere(x.nbytes))
     arrays = agreed(group, near, x)
@@ -106,6 +117,8 @@ def prepared(group: Group, x: np.ndarray, op: Operation) -> Callable[[], object]
     near = _near(group)
     if near is None:
         return partial(messages.ring, group, x, op)
+    if on_device(x):
+        return partial(direct, group, x, op)
     if x.nbytes <= ANYWHERE_BYTES:
         return slots.short_call(near, x, op, _said_elsewhere(x.nbytes))
     place = None if group.memory is None else group.memory.place(x)
@@ -142,7 +155,11 @@ def reduce_scatter(
     arrays = None if near is None else agreed(group, near, x)
     if arrays is None:
         return messages.reduce_scatter(node, x, op, offsets=offsets)
-    total = group.scratch.take(BLOCK_BYTES // x.itemsize, x.dtype)
+    if on_device(x):
+        theirs = parts_of(arrays, offsets, rank)
+        fused.combine(theirs, ufunc_of(op), [theirs[rank]])
+        return theirs[rank]
+    total = group.scratch.beside(x, BLOCK_BYTES // x.itemsize)
     for block in _blocks([array[offsets[rank] : offsets[rank + 1]] for array in arrays]):
         out = total[: block[0].size]
         slots.add(block, op, out)
@@ -161,6 +178,7 @@ def all_gather(group: Group, x: np.ndarray, offsets: Sequence[int] | None = None
         if rank != node.link.rank:
             part = slice(offsets[rank], offsets[rank + 1])
             x[part] = array[part]
+    finish(x)
     near.flags.agree()  # nobody changes what a neighbour still reads
 
 
@@ -198,6 +216,8 @@ def _reduce(
     near = _near(group)
     if near is None:
         messages.ring(group, x, op)
+    elif type(x) is not np.ndarray and on_device(x):
+        return _reduce_on_gpus(group, near, x, op, work is _sum_into_the_first)
     elif x.nbytes <= ANYWHERE_BYTES:
         slots.short(near, x, op, _said_elsewhere(x.nbytes))
     elif (arrays := agreed(group, near, x)) is None:
@@ -209,10 +229,30 @@ def _reduce(
     return None
 
 
-def agreed(group: Group, near: Near, x: np.ndarray) -> list[np.ndarray] | None:
+def _reduce_on_gpus(
+    group: Group, near: Near, x: Array, op: Operation, shared: bool
+) -> list[Array] | None:
+    """Do as `_reduce`; with `shared`, on one GPU, the sum is in the first of the arrays alone."""
+    arrays, rank = agreed(group, near, x), near.link.rank
+    if arrays is None:
+        messages.ring(group, x, op)
+        return None
+    theirs = parts_of(arrays, parts(x, len(arrays)), rank)
+    shared = shared and group.memory is not None and group.memory.on_one_gpu
+    fused.combine(theirs, ufunc_of(op), theirs[:1] if shared else theirs)
+    finish(x)
+    near.flags.agree()
+    return arrays if shared else None
+
+
+def agreed(group: Group, near: Near, x: Array) -> list[Array] | None:
     """Return all ranks' arrays once all may be read; None unless all lie at the same place."""
     place = None if group.memory is None else group.memory.place(x)
-    if near.flags.agree(_said(x, place)):
+    said = _said(x, place)
+    if type(x) is not np.ndarray and on_device(x):
+        finish(x)
+        said ^= place is None  # of arrays that lie anywhere, a GPU's take another way
+    if near.flags.agree(said):
         return None if place is None else place.arrays
     slots.must_be_one_length(near, x)
     return None

@@ -120,7 +120,7 @@ def _leaf_first(group: Group, x: np.ndarray) -> list[tuple[np.ndarray, Family]]:
     A leaf waits for nobody, so all its segments are under way before we wait for any of the
     other half. In turn, each segment of one tree would wait for one that crosses the other.
     """
-    halves = np.split(x, [x.size // 2])
+    halves = x[: x.size // 2], x[x.size // 2 :]
     both = zip(halves, families(group.link.rank, group.link.size), strict=True)
     return sorted(both, key=lambda one: len(one[1].children))
 

@@ -11,6 +11,7 @@ from hpctrain.collectives.choices import Choices
 from hpctrain.collectives.near import Near, near
 from hpctrain.transport.link import Link
 from hpctrain.transport.memory import Memory
+from hpctrain.xp import Array, namespace
 
 
 class Scratch:
@@ -18,6 +19,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
+        self._beyond: dict[int, Array] = {}  # on each GPU
 
     def take(self, length: int, dtype: np.dtype) -> np.ndarray:
         """Return an array of `length` elements; the next call hands out the same memory."""
@@ -26,14 +28,23 @@ class Scratch:
             self._memory = np.empty(nbytes, np.uint8)
         return self._memory[:nbytes].view(dtype)
 
-    def like(self, x: np.ndarray) -> np.ndarray:
-        """Return an array of `x`'s length and dtype; the next call hands out the same memory."""
-        return self.take(x.size, x.dtype)
+    def beside(self, x: Array, length: int) -> Array:
+        """Return an array of `length` of `x`'s elements, in the same kind of memory; as `take`."""
+        if type(x) is np.ndarray:
+            return self.take(length, x.dtype)
+        device, nbytes = x.data.device_id, length * x.itemsize
+        if device not in self._beyond or self._beyond[device].nbytes < nbytes:
+            self._beyond[device] = namespace(x).empty(nbytes, np.uint8)
+        return self._beyond[device][:nbytes].view(x.dtype)
 
-    def slots(self, x: np.ndarray, count: int, slot_bytes: int) -> np.ndarray:
+    def like(self, x: Array) -> Array:
+        """Return an array of `x`'s length and dtype; the next call hands out the same memory."""
+        return self.beside(x, x.size)
+
+    def slots(self, x: Array, count: int, slot_bytes: int) -> Array:
         """Return an array (count, n) of `x`'s dtype, n as long as a segment of `x` can be."""
         length = min(x.size, max(1, slot_bytes // x.itemsize))
-        return self.take(count * length, x.dtype).reshape(count, length)
+        return self.beside(x, count * length).reshape(count, length)
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,11 @@ class Group:
     def bytes_sent(self) -> int:
         """Payload bytes that this rank has sent in this group."""
         return sum(link.bytes_sent for link in self.links)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of GPUs' arrays that this rank has copied to or from the host for this group."""
+        return sum(link.host_bytes for link in self.links)
 
     def free(self) -> None:
         """Give back all links; all ranks must call."""

@@ -88,14 +88,14 @@ def _exchange_and_add(
 
 def _take_over(group: Group, x: np.ndarray, op: Operation, extra: int) -> None:
     """Add the vector of folded rank `extra`: we the lower half, it the upper, which it sends us."""
-    lower, upper = np.split(x, [x.size // 2])
+    lower, upper = x[: x.size // 2], x[x.size // 2 :]
     _exchange_and_add(group, upper, lower, op, extra)
     group.link.irecv(upper, extra).wait()
 
 
 def _hand_over(group: Group, x: np.ndarray, op: Operation, partner: int) -> None:
     """Fold into `partner`, and take the result."""
-    lower, upper = np.split(x, [x.size // 2])
+    lower, upper = x[: x.size // 2], x[x.size // 2 :]
     _exchange_and_add(group, lower, upper, op, partner)
     group.link.isend(upper, partner).wait()
     group.link.irecv(x, partner).wait()

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from hpctrain.collectives.agree import all_gather_bytes
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.operations import Operation
 from hpctrain.collectives.recursive_doubling import recursive_doubling
@@ -17,33 +18,46 @@ from hpctrain.collectives.tree import broadcast
 from hpctrain.errors import UsageError
 from hpctrain.transport.link import Link
 from hpctrain.transport.nccl import ID_BYTES, Communicator, devices, libraries, new_id
+from hpctrain.xp import Array, on_device
 
 _made: WeakKeyDictionary[Link, Communicator] = WeakKeyDictionary()
 
 
-def nccl(group: Group, x: np.ndarray, op: Operation) -> None:
+def nccl(group: Group, x: Array, op: Operation) -> None:
     """Reduce flat `x` in place over all ranks of `group`."""
     if x.size:
-        communicator(group).allreduce(x, op)
+        device = x.data.device_id if on_device(x) else None
+        communicator(group, device).allreduce(x, op)
 
 
-def communicator(group: Group) -> Communicator:
+def communicator(group: Group, device: int | None = None) -> Communicator:
     """Return the communicator of a group's ranks; the first call is collective.
 
-    Raises UsageError on all ranks where a node has fewer GPUs than ranks.
+    `device` is CUDA's number for this rank's GPU, None for that of its place in the node. Raises
+    UsageError on all ranks where a node has fewer GPUs than ranks.
     """
     link, node = group.link, group.node or group.link
     if link not in _made:
-        _must_suffice(group, node.size)
+        if device is None:
+            _must_suffice(group, node.size - devices(libraries()[0]))
+        else:
+            _must_suffice(group, _shared(node, device))
+        device = node.rank if device is None else device
         shared = new_id() if link.rank == 0 else np.zeros(ID_BYTES, np.int16)
         broadcast(group, shared)
-        _made[link] = Communicator(link.rank, link.size, node.rank, shared)
+        _made[link] = Communicator(link.rank, link.size, device, shared)
     return _made[link]
 
 
-def _must_suffice(group: Group, ranks: int) -> None:
-    """Raise UsageError, on all ranks, unless each node has a GPU for each of its ranks."""
-    lacking = np.array([ranks - devices(libraries()[0])])
+def _shared(node: Link, device: int) -> int:
+    """Return how many GPUs too few the ranks of our node have, which compute on `device`."""
+    name = libraries()[0].cuda.runtime.deviceGetPCIBusId(device)
+    return node.size - len(set(all_gather_bytes(node, name.encode())))
+
+
+def _must_suffice(group: Group, missing: int) -> None:
+    """Raise UsageError, on all ranks, where a node misses GPUs for its ranks."""
+    lacking = np.array([missing])
     recursive_doubling(group, lacking, np.maximum)
     if lacking[0] > 0:
         raise UsageError(

@@ -7,12 +7,16 @@ float32, block by block, and rounds once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from hpctrain import config
+from hpctrain.collectives import fused
 from hpctrain.errors import UsageError
+from hpctrain.xp import Array, on_device
 
 #: (accumulator, what came, out=accumulator), as NumPy's ufuncs are called.
 Operation = Callable[..., Any]
@@ -32,13 +36,29 @@ def operation(name: str, dtype: np.dtype) -> Operation:
     return ufunc if dtype.itemsize > 2 else in_float32(ufunc)
 
 
-def in_float32(ufunc: np.ufunc) -> Operation:
-    """Return `ufunc` for 16-bit floats: computed in float32, rounded once per element."""
+def ufunc_of(op: Operation) -> Any:
+    """Return what `op` does with two numbers."""
+    return op.ufunc if isinstance(op, InFloat32) else op
 
-    def apply(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
+
+@dataclass(frozen=True)
+class InFloat32:
+    """A ufunc for 16-bit floats: computed in float32, rounded once per element."""
+
+    ufunc: np.ufunc
+
+    def __call__(self, a: Array, b: Array, out: Array) -> Array:
+        """Write what `ufunc` makes of flat `a` and `b` into `out`, which may be one of them."""
+        if on_device(out):
+            fused.combine([a, b], self.ufunc, [out])
+            return out
         for start in range(0, a.size, BLOCK):
             part = slice(start, start + BLOCK)
-            out[part] = ufunc(a[part].astype(np.float32), b[part].astype(np.float32))
+            out[part] = self.ufunc(a[part].astype(np.float32), b[part].astype(np.float32))
         return out
 
-    return apply
+
+@lru_cache
+def in_float32(ufunc: np.ufunc) -> InFloat32:
+    """Return `ufunc` for 16-bit floats."""
+    return InFloat32(ufunc)

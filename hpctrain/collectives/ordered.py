@@ -175,7 +175,7 @@ def from_memory(
     first, stop = at[group.link.rank], at[group.link.rank + 1]
     step = max(1, BLOCK_BYTES // (size * x.itemsize))
     # A row for each addition: what neighbours hold is read and not written.
-    rows = group.scratch.take((size - 1) * step, x.dtype).reshape(size - 1, step)
+    rows = group.scratch.beside(x, (size - 1) * step).reshape(size - 1, step)
     for start in range(first, stop, step):
         block = slice(start, min(start + step, stop))
         free = iter(rows[:, : block.stop - start])
@@ -221,4 +221,4 @@ def _sum_segments(
 
 
 def _inboxes(group: Group, count: int, like: np.ndarray) -> np.ndarray:
-    return group.scratch.take(count * like.size, like.dtype).reshape(count, like.size)
+    return group.scratch.beside(like, count * like.size).reshape(count, like.size)

@@ -271,8 +271,7 @@ def _must_be_on_cores(replica: Replica, options: AllReduceOptions) -> None:
 def _same_start(world: World, replica: Replica, options: AllReduceOptions) -> None:
     """Let neighbours see the gradients, and all ranks begin from the parameters of rank 0."""
     grad = replica.arena.grad
-    if not on_device(grad):
-        replica.move(grad=world.memory.zeros(grad.size, grad.dtype))
+    replica.move(grad=world.memory.zeros_like(grad))
     arena = replica.arena
     said = f"{options}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
     world.must_agree(said, "model and options")

@@ -1,8 +1,9 @@
 """What every wire offers: one rank's view of the ranks it can send to.
 
-A Link belongs to one thread; another thread takes its own by `split`. Arrays are contiguous and
-travel as bytes. There is no receive from "anyone": its order could not be replayed, and a dead
-peer would leave it pending. Every receive compares the bytes that came with the bytes expected.
+A Link belongs to one thread; another thread takes its own by `split`. Arrays are contiguous, of
+NumPy or CuPy (lanes.py), and travel as bytes. There is no receive from "anyone": its order could
+not be replayed, and a dead peer would leave it pending. Every receive compares the bytes that came
+with the bytes expected.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Link(Protocol):
     size: int
     bytes_sent: int  #: payload bytes this rank has sent on this link
     messages_sent: int
+    host_bytes: int  #: of GPUs' arrays, copied to or from the host for its messages
+    paths: tuple[Path, ...]  #: that GPU memory takes to each rank; none if there is no GPU
     patient: bool  #: whether waiting leaves the core to those who compute
 
     def isend(self, x: np.ndarray, to: int) -> Request:

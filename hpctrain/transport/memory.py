@@ -21,12 +21,16 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing
 
 from hpctrain.transport.link import Link
+from hpctrain.xp import Array, namespace, on_device
+
+if TYPE_CHECKING:
+    from hpctrain.transport.ipc import Arenas
 
 Gather = Callable[[bytes], list[bytes]]  #: from this rank's bytes to those of all of the node
 
@@ -61,7 +65,7 @@ class Place(NamedTuple):
 
     number: int
     offset: int
-    arrays: list[np.ndarray]
+    arrays: list[Array]
 
 
 class Memory:
@@ -75,6 +79,7 @@ class Memory:
         `kinds` are tried in their order; the first that every rank can use is kept.
         """
         self._link, self._gather, self._kinds = link, gather, kinds if link.size > 1 else ()
+        self.gpu: Arenas | None = None  #: what neighbours see of our GPU
         self._regions: dict[int, Region] = {}  # by the address of our own array
         self._made = 0
 
@@ -82,6 +87,11 @@ class Memory:
     def kind(self) -> str | None:
         """How memory is, or will first be tried to be, shared; None where it is not."""
         return self._kinds[0] if self._kinds else None
+
+    @property
+    def on_one_gpu(self) -> bool:
+        """Whether all ranks compute on the same GPU."""
+        return self.gpu is not None and self.gpu.one_gpu
 
     def zeros(self, length: int, dtype: np.typing.DTypeLike) -> np.ndarray:
         """Return zeros (length,) of this rank's own, at a cache line, which all neighbours see.
@@ -100,12 +110,18 @@ class Memory:
         weakref.finalize(own.base, self._regions.pop, address, None)
         return own.view(dtype)
 
+    def zeros_like(self, x: Array) -> Array:
+        """Return zeros of the length and dtype of flat `x`, on our GPU if `x` is; see `zeros`."""
+        if on_device(x) and self.gpu is not None:
+            return self.gpu.zeros(x.size, x.dtype)
+        return namespace(x).zeros_like(x) if on_device(x) else self.zeros(x.size, x.dtype)
+
     def one_for_all(self, length: int, dtype: np.typing.DTypeLike) -> np.ndarray | None:
         """Return zeros (length,), one array for all ranks of the node; None if none can be."""
         arrays = self._share(length * np.dtype(dtype).itemsize if self._link.rank == 0 else 0)
         return None if arrays is None else arrays[0].view(dtype)
 
-    def neighbours(self, x: np.ndarray) -> list[np.ndarray] | None:
+    def neighbours(self, x: Array) -> list[Array] | None:
         """Return what each rank of the node has where our contiguous `x` lies, `x` itself for us.
 
         None if `x` does not lie in an array of `zeros`, which all asked for in the same order.
@@ -113,8 +129,10 @@ class Memory:
         place = self.place(x)
         return None if place is None else place.arrays
 
-    def place(self, x: np.ndarray) -> Place | None:
+    def place(self, x: Array) -> Place | None:
         """Return where our contiguous `x` lies, None if in no array of `zeros`."""
+        if type(x) is not np.ndarray and on_device(x):
+            return None if self.gpu is None else self.gpu.place(x)
         address = _address(x)
         for start, (number, nbytes, arrays) in self._regions.items():
             offset = address - start

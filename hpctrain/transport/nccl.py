@@ -2,9 +2,10 @@
 
     rank 0       id = 128 bytes  --by our own links-->  all ranks make one communicator of it
 
-    each call    host memory --copy--> GPU, sum over all ranks there --copy--> host memory
+    on a GPU     the sum over all ranks there, in the current stream
+    elsewhere    host memory --copy--> GPU, sum over all ranks there --copy--> host memory
 
-Gradients lie in host memory as yet, hence the copies. CuPy is imported when the algorithm is asked
+CuPy is imported when the algorithm is asked
 for, never before. **Not yet run on a GPU**: tests run it against a stand-in for CuPy that checks
 every call. Source of the calls: the reference of `cupy.cuda.nccl.NcclCommunicator`.
 """
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.errors import UsageError
+from hpctrain.xp import Array, on_device
 
 OPERATIONS = {np.add: "NCCL_SUM", np.minimum: "NCCL_MIN", np.maximum: "NCCL_MAX"}
 DTYPES = {
@@ -64,11 +66,15 @@ class Communicator:
             self._stream = self._cupy.cuda.Stream(non_blocking=True)
             self._comm = self._nccl.NcclCommunicator(size, tuple(shared.tolist()), rank)
 
-    def allreduce(self, x: np.ndarray, op: Any) -> None:
-        """Reduce flat `x`, in host memory, in place over all ranks."""
+    def allreduce(self, x: Array, op: Any) -> None:
+        """Reduce flat `x` in place over all ranks; on a GPU, as the current stream sees it."""
         if op not in OPERATIONS or x.dtype.name not in DTYPES:
             raise UsageError(f"NCCL reduces no arrays of {x.dtype} here; take an algorithm of ours")
         kind, how = (getattr(self._nccl, s) for s in (DTYPES[x.dtype.name], OPERATIONS[op]))
+        if on_device(x):
+            stream = self._cupy.cuda.get_current_stream()
+            self._comm.allReduce(x.data.ptr, x.data.ptr, x.size, kind, how, stream.ptr)
+            return
         with self._device, self._stream:
             y = self._cupy.asarray(x)
             self._comm.allReduce(y.data.ptr, y.data.ptr, y.size, kind, how, self._stream.ptr)

@@ -55,8 +55,10 @@ def taken(group: Group, x: np.ndarray, op: Operation) -> AllReduceFunction:
     function = pick.plain
     if pick.kept is not function and _seen_by_all(group, x):
         function = pick.kept
-    if function is native and not (type(op) is np.ufunc and x.itemsize > 2):
-        return pick.ours  # MPI reduces neither 16-bit floats nor by functions of ours
+    if function is native and (
+        not (type(op) is np.ufunc and x.itemsize > 2) or type(x) is not np.ndarray
+    ):
+        return pick.ours  # MPI reduces neither 16-bit floats, nor by functions of ours, nor on GPUs
     return function
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 
@@ -19,4 +21,24 @@ def squares(grid, block, x, starts, stops, sums) -> None:
         sums[piece] = part[0]
 
 
-KERNELS = {"squares": squares}
+def combine(ufunc, count, outs, grid, block, *args) -> None:
+    """Combine arrays in their order, each time rounded to their dtype, into all outs."""
+    *arrays, n, packs = args
+    ys, (total, *others) = arrays[:outs], arrays[outs:]
+    assert len(others) == count - 1 and all(len(x) == n for x in arrays)
+    assert packs in (0, total.nbytes // 16) and grid[0] * block[0] > 0
+    wide = np.float32 if total.itemsize == 2 else total.dtype
+    total = total.copy()
+    for other in others:
+        total = ufunc(total.astype(wide), other.astype(wide)).astype(total.dtype)
+    for y in ys:
+        y[...] = total
+
+
+COMBINED = {
+    f"{ufunc.__name__}_{count}_into_{outs}": partial(combine, ufunc, count, outs)
+    for ufunc in (np.add, np.minimum, np.maximum, np.bitwise_or)
+    for count in range(2, 10)
+    for outs in range(1, 10)
+}
+KERNELS = {"squares": squares, **COMBINED}

@@ -1,0 +1,134 @@
+"""One kernel that combines P arrays of a GPU and writes the result into Q: each byte passes once.
+
+    in    [ x0 ..... ]  [ x1 ..... ]  [ x2 ..... ]  [ x3 ..... ]      each read once, 16 bytes at
+               \\            |            |            /               a time and thread
+                 ((x0 + x1) + x2) + x3                                in registers
+               /            |            |            \\
+    out   [ y0 ..... ]  [ y1 ..... ]  ...                             each written once
+
+The order of additions is that of NumPy in `direct`, and each is one operation of IEEE 754, 16-bit
+floats being added in float32 and rounded after each: the same bytes as on the CPU. An array that is
+written may be one that is read, since a thread reads all of a place before it writes there. Arrays
+of neighbours, even on another GPU, are read as the own ones: no cache holds them between kernels.
+
+Cost: (P + Q) n bytes through memory. The source is generated for each P, Q, dtype and operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+
+from hpctrain.xp import Array, namespace, raw_kernel
+
+THREADS, BLOCKS_PER_UNIT = 256, 8
+PACK_BYTES = 16  # the longest load there is
+
+#: dtype -> its type in memory, the type it is computed in, and how to come to one from the other
+_SAME = "__device__ REAL wide(REAL x) { return x; } __device__ REAL narrow(REAL x) { return x; }"
+_HALF = """
+__device__ float wide(unsigned short x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y; }
+__device__ unsigned short narrow(float x) { unsigned short y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
+"""
+_BRAIN = """
+__device__ float wide(unsigned short x) { return __uint_as_float((unsigned)x << 16); }
+__device__ unsigned short narrow(float x) {
+    unsigned bits = __float_as_uint(x);
+    if (x != x) return (bits >> 16) | 0x40;  // or rounding might carry it over to zero
+    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+"""
+KINDS = {
+    "float32": ("float", "float", _SAME),
+    "float64": ("double", "double", _SAME),
+    "int32": ("int", "int", _SAME),
+    "int64": ("long long", "long long", _SAME),
+    "float16": ("unsigned short", "float", _HALF),
+    "bfloat16": ("unsigned short", "float", _BRAIN),
+}
+#: As NumPy: what is not a number stays that.
+HOW = {
+    "add": "a + b",
+    "minimum": "(a < b || a != a) ? a : b",
+    "maximum": "(a > b || a != a) ? a : b",
+    "bitwise_or": "a | b",
+}
+SOURCE = """
+typedef MEMORY T;
+typedef REAL_TYPE REAL;
+CONVERSIONS
+__device__ T both(T x, T y) { REAL a = wide(x), b = wide(y); return narrow(HOW); }
+struct __align__(16) Pack { T at[16 / sizeof(T)]; };
+
+extern "C" __global__
+void NAME(PARAMETERS, long long n, long long packs) {
+    const int each = 16 / sizeof(T);
+    long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    long long step = (long long)gridDim.x * blockDim.x;
+    for (long long i = first; i < packs; i += step) {
+        Pack LOADS;
+        #pragma unroll
+        for (int k = 0; k < each; k++) { ADDITIONS }
+        STORES
+    }
+    for (long long i = packs * each + first; i < n; i += step) {
+        T sum = x0[i];
+        SINGLES
+        STORE_SINGLES
+    }
+}
+"""
+
+
+def combine(arrays: Sequence[Array], ufunc: np.ufunc, outs: Sequence[Array]) -> None:
+    """Write what `ufunc` makes of flat `arrays`, two or more, in their order, into all of `outs`.
+
+    All are of one length and dtype, on the GPU that is current or in reach of it; each of `outs`
+    may be one of `arrays`. The kernel is put into the current stream, nobody waits for it.
+    """
+    first, pointers = arrays[0], [x.data.ptr for x in (*arrays, *outs)]
+    if not first.size:
+        return
+    aligned = all(pointer % PACK_BYTES == 0 for pointer in pointers)
+    packs = first.nbytes // PACK_BYTES if aligned else 0
+    blocks = min(
+        -(-(packs or first.size) // THREADS), _most_blocks(namespace(first), first.data.device_id)
+    )
+    name = f"{ufunc.__name__}_{len(arrays)}_into_{len(outs)}"
+    kernel = raw_kernel(first, source(name, len(arrays), len(outs), first.dtype.name, ufunc), name)
+    numbers = np.int64(first.size), np.int64(packs)
+    kernel((blocks,), (THREADS,), (*outs, *arrays, *numbers))
+
+
+@lru_cache(maxsize=256)
+def source(name: str, count: int, outs: int, dtype: str, ufunc: np.ufunc) -> str:
+    """Return the CUDA source of the kernel `name` for `count` arrays into `outs` of them."""
+    memory, real, conversions = KINDS[dtype]
+    xs, ys = [f"x{i}" for i in range(count)], [f"y{i}" for i in range(outs)]
+    lines = {
+        "PARAMETERS": ", ".join([*(f"T* {y}" for y in ys), *(f"const T* {x}" for x in xs)]),
+        "LOADS": ", ".join(f"p{x} = ((const Pack*){x})[i]" for x in xs),
+        "ADDITIONS": " ".join(f"px0.at[k] = both(px0.at[k], p{x}.at[k]);" for x in xs[1:]),
+        "STORE_SINGLES": " ".join(f"{y}[i] = sum;" for y in ys),
+        "STORES": " ".join(f"((Pack*){y})[i] = px0;" for y in ys),
+        "SINGLES": " ".join(f"sum = both(sum, {x}[i]);" for x in xs[1:]),
+        "NAME": name,
+        "HOW": HOW[ufunc.__name__],
+        "CONVERSIONS": conversions,
+        "MEMORY": memory,
+        "REAL_TYPE": real,
+    }
+    text = SOURCE
+    for word, line in lines.items():
+        text = text.replace(word, line)
+    return text
+
+
+@cache
+def _most_blocks(xp: Any, device: int) -> int:
+    return BLOCKS_PER_UNIT * xp.cuda.runtime.getDeviceProperties(device)["multiProcessorCount"]

@@ -1,0 +1,243 @@
+"""GPU memory that node neighbours see: each rank's own, mapped by every rank through CUDA IPC.
+
+    rank 0   [ token | array ....... ]  <---- maps ---- ranks 1, 2, ...    on the same GPU, or on
+    rank 1   [ token | array ....... ]  <---- maps ---- ranks 0, 2, ...    one that reaches it
+
+Each array has an allocation of its own by cudaMalloc, in whole pages of 2 MiB: a handle stands for
+a whole allocation, so neighbours of an array in CuPy's pool would be shown, too, and the driver
+packs small ones together. Whoever maps one reads the token at its start: a handle that leads
+elsewhere is refused. Where any rank cannot map any other (a container, GPUs that do not reach each
+other, another GPU hidden by the launcher) all take memory of their own, and it is said once.
+
+An allocation that a neighbour maps must not be freed. One whose array is gone on every rank is
+closed by all and then freed when the next is asked for: that is where all ranks meet.
+
+What a rank writes, another may read only when its stream has finished and both have met (flags, a
+barrier): nothing here orders. Kernels of two processes never wait for each other: on one GPU they
+might never run at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import struct
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing
+
+from hpctrain.errors import UsageError
+from hpctrain.transport.link import Link
+from hpctrain.transport.memory import Gather, Place
+from hpctrain.xp import Array
+
+log = logging.getLogger(__name__)
+PAGE_BYTES, HEADER_BYTES, TOKEN_BYTES = 2 << 20, 512, 16
+FIRST_NUMBER = 1 << 40  # beyond those of memory.py: two places are alike only if their kinds are
+_TOLD = struct.Struct(f"<{TOKEN_BYTES}sq64s")  # token, bytes of the array, handle
+
+
+class _Keeper:
+    """What an array's memory hangs on: while one lives, some array of the allocation does."""
+
+
+@dataclass(frozen=True)
+class _Region:
+    """One allocation: our address, the bytes of the array, all ranks' addresses of theirs."""
+
+    address: int
+    nbytes: int
+    theirs: list[int]  #: where arrays begin, ours among them; as this rank sees them
+    mapped: list[int] = field(default_factory=list)  #: what is to be closed
+
+
+class Arenas:
+    """What the ranks of one node show each other on their GPUs; all but `place` is collective."""
+
+    def __init__(self, link: Link, gather: Gather, one_gpu: bool):
+        """Share among the ranks of `link`, all on one node; `gather` gathers over it.
+
+        `one_gpu`: the GPU of all of them is the same.
+        """
+        import cupy
+
+        self.one_gpu = one_gpu
+        self._link, self._gather, self._xp = link, gather, cupy
+        self._regions: dict[int, _Region] = {}  # by number
+        self._dropped: set[int] = set()  # whose array is gone here
+        self._places: dict[tuple[int, int, str], Place] = {}
+        self._made = FIRST_NUMBER
+        self.shares = link.size > 1  #: until a handle is refused
+
+    def zeros(self, length: int, dtype: np.typing.DTypeLike) -> Array:
+        """Return zeros (length,) of this rank's own on its GPU, which all neighbours see.
+
+        Where nothing can be shared they are this rank's alone, and `place` says None. Raises
+        UsageError on all ranks where the memory of one of them does not suffice.
+        """
+        dtype = np.dtype(dtype)
+        self._free_what_is_gone()
+        address = self._allocated(length * dtype.itemsize)
+        region = self._shared(address, length * dtype.itemsize) if self.shares else None
+        keeper, number = _Keeper(), self._made
+        self._made += 1
+        if region is None:
+            at_the_end = weakref.finalize(keeper, self._xp.cuda.runtime.free, address)
+        else:
+            self._regions[number] = region
+            at_the_end = weakref.finalize(keeper, self._dropped.add, number)
+        at_the_end.atexit = False  # CUDA may be gone by then, and frees all itself
+        return self._array(address + HEADER_BYTES, length, dtype, keeper)
+
+    def place(self, x: Array) -> Place | None:
+        """Return where our contiguous `x` lies, None if in no array of `zeros`."""
+        name = (x.data.ptr, x.nbytes, x.dtype.name)
+        if name not in self._places:
+            number = self._number(x.data.ptr, x.nbytes)
+            if number is None:
+                return None
+            self._places[name] = self._place(number, x)
+        number, offset, arrays = self._places[name]
+        rank = self._link.rank
+        return Place(number, offset, [*arrays[:rank], x, *arrays[rank + 1 :]])
+
+    def _place(self, number: int, x: Array) -> Place:
+        """Return a place that may be kept: `x` itself in it would keep its own allocation alive."""
+        bases = self._regions[number].theirs
+        offset = x.data.ptr - bases[self._link.rank]
+        arrays = [self._array(base + offset, x.size, x.dtype, None) for base in bases]
+        return Place(number, offset, arrays)
+
+    def _number(self, pointer: int, nbytes: int) -> int | None:
+        """Return the number of the allocation in which memory lies."""
+        for number, region in self._regions.items():
+            start = region.theirs[self._link.rank]
+            if start <= pointer and pointer + nbytes <= start + region.nbytes:
+                return number
+        return None
+
+    def _array(self, pointer: int, length: int, dtype: np.dtype, keeper: Any) -> Array:
+        cuda = self._xp.cuda
+        # Told to be of our GPU also where it is a neighbour's: CuPy must not copy it over first.
+        device = cuda.runtime.getDevice()
+        memory = cuda.UnownedMemory(pointer, max(length * dtype.itemsize, 1), keeper, device)
+        return self._xp.ndarray((length,), dtype, cuda.MemoryPointer(memory, 0))
+
+    def _allocated(self, nbytes: int) -> int:
+        """Return the address of zeros; raise UsageError on all ranks where one has too few."""
+        runtime, size = (
+            self._xp.cuda.runtime,
+            -(-(nbytes + HEADER_BYTES) // PAGE_BYTES) * PAGE_BYTES,
+        )
+        try:
+            address, short = runtime.malloc(size), ""
+        except (runtime.CUDARuntimeError, MemoryError):
+            free, whole = runtime.memGetInfo()
+            address = 0
+            short = f"GPU out of memory: asked {size} bytes, of {whole} there are {free} free"
+        told = [one.decode() for one in self._gather(short.encode())]
+        if any(told):
+            runtime.free(address)
+            named = [f"node rank {rank}: {text}" for rank, text in enumerate(told) if text]
+            raise UsageError("; ".join(named))
+        runtime.memset(address, 0, size)
+        runtime.deviceSynchronize()
+        return int(address)
+
+    def _shared(self, address: int, nbytes: int) -> _Region | None:
+        """Return the allocation as all ranks see it, None if one of them cannot."""
+        told = self._gather(self._introduced(address, nbytes))
+        mapped = list(self._mapped(told)) if all(told) else []
+        problem = "" if len(mapped) == self._link.size else "a handle was refused"
+        if any(self._gather(problem.encode())):
+            self._close([pointer for pointer in mapped if pointer])
+            self.shares = False
+            if self._link.rank == 0:
+                _say_that_none_is_shared()
+            return None
+        theirs = [(pointer or address) + HEADER_BYTES for pointer in mapped]
+        return _Region(address, nbytes, theirs, [pointer for pointer in mapped if pointer])
+
+    def _introduced(self, address: int, nbytes: int) -> bytes:
+        """Return what neighbours need to map our memory; nothing where CUDA refuses."""
+        runtime, token = self._xp.cuda.runtime, secrets.token_bytes(TOKEN_BYTES)
+        try:
+            handle = runtime.ipcGetMemHandle(address)
+        except runtime.CUDARuntimeError:
+            return b""
+        runtime.memcpy(address, _address(token), TOKEN_BYTES, runtime.memcpyHostToDevice)
+        return _TOLD.pack(token, nbytes, handle)
+
+    def _mapped(self, told: Sequence[bytes]) -> Iterator[int]:
+        """Yield the addresses of all ranks' memory, 0 for our own; stop where one is refused."""
+        runtime = self._xp.cuda.runtime
+        for rank, one in enumerate(told):
+            if rank == self._link.rank:
+                yield 0
+                continue
+            token, _, handle = _TOLD.unpack(one)
+            try:
+                pointer = runtime.ipcOpenMemHandle(handle)
+            except runtime.CUDARuntimeError:
+                return
+            if not self._in_reach(pointer) or self._read(pointer) != token:
+                runtime.ipcCloseMemHandle(pointer)
+                return
+            yield pointer
+
+    def _in_reach(self, pointer: int) -> bool:
+        """Return whether kernels on our GPU may read there: a copy works without, by the driver."""
+        cuda = self._xp.cuda
+        here, there = cuda.runtime.getDevice(), cuda.UnownedMemory(pointer, 1, None).device_id
+        return here == there or bool(cuda.runtime.deviceCanAccessPeer(here, there))
+
+    def _read(self, pointer: int) -> bytes:
+        token, runtime = np.empty(TOKEN_BYTES, np.uint8), self._xp.cuda.runtime
+        runtime.memcpy(token.ctypes.data, pointer, TOKEN_BYTES, runtime.memcpyDeviceToHost)
+        return token.tobytes()
+
+    def _free_what_is_gone(self) -> None:
+        """Free allocations whose arrays are gone on all ranks, after all have closed them."""
+        mine = " ".join(str(number) for number in sorted(self._dropped))
+        told = [frozenset(map(int, one.split())) for one in self._gather(mine.encode())]
+        numbers = told[0].intersection(*told)
+        if not numbers:
+            return
+        gone = [self._regions.pop(number) for number in sorted(numbers)]
+        self._dropped -= numbers
+        self._places.clear()
+        for region in gone:
+            self._close(region.mapped)
+        self._link.barrier()
+        for region in gone:
+            self._xp.cuda.runtime.free(region.address)
+
+    def _close(self, pointers: Sequence[int]) -> None:
+        for pointer in pointers:
+            self._xp.cuda.runtime.ipcCloseMemHandle(pointer)
+
+
+def arenas_of(link: Link, gather: Gather, gpus: Sequence[str]) -> Arenas | None:
+    """Return the arenas of the ranks of `link`, whose GPUs are `gpus`; None if one has none."""
+    return Arenas(link, gather, len(set(gpus)) == 1) if all(gpus) else None
+
+
+@cache
+def _say_that_none_is_shared() -> None:
+    log.warning(
+        "CUDA IPC is refused between the ranks of a node (containers need --ipc=host and one "
+        "PID namespace; GPUs must be visible to all ranks): GPU memory goes through host memory"
+    )
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES)
+
+
+def _address(data: bytes) -> int:
+    return int(np.frombuffer(data, np.uint8).ctypes.data)

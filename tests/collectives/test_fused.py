@@ -1,0 +1,130 @@
+"""The kernel that combines arrays of neighbours: its source, run by the host's compiler, and calls.
+
+No GPU is needed: C++ with one thread in place of many computes what CUDA's threads do together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+from cases import dtype_of
+
+from hpctrain.collectives import OPERATIONS, fused, operation
+from hpctrain.collectives.operations import ufunc_of
+
+SHAPES = ((2, 1), (3, 3), (5, 1))  # arrays, outs
+HOST = """
+#include <cstring>
+#define __global__
+#define __device__ static inline
+#define __align__(n) alignas(n)
+struct Place { int x; };
+static const Place blockIdx{0}, threadIdx{0}, blockDim{1}, gridDim{1};
+static inline float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, 4); return y; }
+static inline unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return y; }
+"""
+HALF = """
+static inline float wide(unsigned short x) { _Float16 y; memcpy(&y, &x, 2); return y; }
+static inline unsigned short narrow(float x) { _Float16 y = x; unsigned short z;
+    memcpy(&z, &y, 2); return z; }
+"""
+
+
+def name_of(dtype: str, ufunc: np.ufunc, count: int, outs: int) -> str:
+    return f"{dtype}_{ufunc.__name__}_{count}_into_{outs}"
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Return the kernels of all dtypes, operations and shapes as functions of the host."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    folder, texts = tmp_path_factory.mktemp("kernels"), [HOST]
+    for dtype in fused.KINDS:
+        for ufunc in OPERATIONS.values():
+            for count, outs in SHAPES:
+                name = name_of(dtype, ufunc, count, outs)
+                text = fused.source(name, count, outs, dtype, ufunc)
+                text = text.replace(fused.KINDS["float16"][2], HALF)
+                texts.append(f"namespace of_{name} {{ {text} }}")
+    (folder / "kernels.cpp").write_text("\n".join(texts))
+    command = [compiler, "-shared", "-fPIC", "-ffp-contract=off", "-O1", "-o", "kernels.so"]
+    said = subprocess.run([*command, "kernels.cpp"], cwd=folder, capture_output=True, text=True)
+    if "_Float16" in said.stderr:
+        pytest.skip("needs a g++ that knows 16-bit floats")
+    assert said.returncode == 0, said.stderr
+    return ctypes.CDLL(str(folder / "kernels.so"))
+
+
+def values(rank: int, n: int, dtype: str) -> np.ndarray:
+    """Return numbers of all sizes, not-a-number and infinity among floats."""
+    rng, kind = np.random.default_rng(rank), dtype_of(dtype)
+    if kind.kind == "i":
+        return rng.integers(-(2**30), 2**30, n).astype(kind)
+    x = rng.standard_normal(n) * 10.0 ** rng.integers(-3, 4, n)
+    x[rank::17], x[rank + 3 :: 19] = np.nan, np.inf
+    return x.astype(kind)
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+@pytest.mark.parametrize("dtype", fused.KINDS)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_the_source_computes_what_numpy_does(compiled, dtype, op):
+    """To the last bit, for lengths that fill no pack, and where arrays lie askew."""
+    how = operation(op, dtype_of(dtype))
+    for count, outs in SHAPES:
+        kernel = compiled[name_of(dtype, ufunc_of(how), count, outs)]
+        for n in (1, 7, 8, 1001):
+            for askew in (0, 1):
+                arrays = [values(r, n + askew, dtype)[askew:] for r in range(count)]
+                told = arrays[0].copy()
+                for other in arrays[1:]:
+                    how(told, other, out=told)
+                ys = [arrays[0], *(np.zeros_like(told) for _ in range(outs - 1))]  # in place
+                packs = 0 if askew else told.nbytes // fused.PACK_BYTES
+                pointers = [ctypes.c_void_p(x.ctypes.data) for x in (*ys, *arrays)]
+                kernel(*pointers, ctypes.c_longlong(n), ctypes.c_longlong(packs))
+                for y in ys:
+                    same = y.tobytes() == told.tobytes()
+                    assert same or alike(y, told), (count, n, askew)
+
+
+def alike(x: np.ndarray, y: np.ndarray) -> bool:
+    """Return whether all are equal: what is not a number may be so in several ways."""
+    return np.array_equal(x.astype(np.float64), y.astype(np.float64), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", fused.KINDS)
+def test_calls_on_a_device(lazy_gpu, dtype):
+    import cupy
+
+    hosts = [values(r, 1000, dtype) for r in range(4)]
+    arrays = [cupy.asarray(x) for x in hosts]
+    how = operation("max", dtype_of(dtype))
+    fused.combine(arrays, ufunc_of(how), [arrays[0], arrays[2]])
+    fused.combine([x[:0] for x in arrays], ufunc_of(how), [arrays[0][:0]])  # nothing to do
+    told = hosts[0].copy()
+    for other in hosts[1:]:
+        how(told, other, out=told)
+    for x, y in zip(arrays, (told, hosts[1], told, hosts[3]), strict=True):
+        assert alike(x.get(), y)
+    assert lazy_gpu.counts["raw kernel"] == 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_floats_take_one_kernel(lazy_gpu, dtype):
+    import cupy
+
+    n = 100_000
+    a, b = (cupy.asarray(values(r, n, dtype)) for r in (0, 1))
+    told = operation("sum", a.dtype)(
+        values(0, n, dtype), values(1, n, dtype), out=np.empty(n, a.dtype)
+    )
+    out = operation("sum", a.dtype)(a, b, out=a)
+    assert out is a and lazy_gpu.counts["raw kernel"] == 1
+    assert alike(a.get(), told)

@@ -1,0 +1,327 @@
+"""Every algorithm on arrays of GPUs: the bytes that NumPy's arrays get, and none through the host
+where none need go there. The stand-in for CuPy works only when somebody waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+
+import fakes
+import numpy as np
+import pytest
+from cases import length, vector
+from ranks import on_ranks, run_on
+
+from hpctrain.collectives import ALLREDUCE, DTYPES, OPERATIONS, broadcast, operation
+from hpctrain.collectives.direct import all_gather, bound, direct, direct_shared, reduce_scatter
+from hpctrain.collectives.gathers import broadcasts, doubling, joined_by
+from hpctrain.collectives.linear import all_to_all, gather, scatter
+from hpctrain.collectives.ordered import Tree, sum_of_blocks
+from hpctrain.collectives.ring import plain_ring
+from hpctrain.errors import TransportError, UsageError
+from hpctrain.transport import ipc
+from hpctrain.transport.gpus import Gpu
+from hpctrain.transport.local import run_ranks
+from hpctrain.transport.paths import Place, Verdict
+from hpctrain.tuning import select
+from hpctrain.world import World
+
+EVERY = {
+    "auto": select.auto,
+    "plain-ring": plain_ring,
+    **{k: f for k, f in ALLREDUCE.items() if k != "null"},
+}
+LENGTHS = ("0", "1", "P-1", "P", "P+1", "40003", "300007")
+STAGED, POINTERS = (Verdict(p, p, p, "") for p in ("staged", "cuda-aware"))
+
+
+@contextmanager
+def machine(**options):
+    """Yield a machine on which threads may stand for processes."""
+    with fakes.installed(lazy=True, ipc_within=True, **options) as found:
+        ipc._say_that_none_is_shared.cache_clear()
+        yield found
+
+
+def on_gpus(world: World, nodes: str = "", gpus: str = "", verdict: Verdict = STAGED) -> World:
+    """Return the World of the same ranks, each on the GPU and node of its letter."""
+    import cupy
+
+    cupy.cuda.Stream(non_blocking=True).use()  # not one that other threads wait for, too
+    nodes, gpus = nodes or "a" * world.size, gpus or "0" * world.size
+    places = tuple(Place(node, f"GPU-{gpu}") for node, gpu in zip(nodes, gpus, strict=True))
+    world.link.take([verdict.across] * world.size)
+    mine, local = Gpu(0, places[world.rank].gpu, ""), nodes[: world.rank].count(nodes[world.rank])
+    return World(
+        world.link, tuple(nodes), local, transport=world.transport, gpu=mine, places=places,
+        verdict=verdict,
+    )  # fmt: skip
+
+
+def here(x: np.ndarray):
+    """Return `x` on the GPU, by work that is still waiting in the stream."""
+    import cupy
+
+    y = cupy.empty(x.shape, x.dtype)
+    y.set(x)
+    return y
+
+
+def kept(world: World, x: np.ndarray):
+    """Return `x` in memory of the GPU that neighbours see."""
+    y = world.memory.zeros_like(here(x))
+    y.set(x)
+    return y
+
+
+@on_ranks(1, 2, 3, 4, 5)
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("verdict", [STAGED, POINTERS], ids=["staged", "cuda-aware"])
+def test_the_bytes_of_numpy(ranks, name, verdict):
+    """All lengths, dtypes and operations; arrays that no neighbour sees."""
+    with machine():
+
+        def body(plain):
+            if verdict is POINTERS and plain.transport == "local":
+                return  # threads have no MPI that could be given pointers
+            world = on_gpus(plain, verdict=verdict)
+            for word in LENGTHS:
+                n = length(word, world.size)
+                for dtype in DTYPES if n < 100 else ["float32"]:
+                    if name == "native" and world.transport == "mpi" and "16" in dtype:
+                        continue  # MPI knows no 16-bit floats
+                    for op in OPERATIONS if n < 100 else ["sum"]:
+                        host = vector(world.rank, n, dtype).copy()
+                        x, how = here(host), operation(op, host.dtype)
+                        EVERY[name](world.main, x, how)
+                        EVERY[name](world.main, host, how)
+                        assert x.get().tobytes() == host.tobytes(), (word, dtype, op)
+
+        ranks(body)
+
+
+@on_ranks(2, 3, 5)
+def test_other_collectives(ranks):
+    with machine():
+
+        def body(plain):
+            world = on_gpus(plain)
+            group, size, n = world.main, world.size, 40_000 * world.size
+
+            def same(function, rows=n):
+                host = vector(world.rank, rows, "float32").copy()
+                x = here(host)
+                results = function(x), function(host)
+                for a, b in zip((x, results[0]), (host, results[1]), strict=True):
+                    if b is not None:
+                        np.testing.assert_array_equal(a.get(), b)
+
+            same(lambda x: broadcast(group, x, size - 1))
+            same(lambda x: gather(group, x))
+            same(lambda x: scatter(group, x))
+            same(lambda x: doubling(group, x))
+            same(lambda x: broadcasts(group, x))
+            same(lambda x: joined_by(plain_ring)(group, x))
+            mine = Tree(7, size).run(world.rank)
+            same(lambda x: sum_of_blocks(group, [x * (block + 1) for block in mine], 7))
+
+            def exchanged(x):
+                out = x * 0
+                all_to_all(group, x, out)
+                return out
+
+            same(exchanged)
+
+        ranks(body)
+
+
+def in_parts(group, x, op):
+    reduce_scatter(group, x, op)
+    all_gather(group, x)
+    return x
+
+
+def in_place(group, x, op):
+    direct(group, x, op)
+    return x
+
+
+CALLS = {
+    "direct": in_place,
+    "shared": direct_shared,
+    "bound": lambda group, x, op: bound(group, x, op)(),
+    "bound, shared": lambda group, x, op: bound(group, x, op, shared=True)(),
+    "auto": lambda group, x, op: (select.auto(group, x, op), x)[1],
+    "reduce-scatter, all-gather": in_parts,
+}
+
+
+@on_ranks(1, 2, 3, 5)
+@pytest.mark.parametrize("gpus", ["00000", "01010"], ids=["one-gpu", "two-gpus"])
+@pytest.mark.parametrize("call", CALLS)
+def test_straight_out_of_neighbours_memory(ranks, call, gpus):
+    """The same bytes as NumPy's, by one kernel a call, and not one byte through the host."""
+    with machine(devices=2) as found:
+
+        def body(plain):
+            world = on_gpus(plain, gpus=gpus[: plain.size])
+            group = world.main
+            for word in LENGTHS:
+                n = length(word, world.size)
+                for dtype in DTYPES if n < 100 else ["float32"]:
+                    x = kept(world, vector(world.rank, n, dtype))
+                    for op in OPERATIONS:
+                        told = vector(world.rank, n, dtype).copy()
+                        group.link.barrier()  # nobody writes what others still read
+                        x.set(told)
+                        how = operation(op, told.dtype)
+                        before = found.counts["raw kernel"]
+                        total = CALLS[call](group, x, how)
+                        ALLREDUCE["direct"](group, told, how)
+                        assert total.get().tobytes() == told.tobytes(), (word, dtype, op)
+                        if world.transport == "mpi" and world.size > 1 and n > 100:
+                            assert found.counts["raw kernel"] == before + 1
+            assert group.host_bytes == 0
+            assert group.bytes_sent < 2**20  # what ranks agreed on while they made arrays
+
+        ranks(body)
+        assert found.counts["implicit"] == 0
+
+
+@on_ranks(4)
+def test_one_array_elsewhere_and_all_go_by_messages(ranks):
+    with machine():
+
+        def body(plain):
+            world = on_gpus(plain)
+            told = vector(world.rank, 5003, "float32").copy()
+            seen = kept(world, np.concatenate([told, told]))
+            x = {0: here(told), 1: seen[5003:]}.get(world.rank, seen[:5003])
+            direct(world.main, x, np.add)
+            direct(world.main, told, np.add)
+            np.testing.assert_array_equal(x.get(), told)
+            assert world.main.host_bytes > 0
+
+        ranks(body)
+
+
+@on_ranks(3)
+def test_lengths_that_differ_are_named(ranks):
+    with machine():
+
+        def body(plain):
+            world = on_gpus(plain)
+            x = kept(world, np.zeros(100, np.float32))
+            with pytest.raises(TransportError, match="seen 40 bytes on rank 0, 80 bytes on rank 1"):
+                direct(world.main, x[: 10 if world.rank == 0 else 20], np.add)
+
+        ranks(body)
+
+
+@on_ranks(4, 5)
+@pytest.mark.parametrize("verdict", [STAGED, POINTERS], ids=["staged", "cuda-aware"])
+@pytest.mark.parametrize("seen", [True, False])
+def test_hierarchical(ranks, verdict, seen):
+    """Inside nodes straight out of memory, between them by messages, staged if need be."""
+    with machine():
+
+        def body(plain):
+            world = on_gpus(plain, "aabbb"[: plain.size], verdict=verdict)
+            for n in (5, 40_003, 300_007):
+                told = vector(world.rank, n, "float64").copy()
+                x = kept(world, told) if seen else here(told)
+                ALLREDUCE["hierarchical"](world.main, x, np.add)
+                ALLREDUCE["hierarchical"](world.main, told, np.add)
+                assert x.get().tobytes() == told.tobytes()
+            by_pointer = verdict is POINTERS and world.transport == "mpi"
+            if seen:
+                assert world.main.node.host_bytes == 0
+            across = world.main.across.host_bytes
+            assert across == 0 if by_pointer or world.main.across.size < 2 else across > 0
+
+        ranks(body)
+
+
+@pytest.mark.parametrize("refused", [{"ipc": False}, {"peers": False, "devices": 2}])
+def test_where_handles_are_refused_all_is_staged(refused, caplog):
+    """Said once; the sums are right all the same."""
+    with machine(**refused):
+
+        def body(plain):
+            import cupy
+
+            with cupy.cuda.Device(plain.rank % 2 if "peers" in refused else 0):
+                world = on_gpus(plain, gpus="010")
+                told = vector(world.rank, 5003, "float32").copy()
+                for _ in range(2):
+                    x, host = kept(world, told), told.copy()
+                    assert world.memory.place(x) is None
+                    direct(world.main, x, np.add)
+                    direct(world.main, host, np.add)
+                    np.testing.assert_array_equal(x.get(), host)
+                assert world.main.host_bytes > 0
+
+        with caplog.at_level(logging.WARNING):
+            run_on("threads", 3, body)
+    assert [r.getMessage().count("CUDA IPC is refused") for r in caplog.records] == [1]
+
+
+@on_ranks(3)
+def test_memory_is_given_back_when_it_is_gone_everywhere(ranks):
+    """Not before: a neighbour may still read it. Asking for the next array is the time to look."""
+    with machine() as found:
+
+        def body(plain):
+            world, n = on_gpus(plain), 1 << 20
+            shared = world.transport == "local"  # all ranks count in one machine
+            first = kept(world, np.zeros(n, np.float32))
+            full = found.used(0)
+            if world.rank:
+                del first
+            second = kept(world, np.ones(n, np.float32))
+            world.link.barrier()
+            assert found.used(0) > full + 4 * n - 1
+            first = None
+            world.link.barrier()
+            third = kept(world, np.ones(n, np.float32))
+            direct(world.main, third, np.add)
+            assert third.get()[0] == world.size and second.get()[0] == 1
+            world.link.barrier()
+            assert found.used(0) <= 2 * full + (shared * 64 << 10) and first is None
+
+        ranks(body)
+
+
+def test_out_of_memory_names_rank_and_bytes():
+    with machine(memory_bytes=64 << 20):
+
+        def body(plain):
+            world = on_gpus(plain)
+            if world.rank == 1:
+                hold = here(np.zeros(32 << 20, np.uint8))
+            world.link.barrier()
+            with pytest.raises(UsageError, match="asked 35651584 bytes, of 67108864 there are"):
+                world.memory.gpu.zeros(8 << 20, np.float32)
+            return world.rank == 0 or hold.size
+
+        run_on("threads", 2, body)
+
+
+def test_a_handle_that_leads_elsewhere_is_refused(monkeypatch):
+    """As when ranks in two containers tell each other the same number."""
+    with machine():
+
+        def body(plain):
+            world = on_gpus(plain)
+            if world.rank == 1:
+                world.memory.gpu._read = lambda pointer: b"another token..."
+            assert world.memory.place(kept(world, np.zeros(10))) is None
+
+        run_ranks(2, lambda link: body(_world(link)))
+
+
+def _world(link) -> World:
+    from hpctrain.world import over_threads
+
+    return over_threads(link)
