@@ -81,12 +81,13 @@ def run(world: World, asked: Asked) -> list[Row]:
     room.check(world, max(asked.sizes), rivals=False)
     output.must_be_writable(world, asked.json, asked.plot)
     on_gpu = asked.device == "gpu"
-    all_ends = p2p_gpu.ends(world, source, to) if on_gpu else [Ends(world.link, source, to)]
+    x = _buffer(world, max(asked.sizes), on_gpu)
+    all_ends = p2p_gpu.ends(world, source, to, x) if on_gpu else [Ends(world.link, source, to)]
     rate = p2p_gpu.nic_rate(world, source, to) if on_gpu else None
     title = f"p2p, {_named(world, source)} to {_named(world, to)}"
     columns = p2p_gpu.COLUMNS if on_gpu else COLUMNS
     teller = output.Teller(world, title, columns, len(asked.sizes))
-    rows = teller.each(measure(world, asked, all_ends, rate))
+    rows = teller.each(measure(world, asked, x, all_ends, rate))
     about = {"device": "gpu", "paths": asdict(world.verdict), "nic_gb_s": rate} if on_gpu else {}
     output.write(world, asked.json, output.report(world, rows, timed=TIMED, **about))
     if asked.plot is not None and world.rank == 0:
@@ -95,19 +96,22 @@ def run(world: World, asked: Asked) -> list[Row]:
 
 
 def measure(
-    world: World, asked: Asked, all_ends: Sequence[Ends], rate: float | None = None
+    world: World,
+    asked: Asked,
+    buffer: xp.Array,
+    all_ends: Sequence[Ends],
+    rate: float | None = None,
 ) -> Iterator[list[Row]]:
     """Yield the rows of each size, both ways over each of `all_ends`; collective.
 
-    `rate`: the GB/s that a row's are a share of.
+    Messages are the beginning of `buffer`. `rate`: the GB/s that a row's are a share of.
     """
-    buffer = _buffer(max(asked.sizes), asked.device)
     for size in asked.sizes:
         x = buffer[:size]
         calls = max(LEAST_WINDOW, calls_per_round(size))
         plan = {f"{way}{_by(ends)}": (way, ends) for ends in all_ends for way in WAYS}
         ways = {name: WAYS[way](ends, x, calls) for name, (way, ends) in plan.items()}
-        right = {name: _right(plan[name][1], x, call) for name, call in ways.items()}
+        right = {name: _right(world, plan[name][1], x, call) for name, call in ways.items()}
         seconds = interleaved(world.link, ways, asked.rounds, asked.warm_up)
         per_message = {"ping-pong": 2 * calls, "one-way": calls}
         yield [
@@ -121,10 +125,10 @@ def _by(ends: Ends) -> str:
     return "" if ends.path == "host" else f" {ends.path}"
 
 
-def _buffer(nbytes: int, device: gpus.Device) -> xp.Array:
-    """Return zeros (nbytes,), uint8, of which every page has been written."""
-    if device == "gpu":
-        return gpus.library().zeros(nbytes, np.uint8)
+def _buffer(world: World, nbytes: int, on_gpu: bool) -> xp.Array:
+    """Return zeros (nbytes,), uint8, of which every page has been written; collective."""
+    if on_gpu:
+        return p2p_gpu.buffer(world, nbytes)
     x = aligned_zeros(nbytes, np.uint8)
     x.fill(0)
     return x
@@ -165,7 +169,7 @@ def _window(ends: Ends, x: xp.Array, calls: int) -> Callable[[], None]:
 WAYS = {"ping-pong": _ping_pong, "one-way": _window}
 
 
-def _right(ends: Ends, x: xp.Array, call: Callable[[], None]) -> bool:
+def _right(world: World, ends: Ends, x: xp.Array, call: Callable[[], None]) -> bool:
     """Return whether what one end has is at the other end after `call`; collective."""
     values = checks.block(0, np.dtype(np.int32)).view(np.uint8)[: checks.PERIOD]
     sent = np.zeros(x.size, np.uint8)
@@ -175,7 +179,7 @@ def _right(ends: Ends, x: xp.Array, call: Callable[[], None]) -> bool:
     call()
     wanted = values.astype(np.float64)
     right = ends.peer is None or checks.agrees(xp.to_host(x), wanted, np.zeros(checks.PERIOD))
-    return all(said == b"\1" for said in all_gather_bytes(ends.link, bytes([right])))
+    return all(said == b"\1" for said in all_gather_bytes(world.link, bytes([right])))
 
 
 def _row(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import fakes
 import numpy as np
 import pytest
 from machines import infiniband
@@ -11,10 +12,12 @@ from ranks import on_ranks, run_on
 
 from hpctrain.bench import p2p, p2p_gpu
 from hpctrain.bench.ends import Ends
+from hpctrain.collectives import all_gather_bytes
 from hpctrain.errors import UsageError
 from hpctrain.hardware import nics
 from hpctrain.transport import gpus
 from hpctrain.transport.gpus import Gpu
+from hpctrain.transport.ipc import arenas_of
 from hpctrain.transport.paths import Place, Verdict
 
 ASKED = {"ranks": None, "iterations": 2, "warm_up": 0, "json": None, "plot": None}
@@ -45,7 +48,7 @@ def test_a_message_that_goes_wrong_is_seen():
             p2p._window(ends, x, 2)()
             x[world.rank * 50] ^= world.rank
 
-        return p2p._right(ends, x, damaged)
+        return p2p._right(world, ends, x, damaged)
 
     assert run_on("threads", 2, body) == [False, False]
 
@@ -79,6 +82,9 @@ def on_gpus(world, way="cuda-aware", apart=False):
     world.places = tuple(Place(node, f"GPU-{rank}") for rank, node in enumerate(nodes))
     world.hosts = tuple(nodes)
     world.gpu = Gpu(0, f"GPU-{world.rank}", "")
+    node = world.main.links[1]
+    gather = lambda told: all_gather_bytes(node, told)  # noqa: E731
+    world.memory.gpu = None if apart else arenas_of(node, gather, ["G"] * world.size)
     world.verdict = Verdict(way, way, way if way != "ipc" else "staged", "so it was told")
     return world
 
@@ -90,8 +96,17 @@ def test_paths_between_gpus(ranks, gpu):
             ("staged", "ping-pong staged"), ("staged", "one-way staged"),
             ("cuda-aware", "ping-pong cuda-aware"), ("cuda-aware", "one-way cuda-aware"),
         ]  # fmt: skip
-        assert len(rows) == 8
+        assert {row["path"] for row in rows[4:6]} <= {"ipc", "staged"}
         assert all(row["correct"] and "share_of_nic" not in row for row in rows)
+
+
+@on_ranks(2, 3, mpi=(2, 3))
+def test_neighbours_that_map_each_others_memory(ranks):
+    with fakes.installed(ipc_within=True):
+        for rows in ranks(lambda world: p2p.run(on_gpus(world, "ipc"), asked(device="gpu"))):
+            names = ["ping-pong staged", "one-way staged", "ping-pong ipc", "one-way ipc"]
+            assert [row["algorithm"] for row in rows] == names * 3
+            assert all(row["correct"] for row in rows)
 
 
 def test_where_no_trial_went_well_only_the_host_is_left(gpu):
@@ -115,7 +130,7 @@ def test_share_of_the_adapter_between_nodes(gpu, monkeypatch, tmp_path, capsys):
     assert "of NIC" in capsys.readouterr().out
 
 
-def test_a_rank_without_a_gpu():
+def test_a_rank_without_a_gpu(gpu):
     def body(world):
         on_gpus(world)
         world.places = (world.places[0], world.places[1]._replace(gpu=""))
