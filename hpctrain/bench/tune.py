@@ -62,11 +62,11 @@ def run(world: World, asked: Asked) -> None:
     room.check(world, max(asked.sizes), rivals=False)
     world.together(lambda: _must_be_writable(world, path, asked.plot))
     found: list[Row] = []
-    with _bar(world, asked.rounds + 1) as bar:
+    with _bar(world, 2 * asked.rounds + 1) as bar:
         node, across = constants(group, CONSTANT_ROUNDS)
         for found in sweep.sweep(group, asked.sizes, asked.rounds, asked.limit_s):  # noqa: B007
-            bar.update(TASK, advance=1, description="rounds over all sizes", refresh=True)
-        bar.update(TASK, completed=asked.rounds, description="buckets", refresh=True)
+            bar.update(TASK, advance=1, description="rounds over sizes", refresh=True)
+        bar.update(TASK, completed=2 * asked.rounds, description="buckets", refresh=True)
         buckets = list(sweep.buckets(group, found, max(asked.sizes), BUCKET_ROUNDS))
         bar.update(TASK, advance=1, refresh=True)
     made = Table(here, found, buckets, node, across, choose.noisy(found))

@@ -25,7 +25,11 @@ machine, MPI and layout of the ranks are the same: see docs/tuning.md.
 
 
 @click.command(epilog=EPILOG)
-@click.option("--sizes", metavar="SIZES", help=f"Default: {tuning.SIZES}.")
+@click.option(
+    "--sizes",
+    metavar="SIZES",
+    help=f"Default: {tuning.SIZES}. Where the fastest changes between two, their middle as well.",
+)
 @click.option("--rounds", type=int, metavar="N", help="Default: as many as fit into a minute.")
 @click.option("--out", type=FILE, metavar="FILE", help="Keep the table there instead.")
 @click.option(

@@ -13,7 +13,7 @@ which are laid over each other in the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated
@@ -63,8 +63,8 @@ def plan(rows: Iterable[Row], buckets: Buckets, measured: bool) -> Plan:
     known = [row for row in rows if row.algorithm in ALLREDUCE and row.algorithm not in NEVER]
     plain = [row for row in known if not row.in_memory]
     kept = [row for row in known if row.in_memory] or plain
-    ours = [row for row in plain if row.algorithm != "native"]
-    plain_steps, kept_steps, our_steps = (steps(times(some)) for some in (plain, kept, ours))
+    stairs = (plain, kept, _ours(plain))
+    plain_steps, kept_steps, our_steps = (steps(times(some)) for some in stairs)
     return Plan(plain_steps, kept_steps, our_steps, buckets, measured)
 
 
@@ -109,6 +109,23 @@ def taken_at(times: Times) -> dict[int, str]:
             last = best
         taken[nbytes] = last
     return taken
+
+
+def changes(rows: Sequence[Row]) -> list[tuple[int, int, set[str]]]:
+    """Return between which neighbouring lengths the pick changes, and all who are taken at these.
+
+    Also whom what MPI cannot reduce takes there: it needs times of its own in between.
+    """
+    stairs = [taken_at(times(some)) for some in (rows, _ours(rows))]
+    return [
+        (a, b, {taken[n] for taken in stairs for n in (a, b) if n in taken})
+        for a, b in pairwise(stairs[0])
+        if stairs[0][a] != stairs[0][b]
+    ]
+
+
+def _ours(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row.algorithm != "native"]
 
 
 def noisy(rows: Iterable[Row]) -> float | None:

@@ -5,10 +5,15 @@
     4       A B . D . .      A . . D . .             . . C D . .     twice as slow as the best: out
     5       A B . D . .      A . . D . .             . . C D . .
     ...
+            2 KiB: A         3 KiB: A or C?          4 KiB: C     then once more between two picks
 
 Rivals take turns at a size, and rounds go over all sizes: whatever else keeps the machine busy for
 a while hits all rivals alike, and of each of them one round in many. No round is begun that the
 time would not suffice for. Every rank decides alike: all know the slowest's time.
+
+Where two neighbouring sizes have different picks, their middle is measured as well, by those still
+in the race at both: an MPI's own jumps where its protocol changes (at 4 KiB, say), and a straight
+line between two sizes would let the step lie far below the jump.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from hpctrain.tuning.measure import timed
 BATCH_BYTES, MOST_CALLS = 1 << 20, 32
 LEAST_ROUNDS = 3  #: before anybody leaves: one slow round may be another process's
 SLOW = 2.0  #: times the best: leaves
+AGAIN = 0.2  #: of the time is kept for the sizes between two picks
 BUCKET_BYTES = [1 << i for i in range(16, 27)]
 #: A plane is so long, that buckets do not find it in the cache.
 PLANE_BYTES = 64 << 20
@@ -90,7 +96,8 @@ def able(group: Group) -> list[str]:
 def sweep(group: Group, sizes: Sequence[int], rounds: int, limit_s: float) -> Iterator[list[Row]]:
     """Yield, after each round, the rows of all rounds so far; collective.
 
-    `rounds` at most, as many as `limit_s` seconds allow, three at least.
+    `rounds` at most, as many as `limit_s` seconds allow, three at least; then as many at the sizes
+    between two picks.
     """
     names, given, clock = able(group), arrays(group, max(sizes)), Clock(group, limit_s)
     places = [
@@ -98,17 +105,48 @@ def sweep(group: Group, sizes: Sequence[int], rounds: int, limit_s: float) -> It
         for nbytes in sizes
         for in_memory, x in given.kinds
     ]
-    for round_ in range(rounds):
+    done = 0
+    for done in _rounds(places, rounds, clock, AGAIN * limit_s):  # noqa: B007
+        yield _rows(places)
+    middles = [
+        place
+        for in_memory, x in given.kinds
+        for place in _between(group, x, [one for one in places if one.in_memory == in_memory])
+    ]
+    for _ in _rounds(middles, done if middles else 0, clock, 0.0):
+        yield _rows([*places, *middles])
+
+
+def _rounds(places: Sequence[Place], rounds: int, clock: Clock, spare_s: float) -> Iterator[int]:
+    """Measure in rounds and yield how many there were, while more than `spare_s` are left."""
+    for done in range(1, rounds + 1):
         before = clock.left()
         for place in places:
             place.measure()
-        yield [row for place in places for row in place.rows]
+        yield done
         left = clock.left()
-        if round_ + 1 >= LEAST_ROUNDS:
+        if done >= LEAST_ROUNDS:
             for place in places:
                 place.drop()
-            if left < before - left:  # another round might last as long
+            if left - spare_s < before - left:  # another round might last as long
                 return
+
+
+def _rows(places: Iterable[Place]) -> list[Row]:
+    return [row for place in places for row in place.rows]
+
+
+def _between(group: Group, x: np.ndarray, places: Sequence[Place]) -> Iterator[Place]:
+    """Yield a place in the middle of each two of `places`, of one kind, that differ in their pick.
+
+    Of whole elements of `x`. Collective: names in one order on all ranks.
+    """
+    at = {place.bytes: place for place in places}
+    for a, b, picks in choose.changes(_rows(places)):
+        middle = (a + b) // 2 // x.itemsize * x.itemsize
+        if a < middle:
+            names = sorted(picks | (at[a].running & at[b].running))
+            yield Place(group, middle, at[a].in_memory, x[: middle // x.itemsize], names)
 
 
 class Place:
@@ -122,7 +160,7 @@ class Place:
         x: np.ndarray,
         names: Iterable[str],
     ):
-        self._link, self._bytes, self._in_memory = group.link, nbytes, in_memory
+        self._link, self.bytes, self.in_memory = group.link, nbytes, in_memory
         self._batch = max(1, min(MOST_CALLS, BATCH_BYTES // x.nbytes))
         self._running = {name: select.bound(group, x, np.add, name) for name in names}
         self._seconds: dict[str, list[float]] = {name: [] for name in self._running}
@@ -144,6 +182,11 @@ class Place:
         self._running = {name: call for name, call in self._running.items() if name not in late}
 
     @property
+    def running(self) -> set[str]:
+        """Who has not left."""
+        return set(self._running)
+
+    @property
     def rows(self) -> list[Row]:
         """The medians so far; of who has left, that of the fastest times how much slower it was.
 
@@ -157,7 +200,7 @@ class Place:
             for name, taken in self._seconds.items()
         }
         return [
-            Row(name, self._in_memory, self._bytes, s, self._spread(name))
+            Row(name, self.in_memory, self.bytes, s, self._spread(name))
             for name, s in medians.items()
         ]
 

@@ -32,7 +32,8 @@ def test_a_table_is_made_shown_drawn_and_used(hpctrain, start, tmp_path):
     done = hpctrain("tune", *flags, ranks=2)
     assert done.returncode == 0, done.stderr
     assert "in node memory: takes" in done.stdout and "alpha" in done.stdout
-    assert {row["bytes"] for row in json.loads(out.read_text())["rows"]} == {4, 256, 16384}
+    found = {row["bytes"] for row in json.loads(out.read_text())["rows"]}
+    assert {4, 256, 16384} <= found <= {4, 128, 256, 8320, 16384}  # middles where the pick changes
     assert plot.stat().st_size > 10_000
 
     shown = hpctrain("tune", "--show", out)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ranks import on_ranks, run_on
 
-from hpctrain.tuning import select, sweep
+from hpctrain.tuning import choose, select, sweep
 from hpctrain.tuning.choose import Row
 from hpctrain.tuning.constants import constants, pairs
 
@@ -17,11 +17,15 @@ KIB, MIB = 1 << 10, 1 << 20
 FACTORS = {"native": 1.0, "ring": 1.5, "tree": 3.0, "double-tree": 5.0}
 
 
-def measured(monkeypatch, sizes, rounds=5, limit_s=1e9, steps=0.0, slower=1.0):
+def even(name, nbytes):
+    return FACTORS[name] * nbytes * 1e-9
+
+
+def measured(monkeypatch, sizes, rounds=5, limit_s=1e9, steps=0.0, slower=1.0, took=even):
     """Return the rows that one rank finds, and how often each was timed at each size.
 
-    A look at the clock finds `steps` seconds gone since the last. After three rounds the machine
-    becomes `slower`.
+    A call took `took(name, nbytes)` seconds; from the fourth round on the machine is `slower`. A
+    look at the clock finds `steps` seconds gone since the last.
     """
     counts: Counter = Counter()
     now = iter(np.arange(10_000) * steps)
@@ -34,7 +38,7 @@ def measured(monkeypatch, sizes, rounds=5, limit_s=1e9, steps=0.0, slower=1.0):
         counts[name, nbytes] += 1
         # The first round is another process's.
         now_slower = slower if counts[name, nbytes] > sweep.LEAST_ROUNDS else 1.0
-        return 1.0 if counts[name, nbytes] == 1 else FACTORS[name] * nbytes * 1e-9 * now_slower
+        return 1.0 if counts[name, nbytes] == 1 else took(name, nbytes) * now_slower
 
     def body(world):
         monkeypatch.setattr(sweep, "timed", timed)
@@ -63,15 +67,63 @@ def test_who_has_left_is_not_taken_because_the_machine_became_slower(monkeypatch
     assert seconds == pytest.approx({"native": 10, "ring": 15, "tree": 30, "double-tree": 50})
 
 
-@pytest.mark.parametrize(("limit_s", "rounds"), [(0.0, 3), (7.5, 4), (1e9, 50)])
+@pytest.mark.parametrize(("limit_s", "rounds"), [(0.0, 3), (9.5, 4), (1e9, 50)])
 def test_no_round_is_begun_that_would_not_be_done_in_time(monkeypatch, limit_s, rounds):
-    """A round takes 1 s here, and as long passes between two."""
+    """A round takes 1 s here, and as long passes between two; a fifth is kept for a second look."""
     _, counts = measured(monkeypatch, [KIB], rounds=50, limit_s=limit_s, steps=1.0)
     assert counts["native", KIB] == rounds
 
 
+def jumps(at):
+    """Return times of calls: native is best up to `at` bytes, then three times as slow."""
+
+    def took(name, nbytes):
+        if name == "native":
+            return 0.9e-6 if nbytes < at else 2.7e-6
+        return {"ring": 1.05e-6, "tree": 3e-6, "double-tree": 5e-6}[name]
+
+    return took
+
+
+def trees(name, nbytes):
+    """Native far ahead of a tree at 2 KiB, a ring far ahead of both at 4 KiB."""
+    slow = {"native": 1, "tree": 4, "ring": 9} if nbytes < 4 * KIB else {"ring": 1}
+    return slow.get(name, 20) * 1e-6
+
+
+#: What calls took -> who is measured at 3 KiB, for how many rounds; where `auto` steps to the ring.
+#: From rows at 2 and 4 KiB alone the step would be at 2257, 2257 and 2746.
+JUMPS = [
+    (jumps(4 * KIB), {"native": 5, "ring": 5}, 3199),
+    (jumps(3 * KIB), {"native": 3, "ring": 5}, 2168),
+    (trees, {"native": 5, "tree": 3, "ring": 3}, 3470),
+    (even, {}, None),
+]
+
+
+@pytest.mark.parametrize(("took", "rounds", "step"), JUMPS)
+def test_between_two_picks_the_middle_is_measured_too(monkeypatch, took, rounds, step):
+    rows, counts = measured(monkeypatch, [2 * KIB, 4 * KIB], took=took)
+    assert {name: counts[name, 3 * KIB] for name in rounds} == rounds
+    assert {row.algorithm for row in rows if row.bytes == 3 * KIB} == set(rounds)
+    plan = choose.plan(rows, (), measured=True)
+    assert plan.plain == ((0, "native"), *([(step, "ring")] if step else []))
+    assert plan.ours[0] == (0, "tree" if took is trees else "ring")
+
+
+def test_the_middle_is_measured_in_the_time_that_was_kept(monkeypatch):
+    """A round takes 1 s, and as long passes between two: five fit into 80 % of 12 s."""
+    took = jumps(4 * KIB)
+    _, counts = measured(monkeypatch, [2 * KIB, 4 * KIB], 50, 12.0, steps=1.0, took=took)
+    assert counts["ring", 2 * KIB] == 5
+    assert counts["ring", 3 * KIB] == sweep.LEAST_ROUNDS  # however little is left
+
+
 @on_ranks(2, 3, mpi=(2, 3))
-def test_all_ranks_find_the_same(ranks):
+def test_all_ranks_find_the_same(ranks, monkeypatch):
+    found = [(4, 70_000, {"native", "ring", "direct"})]  # sets have an order of their own per rank
+    monkeypatch.setattr(choose, "changes", lambda rows: found)
+
     def body(world):
         group = world.main
         *_, rows = sweep.sweep(group, [4, 70_000], 3, 1e9)
@@ -80,7 +132,7 @@ def test_all_ranks_find_the_same(ranks):
     results = ranks(body)
     for rows, buckets, (node, across) in results:
         assert (rows, buckets, (node, across)) == results[0]
-        assert {row.bytes for row in rows} == {4, 70_000}
+        assert {row.bytes for row in rows} == {4, 35_000, 70_000}
         names = {(row.algorithm, row.in_memory) for row in rows}
         assert {("direct", True), ("native", False), ("ring", True)} <= names
         assert not {("null", False), ("hierarchical", False)} & names
