@@ -71,7 +71,7 @@ def run(typed):
 
     def body(world):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(worlds, "init", lambda: world)
+            patch.setattr(worlds, "init", lambda *_: world)
             command.main(typed, standalone_mode=False)
 
     run_on("threads", 1, body)
