@@ -20,6 +20,7 @@ from hpctrain import config, data, engines, nn, optim
 from hpctrain.callbacks import EarlyStop
 from hpctrain.errors import UsageError
 from hpctrain.faults import FaultsOptions
+from hpctrain.gradients.precision import Precision
 from hpctrain.gradients.reducer import ALLREDUCE_ALONE, WireOptions
 from hpctrain.metrics import Metric
 from hpctrain.trace import TraceOptions
@@ -50,7 +51,7 @@ class RunOptions:
     evaluate_steps: Positive | None = None  #: neither is given
     callbacks: list[str] = field(default_factory=list)  #: "module:function"s, given each row
     device: Literal["auto", "cpu", "gpu"] = "auto"
-    precision: Literal["float32", "float64"] = "float32"
+    precision: Precision = "float32"
     prefetch: Annotated[int, Field(ge=0)] | None = None  #: batches that a thread reads ahead
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
 

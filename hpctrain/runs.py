@@ -12,6 +12,7 @@ from hpctrain import checkpoint, engines, nn, recipe, rundir, usercode, weights
 from hpctrain.data import Samples, Split
 from hpctrain.engines.engine import load_into
 from hpctrain.errors import UsageError
+from hpctrain.gradients.precision import master
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.loop import sums_over
 from hpctrain.optim import Optimizer
@@ -130,7 +131,7 @@ def with_weights(spec: Recipe, found: checkpoint.Loaded) -> ModelReplica:
         model = build_model(spec, spec.data.load(spec.run.seed))
     else:
         model = spec.model.build(tuple(told["input_shape"]), told["classes"])
-    return _holding(ModelReplica(model, spec.run.seed, spec.run.precision), found)
+    return _holding(ModelReplica(model, spec.run.seed, master(spec.run.precision)), found)
 
 
 def _holding(replica: ModelReplica, found: checkpoint.Loaded) -> ModelReplica:

@@ -18,7 +18,8 @@ from hpctrain.engines import Engine
 from hpctrain.errors import UsageError
 from hpctrain.faults import FaultsOptions, Pace
 from hpctrain.gradients.arena import params_sha256
-from hpctrain.gradients.replica import ModelReplica, Replica
+from hpctrain.gradients.precision import Precision, replica_of
+from hpctrain.gradients.replica import Replica
 from hpctrain.gradients.slowed import Slowed
 from hpctrain.journal import Journal
 from hpctrain.loop import Loop, Plan, told
@@ -39,7 +40,7 @@ class Trainer:
         optimizer: Optimizer,
         engine: Any = engines.AllReduce(),  # noqa: B008  (frozen)
         seed: int = 0,
-        precision: str = "float32",
+        precision: Precision = "float32",
         world: World | None = None,
         callbacks: Sequence[Any] = (),
         faults: FaultsOptions = FaultsOptions(),  # noqa: B008  (frozen)
@@ -48,15 +49,16 @@ class Trainer:
         """Lay the model out and build the engine; collective.
 
         `engine`: options such as `ht.engines.AllReduce(algorithm="ring")`. `precision`: float32 or
-        float64. `callbacks` are told of each row of metrics; see `hpctrain.callbacks`. `faults`:
-        what is to slow ranks down; see `hpctrain.faults`. `init`: the folder of a run or a
-        checkpoint, or a .safetensors file, whose weights are taken to begin with. Raises UsageError
+        float64; on a GPU also tf32, bf16 or fp16, see `hpctrain.gradients.precision`. `callbacks`
+        are told of each row of metrics; see `hpctrain.callbacks`. `faults`: what is to slow ranks
+        down; see `hpctrain.faults`. `init`: the folder of a run or a checkpoint, or a .safetensors
+        file, whose weights are taken to begin with. Raises UsageError
         on all ranks if engine, faults or `init` do not fit, or if ranks have different models.
         """
         self.world = world or worlds.init()
         self.seed, self.rate, self.callbacks = seed, optimizer.rate, callbacks
         on_gpu = self.world.gpu is not None
-        self.replica = ModelReplica(model, seed, np.dtype(precision), on_gpu)
+        self.replica = self.world.together(lambda: replica_of(model, seed, precision, on_gpu))
         if init is not None:
             self._warm_start(Path(init))
         replica = self.world.together(lambda: self._slowed(faults))

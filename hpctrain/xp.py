@@ -7,6 +7,7 @@ word here that does nothing to arrays of the host.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -59,6 +60,16 @@ def like(x: Array, values: Any, dtype: Any = None) -> Array:
         values = np.asarray(values)
         values = values.astype(dtype) if values.itemsize > dtype.itemsize else values
     return xp.asarray(values).astype(dtype, copy=False)
+
+
+def wide(x: Array) -> Array:
+    """Return floating-point `x` in 32 bits if it has 16, itself if it has more."""
+    return x.astype(np.float32) if x.itemsize == 2 else x
+
+
+def narrow(y: Array, x: Array) -> Array:
+    """Return `y` in the dtype of `x`, itself if it has that."""
+    return y if y.dtype == x.dtype else y.astype(x.dtype)
 
 
 def copy(x: Array, values: Array) -> None:
@@ -158,6 +169,14 @@ def keep_stream(x: Array) -> None:
 def _own_stream(x: Array) -> Iterator[None]:
     with x.device, namespace(x).cuda.Stream(non_blocking=True):
         yield
+
+
+def allow_tf32() -> None:
+    """Let products of float32 be made of 10 bits of mantissa, in this process from now on.
+
+    CuPy reads the variable at its first product.
+    """
+    os.environ["CUPY_TF32"] = "1"
 
 
 def zeros(length: int, dtype: Any) -> Array:

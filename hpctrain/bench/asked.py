@@ -11,6 +11,7 @@ from hpctrain.bench import measured, predict, quantities, sizes
 from hpctrain.bench.profile import profile
 from hpctrain.engines import Task
 from hpctrain.errors import UsageError
+from hpctrain.gradients.precision import master
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.tuning.loggp import Cluster, Wire
 from hpctrain.tuning.steps import Step, even
@@ -86,7 +87,7 @@ def of_recipe(name: str, bucket_bytes: int) -> Step:
     """Return what one step of recipe `name` computes on one rank, measured in this process."""
     spec = recipe.load(name)
     split = spec.data.load(spec.run.seed)
-    replica = ModelReplica(runs.build_model(spec, split), spec.run.seed, spec.run.precision)
+    replica = ModelReplica(runs.build_model(spec, split), spec.run.seed, master(spec.run.precision))
     replica.micro_batches = spec.batch.micro_batches
     sampler = data.Sampler(len(split.train), spec.batch.size(1), spec.run.seed)
     batch = Batch(*split.train.rows(sampler.batch_indexes(0)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -71,16 +71,12 @@ class ModelReplica:
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
         """Write the gradient into the arena, as the sum over micro-batches; see Replica."""
-        sums, n = nn.Sums(0.0, 0, 0), len(batch.y)
-        # As many on each rank, even where some are empty: a layer may sum over ranks in each.
-        pieces = self.micro_batches
-        for i in range(pieces):
-            start, stop = n * i // pieces, n * (i + 1) // pieces
-            x, y = batch.x[start:stop], batch.y[start:stop]
-            here = key._replace(first=key.first + start)
-            ready = on_ready if i == pieces - 1 else more_to_come
+        sums = nn.Sums(0.0, 0, 0)
+        for i, (piece, first) in enumerate(in_pieces(batch, self.micro_batches)):
+            here = key._replace(first=key.first + first)
+            ready = on_ready if i == self.micro_batches - 1 else more_to_come
             one = self.model.gradient(
-                self._params, self._grads, x, y, scale, here, ready, more=i > 0
+                self._params, self._grads, *piece, scale, here, ready, more=i > 0
             )
             sums = nn.add(sums, one)
         return sums
@@ -104,6 +100,17 @@ class ModelReplica:
         """Find the tensors in the planes."""
         self._params = self.arena.views(self.arena.param) | self.arena.views(self.arena.buffer)
         self._grads = self.arena.views(self.arena.grad)
+
+
+def in_pieces(batch: Batch, pieces: int) -> Iterator[tuple[Batch, int]]:
+    """Yield `pieces` parts of `batch`, each with the index of its first sample.
+
+    As many on each rank, even where some are empty: a layer may sum over ranks in each.
+    """
+    n = len(batch.y)
+    for i in range(pieces):
+        start, stop = n * i // pieces, n * (i + 1) // pieces
+        yield Batch(batch.x[start:stop], batch.y[start:stop]), start
 
 
 def more_to_come(name: str) -> None:

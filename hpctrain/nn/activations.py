@@ -8,7 +8,7 @@ from math import pi, sqrt
 from typing import Any
 
 from hpctrain.nn.layer import Key, Parameter, Shape
-from hpctrain.xp import Array, fused, namespace, on_device
+from hpctrain.xp import Array, fused, namespace, narrow, on_device, wide
 
 BLOCK = 32_768  #: elements handled at once on the host: all that is made of them stays in the cache
 A, B = sqrt(2 / pi), 0.044715
@@ -51,13 +51,14 @@ class GELU:
     def forward(
         self, p: Mapping[str, Array], x: Array, key: Key | None
     ) -> tuple[Array, Array | None]:
-        xp, flat = namespace(x), x.reshape(-1)
+        xp, flat = namespace(x), wide(x.reshape(-1))
         y, slope = xp.empty_like(flat), None if key is None else xp.empty_like(flat)
         gelu, step = fused(_gelu, x), max(flat.size, 1) if on_device(x) else BLOCK
         for i in range(0, flat.size, step):
             s = slice(i, i + step)
             gelu(flat[s], y[s], None if slope is None else slope[s])
-        return y.reshape(x.shape), slope
+        slope = None if slope is None else narrow(slope, x)
+        return narrow(y, x).reshape(x.shape), slope
 
     def backward(
         self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Array, dy: Array, want_dx: bool

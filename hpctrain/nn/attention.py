@@ -21,7 +21,7 @@ import numpy as np
 from hpctrain.errors import UsageError
 from hpctrain.nn.embedding import SPREAD
 from hpctrain.nn.layer import Key, Parameter, Shape, at_least, normal, sum_rows, zeros
-from hpctrain.xp import Array, namespace, on_device
+from hpctrain.xp import Array, namespace, narrow, on_device, wide
 
 
 class Saved(NamedTuple):
@@ -101,11 +101,12 @@ class CausalAttention:
             (q, k, v), (dq, dk, dv) = _by_head(saved.qkv[i]), _by_head(dqkv[i])
             a, dm = saved.weights[i], dmixed[i].swapaxes(-3, -2)
             xp.matmul(a.swapaxes(-1, -2), dm, out=dv)
-            ds = dm @ v.swapaxes(-1, -2)
+            ds, full = wide(dm @ v.swapaxes(-1, -2)), wide(a)
             # Of softmax: ds = a (da - sum(a da)); masked places have a = 0 and stay out by it.
-            ds -= _sum_product(a, ds)
-            ds *= a
+            ds -= _sum_product(full, ds)
+            ds *= full
             ds *= 1 / sqrt(d)
+            ds = narrow(ds, a)
             xp.matmul(ds, k, out=dq)
             xp.matmul(ds.swapaxes(-1, -2), q, out=dk)
         return dqkv
@@ -130,6 +131,11 @@ def _sum_product(a: Array, b: Array) -> Array:
 
 def _softmax(scores: Array, factor: float) -> None:
     """Turn the scores (..., heads, length, length) into weights, in place."""
+    if scores.itemsize == 2:  # sums of many small numbers would lose most of them
+        full = wide(scores)
+        _softmax(full, factor)
+        scores[...] = full
+        return
     scores *= factor
     scores += _mask(namespace(scores), scores.shape[-1], scores.dtype.name)
     scores -= scores.max(axis=-1, keepdims=True)

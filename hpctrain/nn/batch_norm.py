@@ -16,7 +16,7 @@ import numpy as np
 
 from hpctrain.errors import UsageError
 from hpctrain.nn.layer import Key, Parameter, Shape, SumOverRanks, ones, rows_of, sum_rows, zeros
-from hpctrain.xp import Array, like, namespace, to_host
+from hpctrain.xp import Array, like, namespace, narrow, to_host, wide
 
 
 class Saved(NamedTuple):
@@ -48,8 +48,8 @@ class BatchNorm:
     def parameters(self, shape: Shape) -> dict[str, Parameter]:
         size = shape[-1:]
         return {
-            "weight": Parameter(size, ones),
-            "bias": Parameter(size, zeros),
+            "weight": Parameter(size, ones, wide=True),
+            "bias": Parameter(size, zeros, wide=True),
             "mean": Parameter(size, zeros, trained=False),
             "variance": Parameter(size, ones, trained=False),
         }
@@ -59,14 +59,14 @@ class BatchNorm:
     ) -> tuple[Array, Saved | None]:
         if key is None:
             scale = p["weight"] / namespace(x).sqrt(p["variance"] + self.epsilon)
-            y = x * scale
+            y = wide(x) * scale
             y += p["bias"] - p["mean"] * scale
-            return y, None
+            return narrow(y, x), None
         return self._train(p, x, key)
 
     def _train(self, p: Mapping[str, Array], x: Array, key: Key) -> tuple[Array, Saved]:
         xp, add = namespace(x), key.sum_over_ranks
-        flat = rows_of(x)
+        flat = rows_of(wide(x))
         centre = _mean_of(flat)
         normal = flat - centre
         square = normal * normal
@@ -74,12 +74,12 @@ class BatchNorm:
         rows, mean, variance = _joined(len(flat), exact, square, add)
         if rows and not key.again:
             self._note(p, rows, mean, variance)
-        scale = like(x, 1 / xp.sqrt(variance + self.epsilon))
-        normal += like(x, exact - mean)
+        scale = like(flat, 1 / xp.sqrt(variance + self.epsilon))
+        normal += like(flat, exact - mean)
         normal *= scale
         y = xp.multiply(normal, p["weight"], out=square)
         y += p["bias"]
-        return y.reshape(x.shape), Saved(normal, scale, rows, add)
+        return narrow(y, x).reshape(x.shape), Saved(normal, scale, rows, add)
 
     def _note(self, p: Mapping[str, Array], rows: float, mean: Array, variance: Array) -> None:
         """Move the running statistics towards those of this batch."""
@@ -92,7 +92,7 @@ class BatchNorm:
         self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Saved, dy: Array, want_dx: bool
     ) -> Array | None:
         normal, scale, rows, add = saved
-        flat = dy.reshape(normal.shape)
+        flat = wide(dy).reshape(normal.shape)
         product = flat * normal
         sum_rows(flat, out=g["bias"])
         sum_rows(product, out=g["weight"])
@@ -102,13 +102,13 @@ class BatchNorm:
         total = parts if add is None else like(parts, add(to_host(parts)))
         if not want_dx:
             return None
-        total = like(dy, total / max(rows, 1))
+        total = like(flat, total / max(rows, 1))
         by_mean, by_variance = total[: len(scale)], total[len(scale) :]
         dx = xp.multiply(normal, by_variance, out=product)
         xp.subtract(flat, dx, out=dx)
         dx -= by_mean
         dx *= scale * p["weight"]
-        return dx.reshape(dy.shape)
+        return narrow(dx, dy).reshape(dy.shape)
 
 
 def _mean_of(flat: Array) -> Array:

@@ -15,9 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from hpctrain.errors import UsageError
 from hpctrain.nn.layer import Key, Parameter, Shape, at_least, he_normal, sum_rows, zeros
-from hpctrain.xp import Array, namespace, on_device
+from hpctrain.xp import Array, namespace, narrow, on_device
 
 
 def image_shape(shape: Shape, window: int, stride: int, padding: int = 0) -> tuple[int, int]:
@@ -106,10 +108,10 @@ class Conv2d:
         """Add to each pixel of dx what every window that saw it sends back."""
         (n, h, w, c), q, xp = shape, self.padding, namespace(dy)
         oh, ow, _ = self.output_shape(shape[1:])
-        x = xp.zeros((n, h + 2 * q, w + 2 * q, c), dy.dtype)
+        x = xp.zeros((n, h + 2 * q, w + 2 * q, c), np.float32 if dy.itemsize == 2 else dy.dtype)
         for index, part in self._parts(weight, dy, (n, oh, ow, c)):
             x[index] += part
-        return x[:, q : q + h, q : q + w]
+        return narrow(x[:, q : q + h, q : q + w], dy)
 
     def _parts(self, weight: Array, dy: Array, shape: Shape) -> Iterator[tuple[tuple, Array]]:
         """Yield what each place of the kernel sends back, with the pixels that it goes to."""

@@ -43,13 +43,15 @@ class Parameter:
     """One array of a layer: its shape, and `init(generator, shape)` that gives float64 values.
 
     Without `trained` it is a buffer: `forward` writes it, and no gradient moves it. `same_as` is
-    the full name of a parameter of an earlier layer that this one is, not a copy of it.
+    the full name of a parameter of an earlier layer that this one is, not a copy of it. `wide`
+    parameters, as all buffers, keep 32 bits where the others and the samples have 16.
     """
 
     shape: Shape
     init: Init
     trained: bool = True
     same_as: str | None = None
+    wide: bool = False
 
 
 class Layer(Protocol):

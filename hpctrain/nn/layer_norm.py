@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hpctrain.errors import UsageError
 from hpctrain.nn.layer import Key, Parameter, Shape, ones, rows_of, sum_rows, zeros
-from hpctrain.xp import Array, namespace, on_device
+from hpctrain.xp import Array, namespace, narrow, on_device, wide
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,21 @@ class LayerNorm:
 
     def parameters(self, shape: Shape) -> dict[str, Parameter]:
         size = shape[-1:]
-        return {"weight": Parameter(size, ones), "bias": Parameter(size, zeros)}
+        weight, bias = (Parameter(size, init, wide=True) for init in (ones, zeros))
+        return {"weight": weight, "bias": bias}
 
     def forward(
         self, p: Mapping[str, Array], x: Array, key: Key | None
     ) -> tuple[Array, tuple[Array, Array]]:
-        xp = namespace(x)
-        normal = x - x.mean(axis=-1, keepdims=True)
+        xp, full = namespace(x), wide(x)
+        normal = full - full.mean(axis=-1, keepdims=True)
         scale = _mean_product(normal, normal)
         scale += self.epsilon
         xp.divide(1, xp.sqrt(scale, out=scale), out=scale)
         normal *= scale
         y = normal * p["weight"]
         y += p["bias"]
-        return y, (normal, scale)
+        return narrow(y, x), (normal, scale)
 
     def backward(
         self,
@@ -49,7 +50,8 @@ class LayerNorm:
         dy: Array,
         want_dx: bool,
     ) -> Array | None:
-        normal, scale = saved
+        (normal, scale), given = saved, dy
+        dy = wide(dy)
         sum_rows(rows_of(dy), out=g["bias"])
         product = dy * normal
         sum_rows(rows_of(product), out=g["weight"])
@@ -61,7 +63,7 @@ class LayerNorm:
         dx -= dx.mean(axis=-1, keepdims=True)
         dx -= normal * along
         dx *= scale
-        return dx
+        return narrow(dx, given)
 
 
 def _mean_product(a: Array, b: Array) -> Array:

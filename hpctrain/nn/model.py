@@ -14,7 +14,7 @@ from hpctrain.nn.chain import named, shapes
 from hpctrain.nn.embedding import Embedding
 from hpctrain.nn.layer import Key, Layer, Parameter, Shape
 from hpctrain.nn.losses import Loss, Sums, add, arrived, cross_entropy
-from hpctrain.xp import Array, like, namespace, on_device
+from hpctrain.xp import Array, like, namespace, narrow, on_device, wide
 
 EVALUATION_TARGETS = 2048  #: at once in `evaluate`; bounds the memory whatever the test set
 EVALUATION_ROWS = 256  #: samples at once, at most
@@ -45,6 +45,9 @@ class Model:
             self._names.append(self._take(name, layer.parameters(shape)))
         if not self.parameters:
             raise UsageError("a model needs a layer with parameters, seen none")
+        #: What tells the dtype of samples
+        self._leading = next((n for n, p in self.parameters.items() if not p.wide),
+                             next(iter(self.parameters)))  # fmt: skip
         self._uses = Counter(name for names in self._names for name in names.values())
 
     @property
@@ -66,8 +69,9 @@ class Model:
         """Write the gradient of `scale` times the summed loss of a batch into `grads`.
 
         `params` holds an array per parameter and buffer, `grads` one per parameter, all of one
-        dtype, float32 or float64; buffers are written. `grads` must be contiguous and is
-        overwritten, also by a batch of no samples (with zeros); with `more` it is added to.
+        dtype, float32 or float64; or float32 where they are `wide`, and 16 bits elsewhere. Buffers
+        are written. `grads` must be contiguous and is overwritten, also by a batch of no samples
+        (with zeros); with `more` it is added to.
         `x` is (n, *input_shape) in any real dtype, `y` what the loss wants, mostly (n,) integers;
         neither is written. `on_ready(name)` is called once per parameter, directly after its last
         write, the last layer's first; `key.on_need(name)` before a layer reads a parameter or
@@ -83,8 +87,8 @@ class Model:
             x, saved = layer.forward(self._own(i, params), x, key._replace(layer=i))
             tape.append(saved)
         # Of a device, the sums come to the host while it goes on: backward waits for nothing.
-        sums, dy = self.loss(x, like(x, y, y.dtype), scale)
-        self._backward(params, grads, tape, dy, on_ready, more)
+        sums, dy = self.loss(wide(x), like(x, y, y.dtype), scale)
+        self._backward(params, grads, tape, narrow(dy, x), on_ready, more)
         return arrived(sums)
 
     def evaluate(self, params: Mapping[str, Array], x: Array, y: Array) -> Sums:
@@ -94,7 +98,7 @@ class Model:
         for start in range(0, len(x), rows):
             piece = slice(start, start + rows)
             outputs = self.outputs(params, x[piece])
-            told, _ = self.loss(outputs, like(outputs, y[piece], y.dtype), None)
+            told, _ = self.loss(wide(outputs), like(outputs, y[piece], y.dtype), None)
             sums = add(sums, arrived(told))
         return sums
 
@@ -158,9 +162,11 @@ class Model:
                 f"the model expects samples of shape {self.input_shape}, "
                 f"seen {tuple(x.shape[1:])}; give the data that shape or build the model for it"
             )
-        one = params[next(iter(self.parameters))]
-        if on_device(one) and not on_device(x) and isinstance(self._first, Embedding):
-            self._first.check(x)
+        one = params[self._leading]
+        if isinstance(self._first, Embedding):  # whole numbers, which 16 bits may not hold
+            if on_device(one) and not on_device(x):
+                self._first.check(x)
+            return like(one, x, x.dtype)
         return like(one, x)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hpctrain.errors import UsageError
 from hpctrain.nn.conv import image_shape, places
 from hpctrain.nn.layer import Key, Parameter, Shape, at_least
-from hpctrain.xp import Array, namespace
+from hpctrain.xp import Array, namespace, narrow, wide
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class MeanPool:
         return {}
 
     def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Shape]:
-        return x.mean(axis=(1, 2)), x.shape
+        return narrow(wide(x).mean(axis=(1, 2)), x), x.shape
 
     def backward(
         self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Shape, dy: Array, want_dx: bool

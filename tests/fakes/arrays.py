@@ -11,6 +11,7 @@ import operator
 
 import numpy as np
 
+from fakes import halves
 from fakes.machine import ImplicitHostAccess, machine
 from fakes.memory import MemoryPointer, UnownedMemory, pageable_or_pinned
 from fakes.streams import get_current_stream
@@ -165,7 +166,7 @@ class ndarray:
     def astype(self, dtype, order="K", casting=None, subok=None, copy=True):
         if not copy and self.dtype == dtype:
             return self
-        return evaluate(lambda x: x.astype(dtype), self)
+        return evaluate(halves.plain(lambda x: x.astype(dtype)), self)
 
     def view(self, dtype=None):
         return _wrapped(self._host.view(*([] if dtype is None else [dtype])), self)
@@ -221,6 +222,7 @@ for _name in BINARY.split():
 
 def evaluate(function, *args, waits: bool = False, **kwargs):
     """Return `function(*args, **kwargs)` as device arrays; `waits`: the shape depends on values."""
+    function = halves.as_on_a_gpu(function)
     if kwargs.get("out") is not None:
         out = kwargs.pop("out")
         if not isinstance(out, ndarray):

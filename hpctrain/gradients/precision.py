@@ -1,0 +1,49 @@
+"""What `[run] precision` names: the dtype of parameters, and that of what is computed with them.
+
+    name       parameters, gradients, optimizer    products                     between layers
+    float64    float64                             float64                      float64
+    float32    float32                             float32                      float32
+    tf32       float32                             10 bits of mantissa          float32
+    bf16       float32                             bfloat16, sums in float32    bfloat16
+    fp16       float32                             float16, sums in float32     float16
+
+The last three are made for the units that a GPU has for them; NumPy has no such products.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from hpctrain import nn, xp
+from hpctrain.errors import UsageError
+from hpctrain.gradients.mixed import MixedReplica, dtype_named
+from hpctrain.gradients.replica import ModelReplica
+
+Precision = Literal["float32", "float64", "tf32", "bf16", "fp16"]
+ON_CORES = ("float32", "float64")
+
+
+def master(precision: Precision) -> np.dtype:
+    """Return the dtype of the parameters."""
+    return np.dtype(precision if precision in ON_CORES else "float32")
+
+
+def replica_of(
+    model: nn.Model, seed: int, precision: Precision, on_gpu: bool
+) -> ModelReplica | MixedReplica:
+    """Return the replica of `model` that computes in `precision`; see ModelReplica.
+
+    Raises UsageError if that needs a GPU, or a package that is not installed.
+    """
+    if precision not in ON_CORES and not on_gpu:
+        raise UsageError(
+            f"[run] precision: '{precision}' needs a GPU; expected one of {', '.join(ON_CORES)} "
+            "where cores compute, or device = 'gpu'"
+        )
+    if precision in ("bf16", "fp16"):
+        return MixedReplica(model, seed, dtype_named(precision), on_gpu)
+    if precision == "tf32":
+        xp.allow_tf32()
+    return ModelReplica(model, seed, master(precision), on_gpu)

@@ -1,0 +1,168 @@
+"""Computing in 16 bits with parameters of 32: on stand-ins, whose products round as a GPU's do."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from ranks import run_on_gpus
+
+from hpctrain import data, engines, nn, optim
+from hpctrain.errors import TrainingError, UsageError
+from hpctrain.gradients import mixed
+from hpctrain.gradients.mixed import MixedReplica, dtype_named
+from hpctrain.gradients.precision import replica_of
+from hpctrain.gradients.replica import Batch, ModelReplica
+from hpctrain.trainer import Trainer
+
+SIXTEEN = ("bf16", "fp16")
+CLOSE = {"bf16": 0.03, "fp16": 0.005}  #: of eight or eleven bits, after some layers
+IMAGES, TEXTS = ((8, 8), 10), ((12,), None)
+MODELS = {
+    "mlp": (nn.MlpOptions(widths=[64, 24, 10]), *IMAGES),
+    "cnn": (nn.CnnOptions(channels=[4], hidden=16), *IMAGES),
+    "resnet": (nn.ResNetOptions(blocks=1, channels=[8, 16]), *IMAGES),
+    "transformer": (nn.TransformerOptions(layers=2, width=16, heads=2), *TEXTS),
+}
+KEY = nn.Key(0, 0, 0)
+
+
+def built(name: str) -> nn.Model:
+    options, shape, classes = MODELS[name]
+    return options.build(shape, classes)
+
+
+def batch(name: str, n: int = 6) -> Batch:
+    draw = np.random.default_rng(1)
+    if name == "transformer":
+        text = draw.integers(0, 256, (n, 13), np.uint8)
+        return Batch(text[:, :-1], text[:, 1:].astype(np.int64))
+    return Batch(draw.standard_normal((n, 8, 8)).astype("float32"), draw.integers(0, 10, n))
+
+
+def nobody(name: str) -> None:
+    pass
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("precision", SIXTEEN)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_32_bits_rounded(gpu, name, precision, pieces):
+    if name == "resnet" and pieces > 1:
+        return  # it normalizes over the batch
+    full = ModelReplica(built(name), 3, np.dtype("float32"))
+    small, ready = replica_of(built(name), 3, precision, True), []
+    assert isinstance(small, MixedReplica)
+    small.micro_batches = pieces
+    wanted = full.gradient(batch(name), 1 / 6, KEY, nobody)
+    sums = small.gradient(batch(name), 1 / 6, KEY, ready.append)
+    assert sorted(ready) == sorted(slot.name for slot in full.arena.slots)
+    assert small.arena.grad.dtype == np.float32 and gpu.counts["implicit"] == 0
+    np.testing.assert_allclose(sums.loss, wanted.loss, rtol=CLOSE[precision])
+    error = np.linalg.norm(small.arena.grad.get() - full.arena.grad)
+    assert error <= 6 * CLOSE[precision] * np.linalg.norm(full.arena.grad)  # ReLUs flip
+    np.testing.assert_allclose(
+        small.evaluate(batch(name)).loss, full.evaluate(batch(name)).loss, rtol=0.05
+    )
+
+
+def trained(world, precision: str):
+    digits = data.DigitsOptions().load(0)
+    model = nn.MlpOptions(widths=[64, 64, 10]).build((8, 8), 10)
+    trainer = Trainer(model, optim.sgd(0.05, 0.9), engines.AllReduce(), 3, precision, world)
+    summary = trainer.fit(digits.train, steps=60, batch=128, evaluate=digits.test)
+    trainer.close()
+    return summary
+
+
+@pytest.mark.parametrize("precision", SIXTEEN)
+def test_comes_to_the_loss_of_32_bits(gpu, precision):
+    (wanted,) = run_on_gpus(1, lambda w: trained(w, "float32"))
+    (found,) = run_on_gpus(1, lambda w: trained(w, precision))
+    np.testing.assert_allclose(found["test_loss"], wanted["test_loss"], rtol=0.02)
+
+
+def test_an_overflow_is_computed_again_with_half_the_scale(gpu):
+    full = ModelReplica(built("mlp"), 3, np.dtype("float32"))
+    small = MixedReplica(built("mlp"), 3, np.dtype("float16"), True)
+    full.gradient(batch("mlp"), 40.0, KEY, nobody)
+    small.gradient(batch("mlp"), 40.0, KEY, nobody)
+    assert small.scale < 2.0**15
+    error = np.linalg.norm(small.arena.grad.get() - full.arena.grad)
+    assert error <= 0.01 * np.linalg.norm(full.arena.grad)
+
+
+def test_the_scale_grows(gpu, monkeypatch):
+    monkeypatch.setattr(mixed, "GROW_EVERY", 2)
+    small = MixedReplica(built("mlp"), 3, np.dtype("float16"), True)
+    small.scale = 4.0
+    for _ in range(4):
+        small.gradient(batch("mlp"), 1e-3, KEY, nobody)
+    assert small.scale == 16.0
+
+
+def test_small_gradients_do_not_vanish(gpu):
+    """Far below the smallest number of float16, they are seen by the scale."""
+    small = MixedReplica(built("mlp"), 3, np.dtype("float16"), True)
+    small.gradient(batch("mlp"), 1e-7, KEY, nobody)
+    seen = np.count_nonzero(small.arena.grad.get())
+    small.scale = 1.0
+    small.gradient(batch("mlp"), 1e-7, KEY, nobody)
+    assert np.count_nonzero(small.arena.grad.get()) < seen / 2
+
+
+def test_ranks_whose_layers_sum_over_ranks_compute_again_together(gpu):
+    asked = []
+
+    def of_two(numbers):
+        asked.append(numbers.copy())
+        again = len(numbers) == 2 and len(asked) < 12  # the other rank has an overflow
+        return numbers + np.array([1.0, 0.0]) if again else numbers
+
+    small = MixedReplica(built("resnet"), 3, np.dtype("float16"), True)
+    small.gradient(batch("resnet"), 1 / 6, KEY._replace(sum_over_ranks=of_two), nobody)
+    verdicts = [x for x in asked if len(x) == 2]
+    assert len(verdicts) > 1 and not any(x.any() for x in verdicts)  # ours was always finite
+    assert small.scale == 2.0 ** (15 - len(verdicts) + 1)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(gpu):
+    def body(world):
+        model = nn.MlpOptions(widths=[4, 3, 2]).build((4,), 2)
+        trainer = Trainer(model, optim.sgd(0.1), engines.AllReduce(), 0, "fp16", world)
+        trainer.replica.arena.param[...] = np.inf
+        x = np.ones((8, 4), np.float32)
+        with pytest.raises(TrainingError, match="not finite at step 0"):
+            trainer.fit(data.Dataset(x, np.zeros(8, np.int64)), steps=2, batch=4)
+
+    run_on_gpus(1, body)
+
+
+def test_parameters_are_rounded_when_they_are_needed(gpu):
+    small, told = MixedReplica(built("mlp"), 3, dtype_named("bf16"), True), []
+    small.arena.param[...] = 0
+    small.gradient(batch("mlp"), 1.0, KEY._replace(on_need=told.append), nobody)
+    assert set(told) == {slot.name for slot in small.arena.slots}
+    assert small.outputs(batch("mlp").x).dtype == np.float32
+    assert (small.outputs(batch("mlp").x) == 0).all()
+
+
+def test_tf32_is_asked_of_cupy(gpu, monkeypatch):
+    monkeypatch.delenv("CUPY_TF32", raising=False)
+    one = replica_of(built("mlp"), 3, "tf32", True)
+    import os
+
+    assert os.environ["CUPY_TF32"] == "1" and one.arena.param.dtype == np.float32
+
+
+@pytest.mark.parametrize("precision", ["tf32", *SIXTEEN])
+def test_cores_have_no_such_products(precision):
+    with pytest.raises(UsageError, match=f"'{precision}' needs a GPU; .* float32, float64"):
+        replica_of(built("mlp"), 3, precision, False)
+
+
+def test_bfloat16_that_is_missing_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with pytest.raises(UsageError, match=r"pip install 'hpctrain\[cuda13x\]'"):
+        dtype_named("bf16")

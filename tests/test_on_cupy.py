@@ -1,0 +1,127 @@
+"""CuPy itself, where it is installed: names that are used, and kernels through its compiler.
+
+No GPU is needed: NVRTC compiles for one that is not there. What runs is seen only on a GPU.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from importlib import import_module
+
+import fakes
+import numpy as np
+import pytest
+from fakes import cuda, functions
+
+cupy = pytest.importorskip("cupy")
+
+SGD, ADAMW, LARS, LAMB, NORMS, GELU = (
+    import_module(f"hpctrain.{name}")
+    for name in ("optim.sgd", "optim.adamw", "optim.lars", "optim.lamb", "optim.norms",
+                 "nn.activations")
+)  # fmt: skip
+#: function -> arrays and numbers that it takes
+FUSED = {
+    SGD._plain: (2, 2),
+    SGD._heavy_ball: (3, 4),
+    SGD._nesterov: (3, 6),
+    ADAMW._adamw: (4, 8),
+    LARS._lars: (3, 3),
+    LAMB._lamb: (5, 8),
+    LAMB._take: (2, 1),
+    GELU._gelu: (3, 0),
+}
+TYPES = {"float32": "float", "float64": "double"}
+HEADERS = "complex.cuh carray.cuh atomics.cuh math_constants.h"
+
+
+def test_the_stand_in_has_no_name_that_cupy_lacks():
+    for name in (*functions.FUNCTIONS, *functions.SHAPES, "fuse", "RawKernel", "asnumpy"):
+        assert hasattr(cupy, name), name
+    for name in (*cuda.RUNTIME.split(), *cuda.KINDS):
+        assert hasattr(cupy.cuda.runtime, name), name
+    with fakes.installed():
+        import cupy as stand_in
+
+        for name in vars(stand_in.cuda):
+            assert name.startswith("__") or hasattr(cupy.cuda, name), name
+        for name in vars(stand_in.ndarray):
+            assert name.startswith("_") or hasattr(cupy.ndarray, name), name
+    for name in ("synchronize", "record", "wait_event", "use", "done"):
+        assert hasattr(cupy.cuda.Stream, name)
+
+
+def array(dtype: str):
+    """Return an array of CuPy's at an address that nobody looks at."""
+    memory = cupy.cuda.UnownedMemory(1 << 20, 8192, None, 0)
+    return cupy.ndarray((1024,), dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+
+def traced(function, arrays, numbers):
+    """Return the kernel that cupy.fuse makes of `function`."""
+    from cupy._core import _fusion_thread_local, fusion
+
+    here, history = _fusion_thread_local.thread_local, fusion._FusionHistory()
+    here.history, here.is_old_fusing = history, True
+    try:
+        kernel, _ = history.get_fusion(
+            lambda *args: function(cupy, *args), (*arrays, *numbers), function.__name__.strip("_")
+        )
+    finally:
+        here.history, here.is_old_fusing = None, False
+    return kernel
+
+
+def source(kernel, arrays: int) -> str:
+    """Return CUDA code that runs the operation of a kernel on each element of `arrays` arrays."""
+    heads, views = [], []
+    for i, p in enumerate(kernel.in_params):
+        kind = TYPES[str(p.dtype)]
+        heads.append(f"{kind}* at{i}" if i < arrays else f"{kind} {p.name}")
+        views += [f"{kind}& {p.name} = at{i}[i];"] if i < arrays else []
+    includes = "".join(f"#include <cupy/{name}>\n" for name in HEADERS.split())
+    return (
+        f'{includes}{kernel.preamble}\nextern "C" __global__ void k({", ".join(heads)}) {{\n'
+        f"int i = threadIdx.x; {' '.join(views)}\n{kernel.operation};\n}}"
+    )
+
+
+def compiled(code: str) -> bytes:
+    """Return machine code for an H100; fail with the compiler's words."""
+    nvrtc = pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
+    root = os.path.join(os.path.dirname(cupy.__file__), "_core", "include")
+    bundled = [f"{root}/cupy/_cccl/{name}" for name in ("thrust", "libcudacxx", "cub")]
+    toolkit = glob.glob(os.path.join(os.path.dirname(cupy.__file__), "../nvidia/cu*/include"))
+    if not toolkit:
+        pytest.skip("needs CUDA's headers: pip install nvidia-cuda-runtime nvidia-cuda-nvrtc")
+    options = [f"-I{path}" for path in (root, *bundled, *toolkit)]
+    program = nvrtc.createProgram(code, "k.cu", [], [])
+    try:
+        nvrtc.compileProgram(program, [*options, "--std=c++17", "-default-device", "-arch=sm_90"])
+    except nvrtc.NVRTCError:
+        pytest.fail(f"{nvrtc.getProgramLog(program)}\n{code}")
+    return nvrtc.getCUBIN(program)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("function", FUSED, ids=lambda function: function.__name__)
+def test_fused_functions_become_one_kernel(function, dtype):
+    arrays, numbers = FUSED[function]
+    kernel = traced(function, [array(dtype) for _ in range(arrays)], [0.5] * numbers)
+    assert [str(p.dtype) for p in kernel.in_params[:arrays]] == [dtype] * arrays
+    assert not kernel.out_params  # all is written in place
+    if dtype == "float32":  # numbers of Python do not widen what is computed
+        assert "double" not in kernel.operation.replace("const double", "")
+    assert compiled(source(kernel, arrays))
+
+
+@pytest.mark.parametrize("real", TYPES.values())
+def test_sums_of_squares_compile(real):
+    assert compiled(NORMS.SQUARES.replace("REAL", real))
+
+
+def test_sixteen_bits_have_products():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    assert "EE->E" in cupy.add.types and "E->E" in cupy.exp.types
+    assert np.dtype(ml_dtypes.bfloat16).itemsize == 2
