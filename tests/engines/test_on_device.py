@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 from ranks import run_on, run_on_gpus
 
 from hpctrain import data, engines, nn, optim, xp
@@ -33,3 +35,50 @@ def test_one_device_has_the_bytes_of_the_host(gpu):
     assert (found == wanted).all() and gpu.counts["implicit"] == 0
     for key in ("train_loss", "test_loss", "test_accuracy", "params_sha256"):
         assert summary[key] == on_host[key], key
+
+
+#: What is asked of [engine] -> steps are alike wherever they are computed
+ENGINES = {
+    "allreduce": engines.AllReduce(),
+    "ring": engines.AllReduce(algorithm="ring", overlap="always", bucket_bytes=1024),
+    "tree": engines.AllReduce(algorithm="tree", overlap="never"),
+    "recursive-doubling": engines.AllReduce(algorithm="recursive-doubling"),
+    "halving-doubling": engines.AllReduce(algorithm="halving-doubling"),
+    "direct": engines.AllReduce(algorithm="direct"),
+    "hierarchical": engines.AllReduce(algorithm="hierarchical"),
+    "priority": engines.AllReduce(priority=True, bucket_bytes=1024),
+    "ordered": engines.AllReduce(reduction="ordered"),
+    "shards": engines.AllReduce(shard_optimizer=True, bucket_bytes=1024),
+    "ps-sync": engines.PsSync(),
+    "ps-sync, colocated": engines.PsSync(placement="colocated", servers=2),
+    "local-sgd": engines.LocalSgd(period=2),
+    "DiLoCo": engines.LocalSgd(period=2, outer="nesterov"),
+    "DASO": engines.LocalSgd(period=3, delay=1),
+    "gossip, ring": engines.Gossip(graph="ring"),
+}
+#: What depends on who comes first
+FREE = {
+    "ps-async": engines.PsAsync(),
+    "ps-async, push 2, pull 4": engines.PsAsync(push_every=2, pull_every=4),
+    "easgd": engines.Easgd(period=2),
+    "gossip": engines.Gossip(),
+}
+
+
+@pytest.mark.parametrize("mode", ["gpu", "lazy_gpu"])
+@pytest.mark.parametrize("name", ENGINES)
+def test_ranks_on_a_device_do_what_ranks_on_the_host_do(request, name, mode):
+    machine, ranks = request.getfixturevalue(mode), 3
+    wanted = run_on("threads", ranks, lambda w: trained(w, ENGINES[name])[0])
+    machine.counts.clear()
+    found = run_on_gpus(ranks, lambda w: trained(w, ENGINES[name])[0])
+    assert machine.counts["implicit"] == 0
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_engines_that_wait_for_nobody(lazy_gpu, name):
+    found = run_on_gpus(3, lambda w: trained(w, FREE[name])[1])
+    assert lazy_gpu.counts["implicit"] == 0
+    assert all(np.isfinite(one["train_loss"]) for one in found[:1])
