@@ -97,7 +97,7 @@ def train_briefly(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for change in ("run.epochs=", f"run.steps={steps}", f"run.interval_steps={STEPS}"):
         arguments += ["--set", change]
     here = threading.local()
-    monkeypatch.setattr(worlds, "init", lambda: here.world)
+    monkeypatch.setattr(worlds, "init", lambda device: here.world)
 
     def rank(world: World) -> None:
         here.world = world
