@@ -1,6 +1,6 @@
 """Calls made ready for an array, found by it again for as long as it lives.
 
-    calls[id(x)] = (dtype, op, algorithm, world, call, about)        x gone: entry gone
+    calls[id(x)] = (dtype, op, world, call)        x gone: entry gone
 
 To find its call takes an array 0.1 us. To check it, to choose an algorithm and to tell MPI where it
 lies takes ten times that, more than MPI's own all-reduce of a few bytes. While an entry is there,
@@ -21,13 +21,12 @@ import numpy as np
 
 from hpctrain.watch import About
 
-#: What was asked for, the call, and what the watch is to notice of who makes it, if anything. A
-#: plain tuple: one with names takes twice as long to unpack.
-Ready = tuple[np.dtype, str, str, Any, Callable[[], Any], About | None]
+#: What was asked for, and the call. A plain tuple: one with names takes twice as long to unpack.
+Ready = tuple[np.dtype, str, Any, Callable[[], Any]]
 MOST_MET = 1024
 
 calls: dict[int, Ready] = {}  #: by the id of the array
-_alive: dict[int, weakref.ref[np.ndarray]] = {}
+_alive: dict[int, tuple[weakref.ref[np.ndarray], About | None]] = {}
 _met: dict[int, weakref.ref[np.ndarray]] = {}  # arrays that came once, and may be gone
 
 
@@ -42,11 +41,19 @@ def met_before(x: np.ndarray) -> bool:
     return False
 
 
-def keep(x: np.ndarray, ready: Ready) -> None:
-    """Find `ready`, which must not hold `x`, under `id(x)` until `x` is gone."""
+def keep(x: np.ndarray, ready: Ready, about: About | None) -> None:
+    """Find `ready`, which must not hold `x`, under `id(x)` until `x` is gone.
+
+    `about`: what the watch is to notice of who makes the call; None where the call notes it.
+    """
     _met.pop(id(x), None)
-    _alive[id(x)] = weakref.ref(x, partial(_drop, id(x)))
+    _alive[id(x)] = weakref.ref(x, partial(_drop, id(x))), about
     calls[id(x)] = ready
+
+
+def about(x: np.ndarray) -> About | None:
+    """Return what the watch is to notice of who makes the call of `x`."""
+    return _alive[id(x)][1] if id(x) in _alive else None
 
 
 def _drop(key: int, _: object) -> None:

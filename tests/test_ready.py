@@ -11,7 +11,7 @@ from hpctrain import ready
 
 
 def kept(x: np.ndarray) -> None:
-    ready.keep(x, (x.dtype, "sum", "auto", None, len, None))
+    ready.keep(x, (x.dtype, "sum", None, len), None)
 
 
 def test_an_entry_goes_with_its_array():

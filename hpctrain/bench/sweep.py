@@ -93,8 +93,7 @@ def contenders(
         elif algorithm == NATIVE_PLAIN:
             found[algorithm] = Contender(*world.link.native_call(f"{name} plain", x, op))
         elif algorithm == AUTO:  # as people type it, too
-            plain = partial(allreduce, x, plan.op, AUTO, world, False)
-            found[algorithm] = Contender(plain, x)
+            found[algorithm] = Contender(lambda: allreduce(x, plan.op, world=world, check=False), x)
         elif bind := plan.collective.bound.get(algorithm):
             found[algorithm] = Contender(bind(world.main, x, op), x)
         else:

@@ -23,7 +23,7 @@ mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402  (the settings above must come first)
 
-from hpctrain.errors import TransportError, UsageError  # noqa: E402
+from hpctrain.errors import TransportError  # noqa: E402
 from hpctrain.transport import lanes, native, requests  # noqa: E402
 from hpctrain.transport.link import NativeCall, Request  # noqa: E402
 from hpctrain.transport.paths import Path  # noqa: E402
@@ -158,29 +158,22 @@ class MpiLink:
         self.entry.leave()
         return arrays
 
-    @noticed(lambda seen: _about(seen["self"], seen["x"]))
+    @noticed(lambda seen: About(seen["self"], b"MPI_Allreduce", seen["x"].nbytes))
     def native_allreduce(self, x: np.ndarray, op: Any) -> None:
         """Reduce `x` in place by the MPI library's own `MPI_Allreduce`; the watch notices it."""
-        by = native.OPERATIONS.get(op)
-        if by is None:
-            raise UsageError(f"MPI reduces no arrays of {x.dtype}; take an algorithm of ours")
-        if x.nbytes <= self.cut_bytes:
-            self._comm.Allreduce(MPI.IN_PLACE, x, by)
-        else:
-            for piece in cuts(x, self.cut_bytes):
-                self._comm.Allreduce(MPI.IN_PLACE, piece, by)
+        by = native.operation(x, op)
+        for piece in [x] if x.nbytes <= self.cut_bytes else cuts(x, self.cut_bytes):
+            self._comm.Allreduce(MPI.IN_PLACE, piece, by)
 
     def bind_native(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
         """Return a call that does `native_allreduce` to flat `x`, noticed by the watch as well."""
-        if not native.able(x, op):
-            return partial(self.native_allreduce, x, op)
-        return unnoted(native.at_once(self._comm, x, op), _about(self, x))
+        bare = self.bare_native(x, op)
+        return unnoted(*bare) if bare else partial(self.native_allreduce, x, op)
 
     def bare_native(self, x: np.ndarray, op: Any) -> tuple[Callable[[], Any], About] | None:
         """Return the call alone, and what whoever makes it is to let the watch notice."""
-        if not native.able(x, op):
-            return None
-        return native.at_once(self._comm, x, op), _about(self, x)
+        about = About(self, b"MPI_Allreduce", x.nbytes)
+        return (native.at_once(self._comm, x, op), about) if native.able(x, op) else None
 
     def native_call(self, operation: str, x: np.ndarray, op: Any) -> NativeCall:
         """Return a call of MPI's own `operation` on `x`, unseen by the watch; see native.py."""
@@ -260,10 +253,6 @@ class MpiLink:
             f"rank {self.rank}: {call} with rank {peer} expected {size} bytes, but: {seen}. "
             "All ranks must call with arrays of the same length and dtype, in the same order."
         )
-
-
-def _about(link: MpiLink, x: np.ndarray) -> About:
-    return About(link, b"MPI_Allreduce", x.nbytes)
 
 
 def start(entry: Entry, timeout_s: float) -> MpiLink:

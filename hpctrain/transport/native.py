@@ -29,13 +29,21 @@ def able(x: np.ndarray, op: Any) -> bool:
     return op in OPERATIONS and x.nbytes <= LONGEST_BYTES
 
 
+def operation(x: np.ndarray, op: Any) -> MPI.Op:
+    """Return MPI's `op`; raise UsageError where it has none."""
+    if op not in OPERATIONS:
+        raise UsageError(f"MPI reduces no arrays of {x.dtype}; take an algorithm of ours")
+    return OPERATIONS[op]
+
+
 def at_once(comm: MPI.Comm, x: np.ndarray, op: Any) -> Callable[[], Any]:
     """Return an all-reduce of flat `x`: the quickest call that mpi4py knows.
 
-    In every call it asks an array for shape and format, but not memory of its own.
+    In every call it asks an array for shape and format, but not memory of its own. A method that
+    is not bound to its object yet saves a call in C.
     """
     spec = [MPI.memory.frombuffer(x), x.size, MPI.Datatype.fromcode(x.dtype.char)]
-    return partial(comm.Allreduce, MPI.IN_PLACE, spec, OPERATIONS[op])
+    return partial(MPI.Comm.Allreduce, comm, MPI.IN_PLACE, spec, OPERATIONS[op])
 
 
 def bound(comm: MPI.Comm, operation: str, x: np.ndarray, op: Any) -> NativeCall:
@@ -53,7 +61,7 @@ def bound(comm: MPI.Comm, operation: str, x: np.ndarray, op: Any) -> NativeCall:
     here, by = MPI.IN_PLACE, OPERATIONS[op]
     calls: dict[str, Callable[[], Any]] = {
         "allreduce": partial(comm.Allreduce, here, whole, by),
-        "allreduce plain": partial(comm.Allreduce, here, x, by),
+        "allreduce plain": lambda: comm.Allreduce(MPI.IN_PLACE, x, by),
         "reduce-scatter": partial(comm.Reduce_scatter_block, here, chunks, by),
         "all-gather": partial(comm.Allgather, here, chunks),
         "broadcast": partial(comm.Bcast, whole, 0),
