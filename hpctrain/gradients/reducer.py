@@ -45,7 +45,7 @@ from hpctrain.gradients.buckets import Bucket
 from hpctrain.gradients.compress import CompressionOptions
 from hpctrain.trace import Trace
 from hpctrain.tuning.select import name_of, resolved
-from hpctrain.xp import Event, event, own_stream, wait_for
+from hpctrain.xp import Event, event, finish, own_stream, wait_for
 
 JOIN_LIMIT_S = 10.0
 #: An all-reduce that returns where the sum is; None: in the array that it was given.
@@ -206,6 +206,7 @@ class Reducer:
     def release(self) -> None:
         """Let all ranks write gradients again, once all are through with the sums; collective."""
         if direct_shared in self._functions and self._group.near is not None:
+            finish(self._grad)  # a kernel that waits in our stream has read nothing yet
             self._group.near.flags.exchange()
 
     def close(self) -> None:
