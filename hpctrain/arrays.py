@@ -7,9 +7,11 @@
     broadcast, root 0     a      a   a        scatter, root 0   a0         a1         a2
     all_gather            (a b c) on all      gather, root 0    (a b c)    -          -
 
-Arrays are contiguous NumPy arrays in float16, bfloat16 (of ml_dtypes), float32, float64, int32 or
-int64. All ranks must call with the same shape, dtype and arguments: with `check` they first compare
-them (Bruck, 64 bytes a rank); without it, ranks that differ get a TransportError or wrong numbers.
+Arrays are contiguous, of NumPy or CuPy, in float16, bfloat16 (of ml_dtypes), float32, float64,
+int32 or int64. All ranks must call with the same shape, dtype and arguments, and all with arrays of
+the host or all of GPUs: with `check` they first compare these (Bruck, 64 bytes a rank); without it,
+ranks that differ get a TransportError or wrong numbers. Results on a GPU are there for what its
+current stream does next.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from hpctrain.errors import UsageError
 from hpctrain.tuning.select import allreduce_named, auto, bound, prepared
 from hpctrain.watch import noticed
 from hpctrain.world import World, init
+from hpctrain.xp import namespace, on_device
 
 SIGNATURE_BYTES = 64
 RESULTS = ("in-place", "shared")  # of a bound call
@@ -72,7 +75,7 @@ def _allreduce(x: np.ndarray, op: str, algorithm: str, given: World | None, chec
     function(world.main, flat, operation)
     if op == "mean":
         flat /= world.size
-    elif function is auto and not check and ready.met_before(x):
+    elif function is auto and not check and isinstance(x, np.ndarray) and ready.met_before(x):
         found = prepared(world.main, flat, operation)
         if found is not None:
             call, about = found
@@ -177,7 +180,7 @@ def scatter(
 def all_to_all(x: np.ndarray, world: World | None = None, check: bool = True) -> np.ndarray:
     """Return a new array like `x` (P, ...): on rank r, row s is row r of rank s."""
     world = world or init()
-    flat, out = _flat(_rows(x, world)), np.empty_like(x)
+    flat, out = _flat(_rows(x, world)), namespace(x).empty_like(x)
     _compare(world, check, "all_to_all", x)
     linear.all_to_all(world.main, flat, out.reshape(-1))
     return out
@@ -197,14 +200,14 @@ def _operation_of(op: str, dtype: np.dtype) -> collectives.Operation:
 
 
 def _checked(x: Any) -> np.ndarray:
-    if not isinstance(x, np.ndarray):
-        raise UsageError(f"expected a NumPy array, seen {type(x).__name__}")
+    if not isinstance(x, np.ndarray) and not on_device(x):
+        raise UsageError(f"expected an array of NumPy or CuPy, seen {type(x).__name__}")
     if not _reducible(x.dtype):
         raise UsageError(f"expected one of {', '.join(collectives.DTYPES)}, seen {x.dtype}")
     if not x.flags.c_contiguous:
         raise UsageError(
             f"expected a C-contiguous array, seen shape {x.shape} with strides {x.strides}; "
-            "use numpy.ascontiguousarray"
+            "use numpy.ascontiguousarray, or CuPy's"
         )
     return x
 
@@ -227,7 +230,7 @@ def _rows(x: Any, world: World) -> np.ndarray:
 
 def _room_for(x: np.ndarray, world: World) -> np.ndarray:
     """Return an array (P, *x.shape) that holds `x` in this rank's row."""
-    rows = np.empty((world.size, *x.shape), x.dtype)
+    rows = namespace(x).empty((world.size, *x.shape), x.dtype)
     rows[world.rank] = x
     return rows
 
@@ -242,7 +245,8 @@ def _compare(world: World, check: bool, call: str, x: np.ndarray) -> None:
     """Compare call, shape and dtype over all ranks; raise UsageError that names whoever differs."""
     if not check or world.size == 1:
         return
-    said = f"{x.size} {x.dtype.name} {call}".encode()[:SIGNATURE_BYTES].ljust(SIGNATURE_BYTES)
+    kind = f"{x.dtype.name}{' of a GPU' if on_device(x) else ''}"
+    said = f"{x.size} {kind} {call}".encode()[:SIGNATURE_BYTES].ljust(SIGNATURE_BYTES)
     rows = collectives.all_gather_short(world.link, np.frombuffer(said, np.uint8))
     if (rows == rows[0]).all():
         return

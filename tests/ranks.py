@@ -19,7 +19,10 @@ import pytest
 from hpctrain import world as worlds
 from hpctrain.transport.gpus import Gpu
 from hpctrain.transport.local import LocalLink, run_ranks
+from hpctrain.transport.paths import Place, Verdict
 from hpctrain.world import World
+
+STAGED = Verdict("staged", "staged", "staged", "")
 
 THREAD_RANKS = tuple(range(1, 10))
 MPI_RANKS = tuple(range(1, 6))
@@ -38,12 +41,24 @@ def run_on_gpus(size: int, body: Callable[[World], object]) -> list:
     """Return the results of `body(world)` of ranks that are threads and share stand-in 0."""
 
     def rank(link: LocalLink) -> object:
-        link.take(["staged"] * size)
-        world = worlds.over_threads(link)
-        world.gpu = Gpu(0, "GPU-0", "")
-        return body(world)
+        return body(on_gpus(worlds.over_threads(link)))
 
     return run_ranks(size, rank, timeout_s=20)
+
+
+def on_gpus(world: World, nodes: str = "", gpus: str = "", verdict: Verdict = STAGED) -> World:
+    """Return the World of the same ranks, each on the node and stand-in of its letter."""
+    import cupy
+
+    cupy.cuda.Stream(non_blocking=True).use()  # not one that other threads wait for, too
+    nodes, gpus = nodes or "a" * world.size, gpus or "0" * world.size
+    places = tuple(Place(node, f"GPU-{gpu}") for node, gpu in zip(nodes, gpus, strict=True))
+    world.link.take([verdict.across] * world.size)
+    local = nodes[: world.rank].count(nodes[world.rank])
+    return World(
+        world.link, tuple(nodes), local, transport=world.transport, verdict=verdict,
+        gpu=Gpu(0, places[world.rank].gpu, ""), places=places,
+    )  # fmt: skip
 
 
 def run_on(kind: str, size: int, body: Callable[[World], object]) -> list:

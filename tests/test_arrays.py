@@ -103,7 +103,7 @@ def test_bind_refuses(options, told):
 
 # x of a rank, further arguments -> what every rank is told
 WRONG = {
-    "no array": (lambda rank: [1.0], {}, "expected a NumPy array, seen list"),
+    "no array": (lambda rank: [1.0], {}, "expected an array of NumPy or CuPy, seen list"),
     "dtype": (lambda rank: np.ones(3, complex), {}, "seen complex128"),
     "strided": (lambda rank: np.ones((4, 4))[:, ::2], {}, "use numpy.ascontiguousarray"),
     "transposed": (lambda rank: np.ones((2, 3)).T, {}, "use numpy.ascontiguousarray"),
@@ -184,7 +184,7 @@ def test_calls(ranks, name):
     ("call", "told"),
     [
         (lambda x, w: arrays.reduce_scatter(x[:1], world=w), "expected 3 rows"),
-        (lambda x, w: arrays.all_to_all(x[0, 0], w), "seen int|expected a NumPy array"),
+        (lambda x, w: arrays.all_to_all(x[0, 0], w), "seen int|expected an array of NumPy"),
         (lambda x, w: arrays.broadcast(x, 3, w), r"root in 0 \.\. 2, seen 3"),
         (lambda x, w: arrays.scatter(x[:, ::2], 0, w), "ascontiguousarray"),
         (lambda x, w: arrays.reduce(x, root=w.rank, world=w), "rank 1 has 9 float64 reduce sum 1"),

@@ -1,9 +1,11 @@
 """The first messages of a run between GPUs are looked at: a wrong verdict must not corrupt data.
 
     rank 0 --pattern--> 1 --pattern--> 2 --pattern--> ... --> 0       each on the path it will take
+    rank 0 --pattern--> 2, then 4, 8, ...                             and so all ranks
 
-A path on which other bytes arrive is given up, on all ranks, for the way through the host. Costs
-one short and one long message per rank, where MPI is given pointers at all.
+These are the pairs of rings, trees and halving-doubling, and all classes of pairs are among them. A
+path on which other bytes arrive is given up, on all ranks, for the way through the host. Costs
+a short and a long message per rank and distance, where MPI is given pointers at all.
 """
 
 from __future__ import annotations
@@ -46,11 +48,15 @@ def _paths(verdict: Verdict, places: Sequence[Place], rank: int) -> list[Path]:
 
 
 def _wrong(link: Link, places: Sequence[Place], verdict: Verdict) -> str:
-    """Return the path from our left neighbour if other bytes came than it sent, else ""."""
-    left, right = (link.rank - 1) % link.size, (link.rank + 1) % link.size
-    came = [_arrives(link, bool(places[link.rank].gpu), left, right, n) for n in SIZES]
-    path = path_to(verdict, places[left], places[link.rank])
-    return "" if all(came) or path not in BY_POINTER else path
+    """Return a path on which other bytes came to us than were sent, "" if there is none."""
+    wrong, step = "", 1
+    while step < link.size:
+        left, right = (link.rank - step) % link.size, (link.rank + step) % link.size
+        came = [_arrives(link, bool(places[link.rank].gpu), left, right, n) for n in SIZES]
+        path = path_to(verdict, places[left], places[link.rank])
+        wrong = wrong if all(came) or path not in BY_POINTER else path
+        step *= 2
+    return wrong
 
 
 def _arrives(link: Link, on_gpu: bool, left: int, right: int, nbytes: int) -> bool:

@@ -25,8 +25,8 @@ OPERATIONS: dict[np.ufunc, MPI.Op] = {
 
 
 def able(x: np.ndarray, op: Any) -> bool:
-    """Return whether MPI reduces `x` by `op` in one call."""
-    return op in OPERATIONS and x.nbytes <= LONGEST_BYTES
+    """Return whether MPI reduces `x` by `op` in one call; arrays of GPUs it is never given."""
+    return op in OPERATIONS and x.nbytes <= LONGEST_BYTES and isinstance(x, np.ndarray)
 
 
 def operation(x: np.ndarray, op: Any) -> MPI.Op:

@@ -101,7 +101,8 @@ def bound(
     if function is direct:
         return direct_bound(group, x, op, shared)
     ours = partial(function, group, x, op)
-    call = group.link.bind_native(x, op) if function is native else ours
+    by_mpi = function is native and isinstance(x, np.ndarray)
+    call = group.link.bind_native(x, op) if by_mpi else ours
     return partial(_then, call, x) if shared else call
 
 

@@ -28,9 +28,9 @@ KINDS = {2: np.int32, 4: np.int64, 7: np.float32, 8: np.float64}
 class DeviceArray:
     """A copy in memory that only pointers lead to."""
 
-    def __init__(self, x, memory):
-        self._x, self.size = x.copy(), x.size
-        self.data = SimpleNamespace(ptr=id(self._x))
+    def __init__(self, x, memory, device=0):
+        self._x, self.size, self.dtype = x.copy(), x.size, x.dtype
+        self.data = SimpleNamespace(ptr=id(self._x), device_id=device)
         memory[self.data.ptr] = self._x
 
     def get(self, stream, out):
@@ -69,7 +69,11 @@ class Cuda:
         vars(nccl).update(CONSTANTS)
         nccl.get_unique_id, nccl.NcclCommunicator = self.get_unique_id, self.communicator
         cuda.Device, cuda.Stream, cuda.nccl = Device, Stream, nccl
-        cuda.runtime = SimpleNamespace(getDeviceCount=self.count, CUDARuntimeError=OSError)
+        name = "0000:{}:00".format
+        cuda.runtime = SimpleNamespace(
+            getDeviceCount=self.count, CUDARuntimeError=OSError, deviceGetPCIBusId=name
+        )
+        cuda.get_current_stream = lambda: SimpleNamespace(ptr=77)
         cupy.cuda, cupy.ndarray = cuda, DeviceArray
         cupy.asarray = lambda x: DeviceArray(x, self.memory)
         return {m.__name__: m for m in (cupy, cuda, nccl)}
@@ -132,6 +136,31 @@ def test_sums_over_ranks(cuda, dtype, op):
     assert fake.ids == 1  # one communicator for all calls, of rank 0's id
     assert sorted(fake.calls) == [(r, n) for r in range(3) for n in (1, 100)]
     assert Device.used == {0, 1, 2}
+
+
+def test_arrays_of_a_gpu_stay_there(cuda):
+    """And each rank's own GPU is taken, whatever its number is."""
+    fake = cuda(3, 4)
+
+    def body(world):
+        host = np.arange(100, dtype=np.float32) * (world.rank + 1)
+        x = DeviceArray(host, fake.memory, device=3 - world.rank)
+        allreduce_named("nccl")(world.main, x, np.add)
+        assert (x._x == np.arange(100) * 6).all()
+
+    run_on("threads", 3, body)
+    assert Device.used == {1, 2, 3} and len(fake.calls) == 3
+
+
+def test_ranks_on_one_gpu_are_refused_by_all(cuda):
+    fake = cuda(2, 2)
+
+    def body(world):
+        x = DeviceArray(np.ones(4, np.float32), fake.memory)
+        with pytest.raises(UsageError, match="a GPU for each rank, seen a node with 1 fewer"):
+            allreduce_named("nccl")(world.main, x, np.add)
+
+    run_on("threads", 2, body)
 
 
 def replica() -> ModelReplica:

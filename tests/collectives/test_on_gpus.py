@@ -11,8 +11,9 @@ import fakes
 import numpy as np
 import pytest
 from cases import length, vector
-from ranks import on_ranks, run_on
+from ranks import STAGED, on_gpus, on_ranks, run_on
 
+from hpctrain import arrays
 from hpctrain.collectives import ALLREDUCE, DTYPES, OPERATIONS, broadcast, operation
 from hpctrain.collectives.direct import all_gather, bound, direct, direct_shared, reduce_scatter
 from hpctrain.collectives.gathers import broadcasts, doubling, joined_by
@@ -21,11 +22,10 @@ from hpctrain.collectives.ordered import Tree, sum_of_blocks
 from hpctrain.collectives.ring import plain_ring
 from hpctrain.errors import TransportError, UsageError
 from hpctrain.transport import ipc
-from hpctrain.transport.gpus import Gpu
 from hpctrain.transport.local import run_ranks
-from hpctrain.transport.paths import Place, Verdict
+from hpctrain.transport.paths import Verdict
 from hpctrain.tuning import select
-from hpctrain.world import World
+from hpctrain.world import World, over_threads
 
 EVERY = {
     "auto": select.auto,
@@ -33,7 +33,7 @@ EVERY = {
     **{k: f for k, f in ALLREDUCE.items() if k != "null"},
 }
 LENGTHS = ("0", "1", "P-1", "P", "P+1", "40003", "300007")
-STAGED, POINTERS = (Verdict(p, p, p, "") for p in ("staged", "cuda-aware"))
+POINTERS = Verdict("cuda-aware", "cuda-aware", "cuda-aware", "")
 
 
 @contextmanager
@@ -42,21 +42,6 @@ def machine(**options):
     with fakes.installed(lazy=True, ipc_within=True, **options) as found:
         ipc._say_that_none_is_shared.cache_clear()
         yield found
-
-
-def on_gpus(world: World, nodes: str = "", gpus: str = "", verdict: Verdict = STAGED) -> World:
-    """Return the World of the same ranks, each on the GPU and node of its letter."""
-    import cupy
-
-    cupy.cuda.Stream(non_blocking=True).use()  # not one that other threads wait for, too
-    nodes, gpus = nodes or "a" * world.size, gpus or "0" * world.size
-    places = tuple(Place(node, f"GPU-{gpu}") for node, gpu in zip(nodes, gpus, strict=True))
-    world.link.take([verdict.across] * world.size)
-    mine, local = Gpu(0, places[world.rank].gpu, ""), nodes[: world.rank].count(nodes[world.rank])
-    return World(
-        world.link, tuple(nodes), local, transport=world.transport, gpu=mine, places=places,
-        verdict=verdict,
-    )  # fmt: skip
 
 
 def here(x: np.ndarray):
@@ -134,6 +119,49 @@ def test_other_collectives(ranks):
             same(exchanged)
 
         ranks(body)
+
+
+@on_ranks(1, 3)
+def test_as_a_user_calls_them(ranks):
+    """Arrays of any shape; what a call returns lies on the GPU, too."""
+    with machine():
+
+        def body(plain):
+            world = on_gpus(plain)
+            host = np.arange(12 * world.size, dtype=np.float32).reshape(world.size, 3, 4)
+            host *= world.rank + 1
+            calls = {
+                "mean": lambda x: arrays.allreduce(x, "mean", world=world),
+                "unchecked": lambda x: arrays.allreduce(x, world=world, check=False),
+                "native": lambda x: arrays.allreduce(x, "max", "native", world),
+                "bound": lambda x: arrays.bind(x, "sum", "native", world=world)(),
+                "reduce": lambda x: arrays.reduce(x, root=world.size - 1, world=world),
+                "broadcast": lambda x: arrays.broadcast(x, world=world),
+                "reduce_scatter": lambda x: arrays.reduce_scatter(x, world=world),
+                "all_gather": lambda x: arrays.all_gather(x, world),
+                "gather": lambda x: arrays.gather(x, 0, world),
+                "scatter": lambda x: arrays.scatter(x, 0, world),
+                "all_to_all": lambda x: arrays.all_to_all(x, world),
+            }
+            for name, call in calls.items():
+                x, y = here(host), host.copy()
+                found, told = call(x), call(y)
+                for a, b in ((x, y), (found, told)):
+                    assert b is None or a.get().tobytes() == b.tobytes(), name
+
+        ranks(body)
+
+
+def test_arrays_of_both_kinds_are_refused():
+    with machine():
+
+        def body(plain):
+            world = on_gpus(plain)
+            x = np.ones(4) if world.rank else here(np.ones(4))
+            with pytest.raises(UsageError, match="rank 0 has 4 float64 of a GPU"):
+                arrays.allreduce(x, world=world)
+
+        run_on("threads", 2, body)
 
 
 def in_parts(group, x, op):
@@ -318,10 +346,4 @@ def test_a_handle_that_leads_elsewhere_is_refused(monkeypatch):
                 world.memory.gpu._read = lambda pointer: b"another token..."
             assert world.memory.place(kept(world, np.zeros(10))) is None
 
-        run_ranks(2, lambda link: body(_world(link)))
-
-
-def _world(link) -> World:
-    from hpctrain.world import over_threads
-
-    return over_threads(link)
+        run_ranks(2, lambda link: body(over_threads(link)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fakes
 import numpy as np
 import pytest
 from ranks import run_on, run_on_gpus
@@ -82,3 +83,21 @@ def test_engines_that_wait_for_nobody(lazy_gpu, name):
     found = run_on_gpus(3, lambda w: trained(w, FREE[name])[1])
     assert lazy_gpu.counts["implicit"] == 0
     assert all(np.isfinite(one["train_loss"]) for one in found[:1])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("overlap", ["never", "always"])
+def test_ranks_on_one_device_have_the_bytes_of_the_host(size, overlap):
+    """Gradients are summed out of neighbours' arenas; of them not a byte visits the host."""
+    engine = engines.AllReduce(algorithm="direct", overlap=overlap)
+    wanted = run_on("threads", size, lambda w: trained(w, engine)[0])
+
+    def body(world):
+        found, _ = trained(world, engine)
+        return found, sum(link.host_bytes for link in world.others.get("wire", []))
+
+    with fakes.installed(lazy=True, ipc_within=True) as machine:
+        for (found, host_bytes), told in zip(run_on_gpus(size, body), wanted, strict=True):
+            assert (found == told).all() and host_bytes == 0
+        assert (machine.counts["raw kernel"] > 0) == (size > 1)
+        assert machine.counts["implicit"] == 0
