@@ -85,8 +85,11 @@ def pieces(ranks: Sequence[int], out: Path) -> list[Piece]:
         Piece("doctor", [sys.executable, "-m", "hpctrain", "doctor", *_kept(out, "doctor")], 120,
               (0, 1)),
         Piece("p2p", [*p2p, *_kept(out, "p2p"), "--plot", str(out / "p2p.png")], 90),
+        *(Piece(f"allreduce-{p}", [sys.executable, str(HERE / "allreduce.py"), "--ranks", str(p),
+                                   *_kept(out, f"allreduce-{p}-ranks")], 60) for p in ranks),
+        Piece("paths", [sys.executable, str(HERE / "paths.py"), *_kept(out, "paths")], 60),
         Piece("equal", [sys.executable, str(HERE / "equal.py"), "--ranks", listed,
-                        *_kept(out, "equal")], 240),
+                        *_kept(out, "equal")], 200),
     ]  # fmt: skip
 
 

@@ -1,0 +1,179 @@
+"""Claims: on one node `direct` sums GPUs' arrays without the host, at the speed of GPU memory.
+
+    python benchmarks/gpu/allreduce.py [--ranks 2] [--sizes 1048576,67108864,536870912]
+
+float32, the slowest rank's time, contenders taken in turn: `direct` in place and with one result
+for all, the ring through pinned host memory, and by pointers where a trial went well. Beside them
+what they are held against: rank 0's GPU copying n bytes alone, and an exchange of flags.
+
+At the longest size: `direct` >= 10 times the staged ring; where all ranks share one GPU, one result
+for all moves its (P + 1) n bytes at >= half the speed of that copy; no byte visits the host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from _common import RESULTS, interleaved, machine, spread
+
+from hpctrain import launchers, xp
+from hpctrain.cluster.launch import launch_argv
+from hpctrain.collectives import Group
+from hpctrain.collectives.direct import direct, direct_shared
+from hpctrain.collectives.ring import ring
+from hpctrain.transport import gpus
+from hpctrain.transport.paths import BY_POINTER
+from hpctrain.world import World, init
+
+SIZES = "1048576,67108864,536870912"
+TIMES, SHARE = 10, 0.5
+Calls = Mapping[str, Callable[[], Any]]
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sizes", default=SIZES, help="bytes, a list")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--json", type=Path, default=RESULTS / "gpu" / "allreduce.json")
+    given = parser.parse_args()
+    if launchers.launched(os.environ).size == 1:
+        sys.exit(launch_argv(given.ranks, [sys.executable, *sys.argv]))
+    world = init("gpu")
+    groups = {"staged": through_host(world), "by pointer": by_pointer(world)}
+    sizes = [int(word) for word in given.sizes.split(",")]
+    rows = [row for n in sizes for row in measured(world, groups, n, given.rounds)]
+    told = claims(world, [row for row in rows if row["bytes"] == max(sizes)])
+    if world.rank == 0:
+        about = {"machine": machine(world), "device": world.device, "one_gpu": one_gpu(world)}
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        given.json.write_text(json.dumps({**about, "claims": told, "rows": rows}, indent=1) + "\n")
+        for claim, holds in told.items():
+            print("holds:" if holds else "DOES NOT HOLD:", claim, flush=True)
+    if not all(told.values()):
+        sys.exit(1)
+
+
+def measured(
+    world: World, groups: Mapping[str, Group | None], nbytes: int, rounds: int
+) -> list[dict[str, Any]]:
+    """Return a row for each contender at this size."""
+    arenas = world.memory.gpu
+    x = arenas.zeros(nbytes // 4, np.float32) if arenas else gpus.library().zeros(nbytes // 4, "f4")
+    calls = contenders(world, groups, x)
+    right = {name: correct(world, x, call) for name, call in calls.items()}
+    copies = {name: group_of(world, groups, name).host_bytes for name in calls}
+    for call in calls.values():
+        call()
+    copied = {name: group_of(world, groups, name).host_bytes - n for name, n in copies.items()}
+    x.fill(0)
+    y = gpus.library().empty_like(x)
+    yardsticks: Calls = {"copy": partial(copy_alone, world, x, y), "flags": flags_of(world)}
+    seconds = interleaved(world.link, {**calls, **yardsticks}, rounds)
+    one = {"bytes": nbytes, "ranks": world.size}
+    return [
+        {**one, "what": name, **spread(taken), "right": right.get(name, True),
+         "host_bytes": copied.get(name, 0)}
+        for name, taken in seconds.items()
+    ]  # fmt: skip
+
+
+def contenders(world: World, groups: Mapping[str, Group | None], x: xp.Array) -> Calls:
+    """Return a call for each algorithm, after which the sum is there on this rank's GPU."""
+    found: dict[str, Callable[[], Any]] = {
+        "direct": partial(done, x, partial(direct, world.main, x, np.add)),
+        "direct, one result": partial(done, x, partial(direct_shared, world.main, x, np.add)),
+    }
+    for name, group in groups.items():
+        if group is not None:
+            found[f"ring {name}"] = partial(done, x, partial(ring, group, x, np.add))
+    return found
+
+
+def done(x: xp.Array, work: Callable[[], Any]) -> Any:
+    """Return what `work` does once it is done."""
+    result = work()
+    xp.finish(x)
+    return result
+
+
+def group_of(world: World, groups: Mapping[str, Group | None], name: str) -> Group:
+    return groups.get(name.removeprefix("ring ")) or world.main
+
+
+def through_host(world: World) -> Group:
+    """Return a group in which GPUs' arrays go through pinned memory of the host."""
+    group = world.group_for("staged")
+    for link in group.links:
+        link.take(["staged"] * link.size)
+    return group
+
+
+def by_pointer(world: World) -> Group | None:
+    """Return a group in which MPI is given pointers to GPU memory, if it may be everywhere."""
+    return world.main if all(path in BY_POINTER for path in world.link.paths) else None
+
+
+def one_gpu(world: World) -> bool:
+    return len(set(world.places)) == 1
+
+
+def correct(world: World, x: xp.Array, call: Callable[[], Any]) -> bool:
+    """Return whether `call` sums what the ranks have, on all ranks; small integers are exact."""
+    library = xp.namespace(x)
+    base = library.arange(x.size, dtype=np.float32) % 7
+    x[...] = base + world.rank
+    result = call()
+    summed = xp.to_host(x if result is None else result)
+    total = xp.to_host(base) * world.size + world.size * (world.size - 1) // 2
+    mine = bool((summed == total).all())
+    return all(said == "y" for said in world.gather("y" if mine else "n"))
+
+
+def copy_alone(world: World, x: xp.Array, y: xp.Array) -> None:
+    if world.rank == 0:
+        y[...] = x
+        xp.finish(x)
+
+
+def flags_of(world: World) -> Callable[[], Any]:
+    """Return an exchange of flags of the node, or a barrier where it has none."""
+    near = world.main.near
+    return world.link.barrier if near is None else near.flags.agree
+
+
+def claims(world: World, rows: list[dict[str, Any]]) -> dict[str, bool]:
+    """Return what is claimed of the longest size, and whether it holds."""
+    of = {row["what"]: row for row in rows}
+    mib, ranks = rows[0]["bytes"] >> 20, world.size
+    times = of["ring staged"]["median_s"] / of["direct"]["median_s"]
+    found = {
+        f"{ranks} ranks, {mib} MiB: direct is {times:.1f} times the staged ring, >= {TIMES}": (
+            times >= TIMES
+        ),
+        "all sums are right": all(row["right"] for row in rows),
+        "direct copies no byte to or from the host": (
+            of["direct"]["host_bytes"] == of["direct, one result"]["host_bytes"] == 0
+        ),
+    }
+    if one_gpu(world):
+        copied = 2 * rows[0]["bytes"] / of["copy"]["median_s"]
+        moved = (ranks + 1) * rows[0]["bytes"] / of["direct, one result"]["median_s"]
+        share = moved / copied
+        found[f"one result for all moves {moved / 1e9:.0f} GB/s, {share:.2f} of a copy's, >= "
+              f"{SHARE}"] = share >= SHARE  # fmt: skip
+    return found
+
+
+if __name__ == "__main__":
+    main()

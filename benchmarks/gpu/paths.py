@@ -1,0 +1,117 @@
+"""Claims: messages between two GPUs reach what the slowest leg of their way allows.
+
+    python benchmarks/gpu/paths.py [--bytes 67108864]
+
+Two ranks, one way, taken in turn: each path of `hpctrain bench p2p --device gpu`, and the legs of
+the staged one: GPU to pinned host memory and back, and as much between two ranks' host memory.
+
+The staged path reaches >= 80 % of its slowest leg; where MPI takes device pointers on one node, it
+is within 20 % of CUDA IPC.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from _common import RESULTS, interleaved, machine, spread
+
+from hpctrain import launchers, xp
+from hpctrain.bench import p2p, p2p_gpu
+from hpctrain.bench.ends import Ends
+from hpctrain.cluster.launch import launch_argv
+from hpctrain.transport import gpus
+from hpctrain.transport.memory import aligned_zeros
+from hpctrain.world import World, init
+
+MESSAGES, STAGED_SHARE, POINTER_SHARE = 8, 0.8, 0.8
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--bytes", type=int, default=64 << 20)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--json", type=Path, default=RESULTS / "gpu" / "paths.json")
+    given = parser.parse_args()
+    if launchers.launched(os.environ).size == 1:
+        sys.exit(launch_argv(2, [sys.executable, *sys.argv]))
+    world = init("gpu")
+    rows = measured(world, given.bytes, given.rounds)
+    told = claims({row["what"]: row["gb_per_s"] for row in rows})
+    if world.rank == 0:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        about = {"machine": machine(world), "device": world.device, "reason": world.verdict.reason}
+        given.json.write_text(json.dumps({**about, "claims": told, "rows": rows}, indent=1) + "\n")
+        for claim, holds in told.items():
+            print("holds:" if holds else "DOES NOT HOLD:", claim, flush=True)
+    if not all(told.values()):
+        sys.exit(1)
+
+
+def measured(world: World, nbytes: int, rounds: int) -> list[dict[str, Any]]:
+    """Return a row for each path and leg."""
+    x, host = p2p_gpu.buffer(world, nbytes), aligned_zeros(nbytes, np.uint8)
+    host.fill(0)  # pages of its own
+    line = p2p.WAYS["one-way"]
+    calls: dict[str, Callable[[], Any]] = {
+        ends.path: line(ends, x, MESSAGES) for ends in p2p_gpu.ends(world, 0, 1, x)
+    }
+    wire = world.link_for("between hosts")
+    calls["host to host"] = line(Ends(wire, 0, 1), host, MESSAGES)
+    calls |= {"to the host": partial(legs, x, True), "from the host": partial(legs, x, False)}
+    seconds = interleaved(world.link, calls, rounds)
+    return [
+        {"what": name, "bytes": nbytes, **spread(taken),
+         "gb_per_s": MESSAGES * nbytes / float(np.median(taken)) / 1e9}
+        for name, taken in seconds.items()
+    ]  # fmt: skip
+
+
+def legs(x: xp.Array, to_host: bool) -> None:
+    """Copy `x` MESSAGES times between the GPU and pinned memory; each rank does one way at once."""
+    pinned = _pinned(x.nbytes)
+    for _ in range(MESSAGES):
+        if to_host:
+            x.get(out=pinned, blocking=False)
+        else:
+            x.set(pinned)
+    xp.finish(x)
+
+
+def _pinned(nbytes: int) -> np.ndarray:
+    if nbytes not in _kept:
+        memory = gpus.library().cuda.alloc_pinned_memory(nbytes)
+        _kept[nbytes] = np.frombuffer(memory, np.uint8, nbytes)
+    return _kept[nbytes]
+
+
+_kept: dict[int, np.ndarray] = {}
+
+
+def claims(rates: dict[str, float]) -> dict[str, bool]:
+    """Return what is claimed of the rates in GB/s, and whether it holds."""
+    slowest = min(("to the host", "from the host", "host to host"), key=lambda leg: rates[leg])
+    share = rates["staged"] / rates[slowest]
+    found = {
+        f"the staged path moves {rates['staged']:.1f} GB/s, {share:.2f} of its slowest leg, "
+        f"{slowest} with {rates[slowest]:.1f}, >= {STAGED_SHARE}": share >= STAGED_SHARE
+    }
+    pointer = next((path for path in ("gdr", "cuda-aware") if path in rates), None)
+    if pointer and "ipc" in rates:
+        share = rates[pointer] / rates["ipc"]
+        found[f"by pointer {rates[pointer]:.1f} GB/s, {share:.2f} of CUDA IPC's, >= "
+              f"{POINTER_SHARE}"] = share >= POINTER_SHARE  # fmt: skip
+    return found
+
+
+if __name__ == "__main__":
+    main()
