@@ -69,7 +69,11 @@ def measured(
 ) -> list[dict[str, Any]]:
     """Return a row for each contender at this size."""
     arenas = world.memory.gpu
-    x = arenas.zeros(nbytes // 4, np.float32) if arenas else gpus.library().zeros(nbytes // 4, "f4")
+    x = (
+        arenas.zeros(nbytes // 4, np.float32)
+        if arenas
+        else gpus.cupy_module().zeros(nbytes // 4, "f4")
+    )
     calls = contenders(world, groups, x)
     right = {name: correct(world, x, call) for name, call in calls.items()}
     copies = {name: group_of(world, groups, name).host_bytes for name in calls}
@@ -77,7 +81,7 @@ def measured(
         call()
     copied = {name: group_of(world, groups, name).host_bytes - n for name, n in copies.items()}
     x.fill(0)
-    y = gpus.library().empty_like(x)
+    y = gpus.cupy_module().empty_like(x)
     yardsticks: Calls = {"copy": partial(copy_alone, world, x, y), "flags": flags_of(world)}
     seconds = interleaved(world.link, {**calls, **yardsticks}, rounds)
     one = {"bytes": nbytes, "ranks": world.size}

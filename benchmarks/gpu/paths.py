@@ -89,7 +89,7 @@ def legs(x: xp.Array, to_host: bool) -> None:
 
 def _pinned(nbytes: int) -> np.ndarray:
     if nbytes not in _kept:
-        memory = gpus.library().cuda.alloc_pinned_memory(nbytes)
+        memory = gpus.cupy_module().cuda.alloc_pinned_memory(nbytes)
         _kept[nbytes] = np.frombuffer(memory, np.uint8, nbytes)
     return _kept[nbytes]
 

@@ -73,7 +73,7 @@ def buffer(world: World, nbytes: int) -> xp.Array:
     """Return zeros (nbytes,), uint8, on this rank's GPU, which neighbours see; collective."""
     if world.memory.gpu is not None:
         return world.memory.gpu.zeros(nbytes, np.uint8)
-    return gpus.library().zeros(nbytes, np.uint8)
+    return gpus.cupy_module().zeros(nbytes, np.uint8)
 
 
 def ends(world: World, source: int, to: int, x: xp.Array) -> list[Ends]:

@@ -76,7 +76,7 @@ class _Switch(NamedTuple):
     vendors: tuple[str, ...]
     name: str
     also: str  #: what it needs besides
-    library: str = ""  #: told from others of this vendor by what is in the process
+    mark: str = ""  #: told from others of this vendor by what is in the process
 
 
 _SWITCHES = (
@@ -125,7 +125,7 @@ def relevant(environ: Mapping[str, str], libmpi: str) -> dict[str, str]:
 def _switched_off(claims: Claims, environ: Mapping[str, str]) -> Fault | None:
     for switch in _SWITCHES:
         off = environ.get(switch.name, "").lower() in ("", "0", "no", "off", "false")
-        if off and claims.vendor in switch.vendors and claims.mapped(switch.library):
+        if off and claims.vendor in switch.vendors and claims.mapped(switch.mark):
             why = f"{claims.vendor} takes device pointers only where {switch.name}=1 is set"
             return Fault(why, f"export {switch.name}=1 (it needs {switch.also})")
     return None

@@ -60,7 +60,7 @@ def _wrong(link: Link, places: Sequence[Place], verdict: Verdict) -> str:
 
 
 def _arrives(link: Link, on_gpu: bool, left: int, right: int, nbytes: int) -> bool:
-    library = gpus.library() if on_gpu else np
+    library = gpus.cupy_module() if on_gpu else np
     x: Array = library.asarray(pattern(link.rank, nbytes))
     inbox: Array = library.zeros(nbytes, np.uint8)
     link.sendrecv(x, right, inbox, left)

@@ -110,12 +110,12 @@ def visible(device: Device) -> tuple[Gpu, ...]:
 
 def use(ordinal: int) -> None:
     """Make the GPU current in this thread; threads that use it later call this, too."""
-    library().cuda.Device(ordinal).use()
+    cupy_module().cuda.Device(ordinal).use()
 
 
 def runtime() -> Any:
     """Return CUDA's runtime as CuPy offers it."""
-    return library().cuda.runtime
+    return cupy_module().cuda.runtime
 
 
 def driver_cuda() -> int | None:
@@ -153,7 +153,7 @@ def _seen() -> tuple[Gpu, ...]:
     return tuple(Gpu(i, _uuid(i, words), _address(cuda, i)) for i in range(count))
 
 
-def library() -> Any:
+def cupy_module() -> Any:
     """Return the module `cupy`; raise UsageError that names the extra where there is none."""
     try:
         import cupy

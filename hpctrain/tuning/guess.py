@@ -48,7 +48,7 @@ class Layout:
     nodes: tuple[int, ...]
     mpi: bool = False
     memory: bool = False
-    library: str = ""  #: whose MPI it is, where it is known
+    mpi_name: str = ""  #: whose MPI it is, where it is known
 
     @property
     def ranks(self) -> int:
@@ -106,7 +106,7 @@ def _hierarchical(layout: Layout, in_memory: bool, n: int) -> float:
 def _native(layout: Layout, n: int) -> float:
     """Libraries take recursive doubling or Rabenseifner's halving-doubling."""
     if len(layout.nodes) == 1:
-        alpha = NODE_ALPHAS.get(layout.library, NODE_NATIVE.alpha)
+        alpha = NODE_ALPHAS.get(layout.mpi_name, NODE_NATIVE.alpha)
         native = replace(NODE_NATIVE, alpha=alpha)
     else:
         native = replace(ACROSS_NATIVE, beta=ACROSS_NATIVE.beta * max(layout.nodes[1:]))

@@ -124,7 +124,7 @@ def machine(monkeypatch):
 
     def pretend(count, driver=13000):
         cupy = Cupy(count)
-        monkeypatch.setattr(gpus, "library", lambda: cupy)
+        monkeypatch.setattr(gpus, "cupy_module", lambda: cupy)
         monkeypatch.setattr(gpus, "find_spec", lambda name: cupy)
         monkeypatch.setattr(gpus, "driver_cuda", lambda: driver)
         monkeypatch.setattr(gpus, "_uuid", lambda ordinal, words: f"GPU-{ordinal}")
