@@ -13,6 +13,7 @@ from pathlib import Path
 import fakes
 import psutil
 import pytest
+import real_slurm
 from ranks import run_on
 
 BIN = Path(sys.executable).parent
@@ -116,6 +117,23 @@ def hpctrain(start: Callable[..., Job]) -> Callable[..., Completed]:
         return start("-m", "hpctrain", *args, **options).finish(timeout)
 
     return hpctrain
+
+
+@pytest.fixture(scope="session")
+def slurm_daemons() -> Iterator[real_slurm.Slurm]:
+    """Start a Slurm of four nodes, once for all tests that ask for it."""
+    if reason := real_slurm.missing():
+        pytest.skip(reason)
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    with real_slurm.running({**os.environ, **LAUNCHER, "PATH": path}) as slurm:
+        yield slurm
+
+
+@pytest.fixture
+def slurm(slurm_daemons: real_slurm.Slurm) -> Iterator[real_slurm.Slurm]:
+    """Yield a real Slurm of four idle nodes; see real_slurm.py."""
+    yield slurm_daemons
+    slurm_daemons.clear()
 
 
 @pytest.fixture

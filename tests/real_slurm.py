@@ -1,0 +1,351 @@
+"""A real Slurm for tests: a controller and four nodes n1 to n4, all on this machine.
+
+    python real_slurm.py FOLDER        starts it, says "up", and ends it when its stdin does
+
+All that it writes lies in FOLDER; ports and munge key are its own; it needs Debian's packages.
+Whoever starts it holds the other end of its stdin, so it ends with them, however they end. It
+adopts orphans, and step daemons are such: with it go all jobs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import getpass
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import psutil
+
+from hpctrain.cluster.launch import find_mpi
+
+NODES = ("n1", "n2", "n3", "n4")
+COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
+PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "libpmix2")
+INSTALL_S, START_S, STOP_S = 100, 30, 30
+SBIN = (
+    f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # a user's PATH may lack the daemons' folders
+)
+PLUGINS = Path("/usr/lib/x86_64-linux-gnu/slurm-wlm")
+PMIX = Path("/usr/lib/x86_64-linux-gnu/pmix2/lib")
+SET_CHILD_SUBREAPER = 36
+ENDED = (
+    "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "DEADLINE",
+    "BOOT_FAIL", "OUT_OF_MEMORY",
+)  # fmt: skip
+
+# No cgroups, no accounting, and no waiting where Slurm usually gathers work. Each node has its own
+# temporary folder: PMIx keeps its sockets there.
+CONF = """\
+ClusterName=hpctrain
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+PluginDir={folder}/plugins
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
+SlurmdParameters=config_overrides
+ReturnToService=2
+JobRequeue=1
+KillWait=5
+MinJobAge=600
+MailProg=/bin/true
+GresTypes=gpu
+TmpFS={folder}/tmp/%n
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+{nodes}
+PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+NODE = (
+    "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=4000 "
+    "Gres=gpu:4 State=UNKNOWN"
+)
+GPUS = "Name=gpu File=/dev/tty[0-3]\n"  # stand-ins: Slurm only wants four files
+
+
+@cache
+def missing() -> str | None:
+    """Return why there can be no Slurm here, after trying to install it; None where it is."""
+    lacking = [name for name in COMMANDS if shutil.which(name, path=SBIN) is None]
+    if not lacking:
+        return None
+    if os.geteuid() or shutil.which("apt-get") is None:
+        return f"no {lacking[0]} here, and only root with apt-get can install it"
+    return _install()
+
+
+def _install() -> str | None:
+    get = ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=30"]
+    install = [*get, "install", "-y", "--no-install-recommends", *PACKAGES]
+    environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    deadline, said = time.monotonic() + INSTALL_S, ""
+    for command in (install, [*get, "update"], install):
+        try:
+            done = subprocess.run(
+                command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                timeout=max(deadline - time.monotonic(), 1),
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"Slurm is not here, and was not installed within {INSTALL_S} s"
+        if command is install and done.returncode == 0:
+            return None
+        said = done.stderr.strip()[-300:]
+    return f"Slurm is not here, and apt-get cannot install it: {said}"
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """A running Slurm: what tests say to it."""
+
+    folder: Path
+    environ: Mapping[str, str]  #: for its commands, and for what is to run in its jobs
+
+    @property
+    def srun(self) -> str:
+        """The command that starts ranks of the MPI which mpi4py loads here."""
+        return f"srun -K1 --mpi={_pmi()}"
+
+    def run(self, *command: object, cwd: Path | None = None, timeout: float = 60) -> str:
+        """Return what a command of Slurm prints; raise with its own words where it fails."""
+        done = subprocess.run(
+            list(map(str, command)), env=self.environ, cwd=cwd or self.folder,
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout,
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"{command} ended with {done.returncode}: {done.stderr}")
+        return done.stdout
+
+    def sbatch(self, script: Path | str, *options: object, cwd: Path) -> int:
+        """Submit a script, or the text of one, from folder `cwd`; return the job's id."""
+        if isinstance(script, str):
+            text, script = script, cwd / "job.sh"
+            script.write_text(text)
+        return int(self.run("sbatch", "--parsable", *options, script, cwd=cwd).split(";")[0])
+
+    def scontrol(self, *words: object) -> str:
+        """Run `scontrol WORDS` and return what it prints."""
+        return self.run("scontrol", *words)
+
+    def job(self, job: int) -> dict[str, str]:
+        """Return what `scontrol show job` tells; of an array, what it tells of its first task."""
+        line = self.scontrol("--oneliner", "show", "job", job).splitlines()[0]
+        return dict(word.split("=", 1) for word in line.split() if "=" in word)
+
+    def state(self, job: int) -> str:
+        """Return the state of a job: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED ..."""
+        return self.job(job)["JobState"]
+
+    def wait(self, job: int, *states: str, limit_s: float = 60) -> str:
+        """Wait until the job is in one of `states`, by default until it has ended; return it.
+
+        Raises AssertionError, with what the job said, after `limit_s` or where it ended otherwise.
+        """
+        wanted, deadline = states or ENDED, time.monotonic() + limit_s
+        while (state := self.state(job)) not in wanted:
+            if state in ENDED or time.monotonic() > deadline:
+                raise AssertionError(f"job {job} is {state}, not {wanted}:\n{self.told(job)}")
+            time.sleep(0.1)
+        return state
+
+    def told(self, job: int) -> str:
+        """Return what a job wrote, and the controller's last lines."""
+        out = Path(self.job(job)["StdOut"])
+        said = out.read_text() if out.exists() else f"(no {out})"
+        return f"{said}\n" + "\n".join(self._log("slurmctld").splitlines()[-20:])
+
+    def hurry(self, job: int) -> None:
+        """Let a job that was requeued start now: Slurm makes it wait for two minutes."""
+        self.scontrol("update", f"jobid={job}", "StartTime=now")
+
+    def node_down(self, name: str) -> None:
+        """Let the controller take a node for lost: its jobs end, or are requeued."""
+        self.scontrol("update", f"nodename={name}", "state=down", "reason=test")
+
+    def node_up(self, name: str) -> None:
+        """Put a node back to work."""
+        self.scontrol("update", f"nodename={name}", "state=resume")
+
+    def nodes(self) -> dict[str, str]:
+        """Return the state of each node: idle, mixed, allocated, down ..."""
+        lines = self.run("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
+        return dict(line.split() for line in lines)
+
+    def clear(self) -> None:
+        """Cancel all jobs and put all nodes back to work."""
+        self.run("scancel", "--quiet", f"--user={getpass.getuser()}")
+        for name, state in self.nodes().items():
+            if state.startswith(("down", "drain")):
+                self.node_up(name)
+        _until(self._idle, STOP_S, "the nodes are not idle again")
+
+    def _idle(self) -> bool:
+        return list(self.nodes().values()) == ["idle"] * len(NODES)
+
+    def _log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+
+@cache
+def _pmi() -> str:
+    return "pmix" if find_mpi().vendor == "Open MPI" else "pmi2"
+
+
+@contextmanager
+def running(environ: Mapping[str, str]) -> Iterator[Slurm]:
+    """Start a Slurm whose jobs see `environ`; it ends with the block, or with this process."""
+    clean = {k: v for k, v in environ.items() if not k.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
+    # The paths of sockets are short, so not below pytest's folder.
+    with tempfile.TemporaryDirectory(prefix="hpctrain-", dir="/tmp") as name:
+        folder = Path(name)
+        slurm = Slurm(folder, {**clean, "SLURM_CONF": f"{folder}/slurm.conf"})
+        keeper = subprocess.Popen(
+            [sys.executable, __file__, name], env=slurm.environ, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        with keeper:
+            try:
+                if (said := keeper.stdout.readline()) != "up\n":
+                    raise RuntimeError(f"Slurm did not start: {said}{keeper.stdout.read()}")
+                yield slurm
+            finally:
+                keeper.stdin.close()
+                keeper.wait(STOP_S)
+
+
+def _said_in(folder: Path) -> str:
+    return "\n".join(f"{log.name}: {log.read_text()[-2000:]}" for log in folder.glob("*.log"))
+
+
+def main() -> None:
+    """Start the daemons, wait for the end of stdin, and end all that runs below."""
+    ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    folder = Path(sys.argv[1])
+    try:
+        _start(folder)
+        print("up", flush=True)
+        sys.stdin.read()  # nothing is ever written
+    except TimeoutError as error:
+        print(error, _said_in(folder), sep="\n", flush=True)
+    finally:
+        _end_all()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(folder: Path) -> None:
+    _configure(folder)
+    munge = ["munged", "--foreground", f"--socket={folder}/munge.socket"]
+    munge += [f"--key-file={folder}/munge.key", f"--pid-file={folder}/munged.pid"]
+    munge += [f"--seed-file={folder}/munged.seed"]
+    _daemon(folder, "munged", munge)
+    _until((folder / "munge.socket").exists, START_S, "munged does not start")
+    _daemon(folder, "slurmctld.out", ["slurmctld", "-D"])
+    for name in NODES:
+        _daemon(folder, f"slurmd-{name}.out", ["slurmd", "-D", "-N", name])
+    slurm = Slurm(folder, os.environ)
+    _until(lambda: _answers(slurm) and slurm._idle(), START_S, "the nodes do not come up")
+
+
+def _answers(slurm: Slurm) -> bool:
+    ping = subprocess.run(["scontrol", "ping"], env=slurm.environ, capture_output=True)
+    return ping.returncode == 0
+
+
+def _configure(folder: Path) -> None:
+    folder.chmod(0o755)  # munge is for all users
+    for name in ("state", "tmp", "plugins", *(f"tmp/{n}" for n in NODES)):
+        (folder / name).mkdir(parents=True)
+    (folder / "munge.key").write_bytes(os.urandom(128))
+    (folder / "munge.key").chmod(0o600)
+    _link_plugins(folder / "plugins")
+    host, (port, *ports) = socket.gethostname(), _free_ports(1 + len(NODES))
+    nodes = [NODE.format(name=n, host=host, port=p) for n, p in zip(NODES, ports, strict=True)]
+    told = {"host": host, "port": port, "user": getpass.getuser(), "folder": folder}
+    (folder / "slurm.conf").write_text(CONF.format(nodes="\n".join(nodes), **told))
+    (folder / "gres.conf").write_text(GPUS)
+
+
+def _link_plugins(plugins: Path) -> None:
+    """Fill a folder with Slurm's plugins, the one for PMIx changed to look there for libpmix.so.
+
+    That name, which it opens, is in Debian's package for developers, and so is a whole compiler.
+    """
+    for plugin in PLUGINS.iterdir():
+        (plugins / plugin.name).symlink_to(plugin)
+    (plugins / "libpmix.so").symlink_to(PMIX / "libpmix.so.2")
+    for plugin in PLUGINS.glob("mpi_pmix*.so"):
+        code = plugin.read_bytes()
+        old, new = (bytes(path) + b"\0" for path in (PMIX, plugins))
+        (plugins / plugin.name).unlink()
+        (plugins / plugin.name).write_bytes(code.replace(old, new.ljust(len(old), b"\0")))
+
+
+def _free_ports(n: int) -> list[int]:
+    """Return ports that nobody listens on, of those that Linux gives to no client."""
+    while True:
+        first = random.randrange(20000, 32000)
+        if all(map(_free, range(first, first + n))):
+            return list(range(first, first + n))
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def _daemon(folder: Path, name: str, command: list[str]) -> None:
+    with open(folder / f"{name}.log", "w") as log:
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            env={**os.environ, "PATH": SBIN},
+        )  # fmt: skip
+
+
+def _end_all() -> None:
+    """Kill all processes below this one; those that lose their parents come up to us."""
+    deadline = time.monotonic() + STOP_S
+    while (below := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+        for process in below:
+            try:
+                os.kill(process.pid, signal.SIGKILL)
+                os.waitpid(process.pid, os.WNOHANG)
+            except (ProcessLookupError, ChildProcessError):  # it has ended, or is not ours to reap
+                continue
+        time.sleep(0.02)
+
+
+def _until(condition, limit_s: float, otherwise: str) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{otherwise} after {limit_s} s")
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main()
