@@ -117,9 +117,7 @@ def fetch(x: Array) -> Callable[[], np.ndarray]:
     """Begin to bring small `x` to the host; return what waits for it and for nothing behind it."""
     if not on_device(x):
         return lambda: x
-    stream = namespace(x).cuda.get_current_stream()
-    pinned = namespace(x).cuda.alloc_pinned_memory(max(x.nbytes, 1))
-    host = np.frombuffer(pinned, x.dtype, x.size).reshape(x.shape)
+    stream, host = namespace(x).cuda.get_current_stream(), pinned_like(x)
     x.get(out=host, blocking=False)
     there = stream.record()
 
@@ -128,6 +126,12 @@ def fetch(x: Array) -> Callable[[], np.ndarray]:
         return host
 
     return arrived
+
+
+def pinned_like(x: Array) -> np.ndarray:
+    """Return memory of the host for `x` of a device, whose copies to it hold up nobody."""
+    memory = namespace(x).cuda.alloc_pinned_memory(max(x.nbytes, 1))
+    return np.frombuffer(memory, x.dtype, x.size).reshape(x.shape)
 
 
 def event(x: Array) -> Event:
@@ -157,6 +161,16 @@ def own_stream(x: Array) -> AbstractContextManager[Any]:
     device belongs in such a block.
     """
     return _own_stream(x) if on_device(x) else nullcontext()
+
+
+def another_stream(x: Array) -> AbstractContextManager[Any]:
+    """Return a stream of this thread's, on the device of `x`; within the block it is the current.
+
+    It can be entered again and again.
+    """
+    with x.device:
+        stream: AbstractContextManager[Any] = namespace(x).cuda.Stream(non_blocking=True)
+    return stream
 
 
 def keep_stream(x: Array) -> None:

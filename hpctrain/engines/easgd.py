@@ -221,7 +221,7 @@ class Centre(Shard):
         if order.use != Use.ELASTIC:
             return super().obey(order)
         (worker,) = order.pushed
-        for i, (x,) in enumerate(self._gradients(order.pushed)):
+        for i, (x,) in self._gradients(order.pushed):
             s = self._wire[i]
             finish(self._outgoing[i])  # the wire may still read what we are about to change
             d = np.subtract(x, self.param[s], out=self._difference[s])

@@ -34,6 +34,7 @@ from hpctrain.optim import Optimizer
 from hpctrain.optim.optimizer import rate_of
 from hpctrain.transport.link import Link
 from hpctrain.world import World
+from hpctrain.xp import on_device
 
 
 class Method(Protocol):
@@ -174,14 +175,19 @@ class ParameterServer:
         )
 
     def _cut(self, roles: Roles) -> list[tuple[int, slice]]:
-        """Return which rank serves which slice of the parameters, the servers in turn."""
+        """Return which rank serves which slice of the parameters, in the order of their travel.
+
+        Each server's last slice goes first, as backward makes them. Servers take turns; but on a
+        device, where slices leave while backward makes others, the end of the plane goes first.
+        """
         param = self.replica.arena.param
         cut = [
             (i, rank, s)
             for rank, own in zip(roles.servers, ranges(param.size, self.servers), strict=True)
-            for i, s in enumerate(slices(own, param.itemsize))
+            for i, s in enumerate(reversed(slices(own, param.itemsize)))
         ]
-        return [(rank, s) for _, rank, s in sorted(cut, key=lambda one: one[:2])]
+        cut.sort(key=lambda one: -one[2].start if on_device(param) else one[0])
+        return [(rank, s) for _, rank, s in cut]
 
     def _make_server(self, roles: Roles, optimizer: Optimizer, servers: Link) -> Server:
         push, pull = self._links[:2]

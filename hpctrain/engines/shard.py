@@ -3,9 +3,9 @@
 Gradients come in slices and parameters go in slices, so that while one slice is updated the next
 is on its way in and the one before on its way out:
 
-    in       [ slice 0 ][ slice 1 ][ slice 2 ]
-    update              [ slice 0 ][ slice 1 ][ slice 2 ]
-    out                            [ slice 0 ][ slice 1 ][ slice 2 ]
+    in       [ slice 2 ][ slice 1 ][ slice 0 ]
+    update              [ slice 2 ][ slice 1 ][ slice 0 ]
+    out                            [ slice 2 ][ slice 1 ][ slice 0 ]
 
 Optimizers that need norms of whole tensors wait for all of the gradient first. The sum over
 workers is made in their order and shards begin at blocks of the optimizers, so that the bytes
@@ -106,7 +106,7 @@ class Shard:
     def obey(self, order: Order) -> None:
         """Take the gradients that come, and send the parameters to those who wait for them."""
         takes = order.use in (Use.ADD, Use.UPDATE)
-        for i, gradients in enumerate(self._gradients(order.pushed)):
+        for i, gradients in self._gradients(order.pushed):
             if takes:
                 self._take(i, self._summed(i, gradients, order), order)
             if not self._whole:
@@ -117,7 +117,7 @@ class Shard:
             self._update(0, self._sum)
             self._sum[...] = 0
         if self._whole or not order.pushed:
-            for i in range(len(self._wire)):
+            for i in self._travel:
                 self._send(i, order.pull)
 
     def rest(self) -> None:
@@ -149,16 +149,23 @@ class Shard:
         for before in self._before:
             before[...] = self.param
 
-    def _gradients(self, pushed: Sequence[int]) -> Iterator[list[np.ndarray]]:
+    @property
+    def _travel(self) -> range:
+        """The slices as they travel, from the last on: backward makes them in this order."""
+        return range(len(self._wire))[::-1]
+
+    def _gradients(self, pushed: Sequence[int]) -> Iterator[tuple[int, list[np.ndarray]]]:
         """Yield, slice by slice, the gradients of the workers `pushed`, in this order."""
-        coming: deque[list[tuple[Request, np.ndarray]]] = deque()
-        for i in range(len(self._wire) if pushed else 0):
-            while len(coming) < AHEAD and i + len(coming) < len(self._wire):
-                coming.append(self._receives(i + len(coming), pushed))
-            here = coming.popleft()
+        to_come = deque(self._travel if pushed else ())
+        coming: deque[tuple[int, list[tuple[Request, np.ndarray]]]] = deque()
+        while to_come or coming:
+            while len(coming) < AHEAD and to_come:
+                i = to_come.popleft()
+                coming.append((i, self._receives(i, pushed)))
+            i, here = coming.popleft()
             for request, _ in here:
                 request.wait()
-            yield [x for _, x in here]
+            yield i, [x for _, x in here]
 
     def _receives(self, i: int, pushed: Sequence[int]) -> list[tuple[Request, np.ndarray]]:
         length = self._wire[i].stop - self._wire[i].start

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import cached_property
 from time import perf_counter
 
 import numpy as np
 
 from hpctrain.engines.desk import Answer, Report
-from hpctrain.engines.engine import Flags, Task, Times, Work, nobody_waits, whole
+from hpctrain.engines.engine import Flags, Task, Times, Work, whole
+from hpctrain.engines.outbox import Cut, Outbox
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums, add
 from hpctrain.optim import Optimizer, sgd
@@ -30,7 +32,7 @@ class Worker:
         push: Link,
         pull: Link,
         desk: int,
-        cut: Sequence[tuple[int, slice]],
+        cut: Cut,
         rhythm: tuple[int, int] = (1, 1),
         local_rate: Callable[[int], float] | None = None,
         sum_over_workers: SumOverWorkers | None = None,
@@ -47,11 +49,14 @@ class Worker:
         self._push_every, self._pull_every = rhythm
         self._since_pull = 0
         self._sum = sum_over_workers
-        arena = replica.arena
-        self._outbox = np.zeros_like(arena.grad) if self._push_every > 1 else arena.grad
         self._local: Optimizer | None = None
         if self._pull_every > 1 and local_rate is not None:
             self._local = sgd(local_rate)
+
+    @cached_property
+    def _outbox(self) -> Outbox:
+        """What is pushed; who pushes something else does not need its memory."""
+        return Outbox(self.replica.arena, self._cut, adds=self._push_every > 1)
 
     def work(self, work: Work, start: int) -> None:
         """Work from step `start` on, as long as the servers let us."""
@@ -67,7 +72,7 @@ class Worker:
         sums, flags, of_targets = Sums(0.0, 0, 0), work.flags(), 0
         for step in range(first, first + self._push_every):
             task = work.task(step)
-            one = self._gradient(task, step)
+            one = self._gradient(task, step, last=step == first + self._push_every - 1)
             sums, flags = add(sums, one), flags.seen_by(self._rank, one)
             of_targets += round(1 / task.scale)
         self._since_pull += self._push_every
@@ -75,15 +80,16 @@ class Worker:
         report = Report(1, wants, first, self._push_every, sums.count, of_targets, flags)
         return sums, report
 
-    def _gradient(self, task: Task, step: int) -> Sums:
+    def _gradient(self, task: Task, step: int, last: bool) -> Sums:
+        """Compute one gradient, the `last` of a push or not."""
         start, waited = perf_counter(), self.times.wait_s
         key = task.key
         if self._sum is not None:
             key = key._replace(sum_over_ranks=self._sum)
         arena = self.replica.arena
-        sums = self.replica.gradient(task.batch, task.scale, key, nobody_waits)
-        if self._outbox is not arena.grad:
-            self._outbox += arena.grad
+        ready = self._outbox.listener(last)
+        sums = self.replica.gradient(task.batch, task.scale, key, ready)
+        self._outbox.take(last)
         if self._local is not None:
             state = {"step": np.array([step])}
             self._local.update(arena.grad, state, arena.param, arena.slots, whole)
@@ -96,14 +102,14 @@ class Worker:
         start, said = perf_counter(), report.encoded()
         sends = [self._push.isend(said, self._desk)]
         if report.gradient:
-            sends += [self._push.isend(self._outbox[s], rank) for rank, s in self._cut]
+            sends += [self._push.isend(x, rank) for rank, x in self._outbox.leave(self._push)]
         answer = self._answer()
         if report.wants or not answer.go:
             self._receive(self.replica.arena.param)
         for send in sends:
             send.wait()
-        if report.gradient and self._outbox is not self.replica.arena.grad:
-            self._outbox[...] = 0
+        if report.gradient:
+            self._outbox.clear()
         spent = self.trace.add("push, pull", "wait", start, perf_counter())
         self.times.wait_s += spent
         self.times.wire_s += spent

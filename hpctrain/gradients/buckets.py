@@ -8,9 +8,10 @@ Backward finishes the last layer first, so the buckets are cut from the end of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from hpctrain.errors import HpctrainError
 from hpctrain.gradients.arena import Slot
 
 
@@ -36,3 +37,35 @@ def cut(slots: Iterable[Slot], length: int, itemsize: int, bucket_bytes: int) ->
             buckets.append(Bucket(slot.offset, stop, frozenset(names)))
             stop, names = slot.offset, set()
     return buckets
+
+
+class Filling:
+    """Which buckets are full, as one slot after the other is ready; they leave in one order."""
+
+    def __init__(self, buckets: Sequence[Bucket]):
+        """Begin the first step, with all of `buckets` empty."""
+        self._bucket_of = {name: i for i, b in enumerate(buckets) for name in b.names}
+        self._names = [bucket.names for bucket in buckets]
+        self._missing = [set(names) for names in self._names]
+        self._left = 0  # buckets that have left in this step
+
+    def bucket(self, name: str) -> int | None:
+        """Return the number of the bucket in which slot `name` is; None if that is none."""
+        return self._bucket_of.get(name)
+
+    def ready(self, name: str) -> range:
+        """Take note that slot `name` is final; return the buckets that may leave now."""
+        missing = self._missing[self._bucket_of[name]]
+        if name not in missing:
+            raise HpctrainError(f"on_ready fired twice for slot '{name}'")
+        missing.remove(name)
+        first = self._left
+        while self._left < len(self._missing) and not self._missing[self._left]:
+            self._left += 1
+        return range(first, self._left)
+
+    def complete(self) -> None:
+        """See to it that every slot was ready, and begin the next step."""
+        if silent := sorted(set().union(*self._missing)):
+            raise HpctrainError(f"on_ready never fired for slots: {', '.join(silent)}")
+        self._missing, self._left = [set(names) for names in self._names], 0

@@ -39,9 +39,9 @@ from hpctrain import config
 from hpctrain.collectives import Group, Operation
 from hpctrain.collectives.direct import direct_shared
 from hpctrain.collectives.recursive_doubling import recursive_doubling
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import UsageError
 from hpctrain.gradients.blocks import ReductionOptions
-from hpctrain.gradients.buckets import Bucket
+from hpctrain.gradients.buckets import Bucket, Filling
 from hpctrain.gradients.compress import CompressionOptions
 from hpctrain.trace import Trace
 from hpctrain.tuning.select import name_of, resolved
@@ -124,10 +124,7 @@ class Reducer:
         ]
         near = group.memory.neighbours(grad) if group.memory is not None else None
         self._first = near[0] if near else grad  # the plane of the node's first rank
-        self._bucket_of = {name: i for i, b in enumerate(buckets) for name in b.names}
-        self._names = [bucket.names for bucket in buckets]
-        self._missing = [set(names) for names in self._names]
-        self._sent = 0  # buckets handed to the wire in this step
+        self._filling = Filling(buckets)
         self._outbox: SimpleQueue[int | None] = SimpleQueue()
         self._arrived: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
         # On a device the streams of the two threads wait for each other, bucket by bucket.
@@ -141,21 +138,14 @@ class Reducer:
 
     def ready(self, name: str) -> None:
         """Take note that the gradient of slot `name` is final; send the buckets that are full."""
-        missing = self._missing[self._bucket_of[name]]
-        if name not in missing:
-            raise HpctrainError(f"on_ready fired twice for slot '{name}'")
-        missing.remove(name)
-        while self._sent < len(self._slices) and not self._missing[self._sent]:
+        for number in self._filling.ready(name):
             if self._thread is not None:
-                self._made[self._sent] = event(self._grad)
-                self._outbox.put(self._sent)
-            self._sent += 1
+                self._made[number] = event(self._grad)
+                self._outbox.put(number)
 
     def complete(self) -> None:
         """See to it that every slot was ready; from now on sums may be waited for."""
-        if silent := sorted(set().union(*self._missing)):
-            raise HpctrainError(f"on_ready never fired for slots: {', '.join(silent)}")
-        self._missing, self._sent = [set(names) for names in self._names], 0
+        self._filling.complete()
         self._in.clear()
 
     def wait(self) -> np.ndarray:
@@ -175,7 +165,7 @@ class Reducer:
 
     def bucket(self, name: str) -> int | None:
         """Return the number of the bucket in which slot `name` is; None if that is none."""
-        return self._bucket_of.get(name)
+        return self._filling.bucket(name)
 
     def wait_for(self, number: int) -> np.ndarray:
         """Return the array that holds the sum of bucket `number`, once it is in."""
