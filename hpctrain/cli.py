@@ -10,7 +10,7 @@ import time
 
 import click
 
-from hpctrain import launchers, world
+from hpctrain import ends, launchers, world
 from hpctrain.commands import COMMANDS, LazyGroup
 from hpctrain.errors import HpctrainError, SaveError, Stopped, TrainingError, UsageError
 
@@ -89,7 +89,7 @@ def _end(code: int) -> int:
     """End the whole job, if there is one: the other ranks wait for this one."""
     here = world.current()
     if here is not None and here.size > 1:
-        world.abort(code)
+        ends.abort(code)
     return code
 
 

@@ -21,22 +21,24 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing
 
-from hpctrain import collectives, launchers, rundir
+from hpctrain import collectives, ends, launchers
 from hpctrain.collectives import Group, over_nodes
-from hpctrain.errors import HpctrainError, HungError, UsageError
+from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.trace import Trace
 from hpctrain.transport import gpus, seat
 from hpctrain.transport.ipc import arenas_of
 from hpctrain.transport.link import Link
 from hpctrain.transport.memory import Memory
 from hpctrain.transport.paths import STAGED, Place, Verdict
+from hpctrain.transport.seats import Seated
 from hpctrain.tuning.select import with_choices
-from hpctrain.watch import Record, Watch, dump_stacks, record_path, write_report
+from hpctrain.watch import Record, Watch, record_path
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 300.0
 #: Where all ranks fail alike, each is given this long to say so before one ends the job.
-SAME_FAULT_S, SPEAK_FIRST_S = 0.5, 3.0  # ... and as long to whoever reports a hang first
+SAME_FAULT_S = 0.5
+Report = Callable[[str], None]  #: is given the text that names the ranks of a hung job
 
 
 @dataclass
@@ -52,6 +54,7 @@ class World:
     gpu: gpus.Gpu | None = None  #: the one this rank computes on; None: on its cores
     places: tuple[Place, ...] = ()  #: of each rank: its node, and its GPU where it has one
     verdict: Verdict = STAGED  #: which way GPU memory takes between ranks
+    seats: tuple[Seated, ...] = ()  #: of each rank, as it took it; none among threads
     trace: Trace = field(default_factory=Trace)  #: where threads note what they did
     others: dict[str, list[Link]] = field(default_factory=dict)  #: by what they are for
     main: Group = field(init=False)  #: all ranks, for the main thread; its scratch is kept
@@ -159,14 +162,18 @@ class World:
         return "\n".join(map(": ".join, named))
 
     @contextmanager
-    def watched(self, run: Path, timeout_s: float) -> Iterator[None]:
-        """Write what this rank does into the run's folder, and end the job when it hangs."""
+    def watched(self, run: Path, timeout_s: float, on_hang: Report | None = None) -> Iterator[None]:
+        """Write what this rank does into the run's folder; when it hangs, end the job.
+
+        `on_hang`, called on every rank, is to do so in another way than `ends.hung`.
+        """
         if self.record is None:
             yield
             return
         directory = run / "watch"
         record = self.together(lambda: self._record_in(directory))
-        watch = Watch(record, directory, timeout_s, partial(_hung, self.rank, run))
+        tell = on_hang or partial(ends.hung, self.rank, run)
+        watch = Watch(record, directory, timeout_s, tell)
         before = self.record
         self._write_into(record)
         try:
@@ -193,16 +200,17 @@ class World:
 _world: World | None = None
 
 
-def init(device: gpus.Device = "auto") -> World:
+def init(device: gpus.Device = "auto", timeout_s: float = DEFAULT_TIMEOUT_S) -> World:
     """Bind cores and GPU, start MPI and return the World; a second call returns the same one.
 
-    `device`: "cpu", "gpu", or "auto", a GPU where CuPy and CUDA find one. Without a launcher this
-    is a world of one rank. Raises UsageError if the launcher belongs to another MPI than the one
+    `device`: "cpu", "gpu", or "auto", a GPU where CuPy and CUDA find one. `timeout_s`: how long to
+    wait for other ranks, at the start and outside of a training run. Without a launcher this is a
+    world of one rank. Raises UsageError if the launcher belongs to another MPI than the one
     that mpi4py loads, or if a "gpu" is not to be had.
     """
     global _world
     if _world is None:
-        _world = _over_mpi(device)
+        _world = _over_mpi(device, timeout_s)
         atexit.register(finish)
         sys.excepthook = _uncaught
     elif device not in ("auto", _world.device[:3]):
@@ -242,7 +250,7 @@ def fail_alone(error: BaseException) -> None:
     print("\n".join(f"[{who}] {line}" for line in lines), file=sys.stderr, flush=True)
     if _world is not None and _world.size > 1:
         time.sleep(SAME_FAULT_S)
-        abort(error.exit_code if isinstance(error, HpctrainError) else 1)
+        ends.abort(error.exit_code if isinstance(error, HpctrainError) else 1)
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: object) -> None:
@@ -252,14 +260,7 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: object) ->
         sys.exit(error.exit_code)
 
 
-def abort(code: int) -> None:
-    """End the whole job at once with exit code `code`."""
-    from hpctrain.transport import mpi
-
-    mpi.abort(code)
-
-
-def _over_mpi(device: gpus.Device) -> World:
+def _over_mpi(device: gpus.Device, timeout_s: float) -> World:
     from hpctrain.transport.probe import loaded_mpi
 
     launched = launchers.launched(os.environ)
@@ -270,35 +271,16 @@ def _over_mpi(device: gpus.Device) -> World:
     from hpctrain.transport import mpi
 
     record = Record(None, launched.rank, launched.size)
-    link = mpi.start(record.entry("main"), DEFAULT_TIMEOUT_S)
+    link = mpi.start(record.entry("main"), timeout_s)
     if wrong := launchers.mismatch(launched, link.size, mpi_is.vendor, mpi_is.libmpi):
         mpi.finalize()
         raise UsageError(wrong)
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    hosts = tuple(map(bytes.decode, collectives.all_gather_bytes(link, host.encode())))
-    told = seat.told(link, partial(collectives.all_gather_bytes, link), hosts, taken)
-    local, several = hosts[: link.rank].count(host), mpi.concurrent()
-    world = World(link, hosts, local, several, "mpi", record, taken.gpu, *told)
-    tell = partial(_hung, link.rank, None)
-    Watch(record, None, DEFAULT_TIMEOUT_S, tell, first_step_factor=1)  # no steps are told here
+    gather = partial(collectives.all_gather_bytes, link)
+    places, verdict, seats = seat.told(link, gather, host, taken)
+    hosts, several = tuple(one.host for one in seats), mpi.concurrent()
+    local = hosts[: link.rank].count(host)
+    world = World(link, hosts, local, several, "mpi", record, taken.gpu, places, verdict, seats)
+    tell = partial(ends.hung, link.rank, None)
+    Watch(record, None, timeout_s, tell, first_step_factor=1)  # no steps are told here
     return world
-
-
-def _hung(rank: int, run: Path | None, report: str) -> None:
-    """End the job, whatever goes wrong on the way: the others wait for it."""
-    try:
-        if run is not None:
-            dump_stacks(run / "watch" / f"stacks-{rank:05d}.txt")
-        if run is None or write_report(run / "watch", report):
-            _speak_for_the_hung(run, report)
-        else:
-            time.sleep(SPEAK_FIRST_S)
-    finally:
-        abort(HungError.exit_code)
-
-
-def _speak_for_the_hung(run: Path | None, report: str) -> None:
-    print(report, file=sys.stderr, flush=True)
-    told = {"status": "hung", "exit_code": HungError.exit_code, "reason": report}
-    if run is not None:
-        rundir.write_summary(run, told)

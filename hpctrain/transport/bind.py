@@ -26,6 +26,7 @@ class Binding:
     cores: tuple[int, ...]
     blas_threads: int
     note: str
+    offered: int  #: how many cores there were to take from
 
 
 _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
@@ -73,6 +74,17 @@ def unbound() -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
+@contextmanager
+def on_core(core: int) -> Iterator[None]:
+    """Keep this thread alone to one `core` for a while; raise OSError where that is refused."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def plan(
     launched: Launched,
     allowed: Collection[int],
@@ -93,7 +105,7 @@ def plan(
         cores, note = _cores_near(near, online) or (cores, note)
     # Ranks bound to one socket share its cores, so not even a bound rank may use all it sees.
     fair = min(len(cores), max(1, len(online) // neighbours))
-    return Binding(cores, asked_threads(environ) or fair, note)
+    return Binding(cores, asked_threads(environ) or fair, note, len(online))
 
 
 def by_place(cores: Collection[int]) -> tuple[int, ...]:

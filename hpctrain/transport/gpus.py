@@ -78,6 +78,12 @@ def listed(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(word.strip() for word in environ.get(VISIBLE, "").split(",") if word.strip())
 
 
+def of_job(environ: Mapping[str, str], visible: int) -> int:
+    """Return how many GPUs of this node the job has: Slurm tells of those hidden from this rank."""
+    told = environ.get("SLURM_GPUS_ON_NODE", "")
+    return max(visible, int(told) if told.isdigit() else 0)
+
+
 def near(launched: Launched, ordinal: int, cores: Sequence[frozenset[int]]) -> Near | None:
     """Return what lies near the GPU `ordinal` of a rank; `cores` are those near each visible GPU.
 

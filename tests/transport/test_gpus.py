@@ -17,6 +17,7 @@ from hpctrain.launchers import ALONE, Launched
 from hpctrain.transport import bind, first, gpus, seat
 from hpctrain.transport.gpus import Gpu, Near, gpu_for, near
 from hpctrain.transport.paths import STAGED, Place, Verdict
+from hpctrain.transport.seats import Seated
 
 
 def rank(local_rank, local_size, rank=0, size=8):
@@ -144,7 +145,7 @@ def test_a_seat_has_a_gpu_and_cores_near_it(machine, monkeypatch, tmp_path):
     monkeypatch.setattr(seat, "bind", lambda launched, near: bound.append(near) or SimpleNamespace(
         note=""))  # fmt: skip
     taken = seat.take(rank(1, 2), "auto")
-    assert (str(taken.gpu), taken.seen, cupy.used) == ("gpu 1, GPU-1", 2, [1])
+    assert (str(taken.gpu), taken.gpus, cupy.used) == ("gpu 1, GPU-1", 2, [1])
     assert bound == [Near(RIGHT, 0, 1)]
 
 
@@ -182,33 +183,22 @@ def test_without_cupy_the_extra_is_named(monkeypatch):
         gpus.visible("gpu")
 
 
+@pytest.mark.parametrize("told, count", [("", 1), ("4", 4), ("none", 1)])
+def test_slurm_tells_of_gpus_that_a_rank_does_not_see(told, count):
+    assert gpus.of_job({"SLURM_GPUS_ON_NODE": told}, 1) == count
+
+
 def test_names(monkeypatch):
     assert gpus._uuid(1, ("0", "MIG-abc")) == "MIG-abc"
     assert gpus.listed({"CUDA_VISIBLE_DEVICES": " 0, GPU-1,"}) == ("0", "GPU-1")
 
 
-# place of each rank, how many GPUs each sees -> who is told
-CROWDS = {
-    "one each": ([Place("a", "G0"), Place("a", "G1")], [2, 2], []),
-    "all on the first": ([Place("a", "G0")] * 2, [2, 2], ["ranks 0, 1 share G0 of a, and 1 of"]),
-    "more ranks": ([Place("a", "G0"), Place("a", "G1")] * 2, [2] * 4, []),
-    "one GPU": ([Place("a", "G0")] * 3, [1] * 3, []),
-    "two nodes": ([Place("a", "G0"), Place("b", "G0")], [4, 4], []),
-    "a server without": ([Place("a", ""), Place("a", "G0")], [0, 1], []),
-}
-
-
-@pytest.mark.parametrize("case", CROWDS)
-def test_crowded(case):
-    places, seen, told = CROWDS[case]
-    found = seat.crowded(places, seen)
-    assert len(found) == len(told)
-    assert all(word in sentence for word, sentence in zip(told, found, strict=True))
+ON_CORE_0 = bind.Binding((0,), 1, "", 2)
 
 
 def told_on(world, gpu=True):
-    mine = seat.Seat(None, Gpu(0, "GPU-x", "") if gpu else None, 2)
-    return seat.told(world.link, lambda said: all_gather_bytes(world.link, said), ("a", "a"), mine)
+    mine = seat.Seat(rank(0, 2), ON_CORE_0, Gpu(0, "GPU-x", "") if gpu else None, 2)
+    return seat.told(world.link, lambda said: all_gather_bytes(world.link, said), "a", mine)
 
 
 @on_ranks(2, mpi=(2,))
@@ -216,11 +206,13 @@ def test_all_are_told_of_all(ranks, caplog, monkeypatch, gpu):
     monkeypatch.setenv("HPCTRAIN_GPU_PATH", "same_gpu=cuda-aware")
     with caplog.at_level(logging.WARNING, "hpctrain"):
         found = ranks(lambda world: (told_on(world), world.rank, world.link.paths))
-    for (places, verdict), rank, paths in found:
+    for (places, verdict, seats), rank, paths in found:
         assert places == (Place("a", "GPU-x"),) * 2
+        assert seats == (Seated("a", "srun", 0, "0", 2, 1, "GPU-x", 2),) * 2
         assert verdict.same_gpu == "cuda-aware"
         assert paths in (("cuda-aware",) * 2, ("staged",) * 2)  # threads have no MPI
         assert rank or "share GPU-x of a" in caplog.text
+    assert len(caplog.records) == 1
 
 
 @on_ranks(2, mpi=(2,))

@@ -1,0 +1,147 @@
+"""The seats of all ranks side by side: what is wrong with them, and no rank can see alone.
+
+    rank  host  told local  cores  BLAS  GPU
+    0     n1    0           0-7    8     GPU-5a
+    1     n1    0           0-7    8     GPU-5a        both were told local rank 0: one GPU idles
+    2     n2    0           0      1
+    3     n2    1           0      1                   both run on core 0, and others are idle
+
+Ranks tell each other where they sit once, when MPI has started; all this costs a run is one look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from hpctrain.hardware.pci import core_list
+from hpctrain.launchers import TITLES
+
+UNBIND = (
+    "srun: --cpus-per-task=N, and export SRUN_CPUS_PER_TASK=N; Open MPI's mpirun: --bind-to none; "
+    "or start with `hpctrain launch`, and ranks share the cores out"
+)
+FEWER = (
+    "unset OMP_NUM_THREADS, OPENBLAS_NUM_THREADS and MKL_NUM_THREADS, or set them to the cores of "
+    "a rank"
+)
+OWN_GPU = (
+    "srun --gpus-per-node=N --ntasks-per-node=N --gpu-bind=none: every rank sees all GPUs and "
+    "takes one by its local rank"
+)
+TELL = (
+    "start ranks with `srun --mpi=pmix` (MPICH: pmi2), the MPI's own mpiexec or `hpctrain launch`"
+)
+
+
+@dataclass(frozen=True)
+class Seated:
+    """Where one rank sits, and what its launcher said of it; cores as in "0-3,8"."""
+
+    host: str
+    launcher: str  #: a key of launchers.TITLES
+    local_rank: int | None  #: as the launcher told it
+    cores: str
+    offered: int  #: cores of the node that the rank could be given
+    blas_threads: int
+    gpu: str = ""  #: its UUID
+    gpus: int = 0  #: how many of the node's the job may use
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with the seats of `ranks`, which are on one node, and what helps."""
+
+    name: str
+    ranks: tuple[int, ...]
+    seen: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.seen}: {self.remedy}"
+
+
+def faults(seats: Sequence[Seated]) -> list[Fault]:
+    """Return what is wrong with the seats of ranks 0, 1, ...; what causes others comes first."""
+    found = []
+    for ranks in _together(seats, range(len(seats)), "host"):
+        found += [*_local_ranks(seats, ranks), *_gpus(seats, ranks), *_cores(seats, ranks)]
+        found += _blas(seats, ranks)
+    return found
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return "0-3,8" of ascending `numbers`, as the kernel writes lists of cores."""
+    runs = [
+        [n for _, n in run]
+        for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    ]
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return "rank 3" or "ranks 0-2,4"."""
+    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
+
+
+def _together(
+    seats: Sequence[Seated], ranks: Sequence[int], what: str
+) -> Iterator[tuple[int, ...]]:
+    """Yield those of `ranks` that have the same `what`, in the order of their first."""
+    for value in dict.fromkeys(getattr(seats[rank], what) for rank in ranks):
+        yield tuple(rank for rank in ranks if getattr(seats[rank], what) == value)
+
+
+def _local_ranks(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:
+    """Yield those that were told one local rank: it is that of a daemon which started them."""
+    for ranks in _together(seats, node, "local_rank"):
+        told = seats[ranks[0]]
+        if len(ranks) > 1 and told.local_rank is not None:
+            whose = "SLURM_LOCALID is its daemon's" if told.launcher == "srun" else "a daemon's"
+            yield Fault(
+                "local ranks",
+                ranks,
+                f"{named(ranks)} of {told.host} were all told local rank {told.local_rank} by "
+                f"{TITLES[told.launcher]} ({whose}), so they take the same cores and GPU",
+                TELL,
+            )
+
+
+def _gpus(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:
+    """Yield those that share a GPU although others that the job has on the node are idle."""
+    with_gpu = [rank for rank in node if seats[rank].gpu]
+    used = {seats[rank].gpu for rank in with_gpu}
+    idle = max((seats[rank].gpus for rank in with_gpu), default=0) - len(used)
+    for ranks in _together(seats, with_gpu, "gpu"):
+        if len(ranks) > 1 and idle > 0:
+            one = seats[ranks[0]]
+            seen = f"{named(ranks)} share {one.gpu} of {one.host}, and {idle} of its GPUs are idle"
+            yield Fault("GPUs shared", ranks, seen, OWN_GPU)
+
+
+def _cores(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:
+    """Yield those that are more than their cores although others of the node are idle."""
+    used = {core for rank in node for core in core_list(seats[rank].cores)}
+    idle = max(seats[rank].offered for rank in node) - len(used)
+    for ranks in _together(seats, node, "cores"):
+        one = seats[ranks[0]]
+        count = len(core_list(one.cores))
+        if len(ranks) > count and idle > 0:
+            what = f"core{'s' * (count > 1)} {one.cores}"
+            seen = f"{named(ranks)} of {one.host} all run on {what}, and {idle} others are idle"
+            yield Fault("cores shared", ranks, seen, UNBIND)
+
+
+def _blas(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:
+    """Yield those whose BLAS has more threads than they have cores, where it is not their number.
+
+    More ranks than cores may be meant; then one thread each is all there can be.
+    """
+    for ranks in _together(seats, node, "cores"):
+        threads, host = [seats[rank].blas_threads for rank in ranks], seats[ranks[0]].host
+        count = len(core_list(seats[ranks[0]].cores))
+        if sum(threads) > count and max(threads) > 1:
+            all_of = f"{sum(threads)} BLAS threads on {count} core{'s' * (count > 1)}"
+            seen = f"{named(ranks)} of {host}: {all_of}, so they take turns"
+            yield Fault("BLAS threads", ranks, seen, FEWER)
