@@ -1,6 +1,7 @@
 """CuPy itself, where it is installed: names that are used, and kernels through its compiler.
 
-No GPU is needed: NVRTC compiles for one that is not there. What runs is seen only on a GPU.
+No GPU is needed: NVRTC compiles for one that is not there. Where there is one, what kernels of our
+own compute is compared with what NumPy does.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ import numpy as np
 import pytest
 from fakes import cuda, functions
 
+from hpctrain import nn
+from hpctrain.kernels import KINDS, written
+from hpctrain.nn.dropout import Dropout
+
 cupy = pytest.importorskip("cupy")
 
-SGD, ADAMW, LARS, LAMB, NORMS, GELU = (
+SGD, ADAMW, LARS, LAMB, NORMS, GELU, PHILOX = (
     import_module(f"hpctrain.{name}")
     for name in ("optim.sgd", "optim.adamw", "optim.lars", "optim.lamb", "optim.norms",
-                 "nn.activations")
+                 "nn.activations", "nn.philox")
 )  # fmt: skip
 #: function -> arrays and numbers that it takes
 FUSED = {
@@ -33,6 +38,7 @@ FUSED = {
     GELU._gelu: (3, 0),
 }
 TYPES = {"float32": "float", "float64": "double"}
+FLOATS = [dtype for dtype in KINDS if "float" in dtype]
 HEADERS = "complex.cuh carray.cuh atomics.cuh math_constants.h"
 
 
@@ -125,3 +131,29 @@ def test_sixteen_bits_have_products():
     ml_dtypes = pytest.importorskip("ml_dtypes")
     assert "EE->E" in cupy.add.types and "E->E" in cupy.exp.types
     assert np.dtype(ml_dtypes.bfloat16).itemsize == 2
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_kernels_compile(dtype):
+    assert compiled(written(PHILOX.SOURCE, dtype))
+
+
+@pytest.fixture(scope="module")
+def a_gpu():
+    """Skip where CUDA finds no GPU."""
+    try:
+        found = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError:
+        found = 0
+    if not found:
+        pytest.skip("needs a GPU")
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 5, 3), (64, 1000), (3, 4096)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_dropout_has_the_mask_of_the_host(a_gpu, dtype, shape):
+    x = np.random.default_rng(0).standard_normal(shape).astype(dtype)
+    layer, key = Dropout(0.3), nn.Key(5, 2**63, 2**40, layer=3)
+    (wanted, _), (found, saved) = (layer.forward({}, a, key) for a in (x, cupy.asarray(x)))
+    back = layer.backward({}, {}, saved, cupy.asarray(x), True)
+    assert cupy.asnumpy(found).tobytes() == wanted.tobytes() == cupy.asnumpy(back).tobytes()

@@ -17,40 +17,13 @@ Cost: (P + Q) n bytes through memory. The source is generated for each P, Q, dty
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
-from typing import Any
+from functools import lru_cache
 
 import numpy as np
 
-from hpctrain.xp import Array, namespace, raw_kernel
+from hpctrain.kernels import PACK_BYTES, launch, written
+from hpctrain.xp import Array
 
-THREADS, BLOCKS_PER_UNIT = 256, 8
-PACK_BYTES = 16  # the longest load there is
-
-#: dtype -> its type in memory, the type it is computed in, and how to come to one from the other
-_SAME = "__device__ REAL wide(REAL x) { return x; } __device__ REAL narrow(REAL x) { return x; }"
-_HALF = """
-__device__ float wide(unsigned short x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-    return y; }
-__device__ unsigned short narrow(float x) { unsigned short y;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
-"""
-_BRAIN = """
-__device__ float wide(unsigned short x) { return __uint_as_float((unsigned)x << 16); }
-__device__ unsigned short narrow(float x) {
-    unsigned bits = __float_as_uint(x);
-    if (x != x) return (bits >> 16) | 0x40;  // or rounding might carry it over to zero
-    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-}
-"""
-KINDS = {
-    "float32": ("float", "float", _SAME),
-    "float64": ("double", "double", _SAME),
-    "int32": ("int", "int", _SAME),
-    "int64": ("long long", "long long", _SAME),
-    "float16": ("unsigned short", "float", _HALF),
-    "bfloat16": ("unsigned short", "float", _BRAIN),
-}
 #: As NumPy: what is not a number stays that.
 HOW = {
     "add": "a + b",
@@ -59,9 +32,6 @@ HOW = {
     "bitwise_or": "a | b",
 }
 SOURCE = """
-typedef MEMORY T;
-typedef REAL_TYPE REAL;
-CONVERSIONS
 __device__ T both(T x, T y) { REAL a = wide(x), b = wide(y); return narrow(HOW); }
 struct __align__(16) Pack { T at[16 / sizeof(T)]; };
 
@@ -96,19 +66,15 @@ def combine(arrays: Sequence[Array], ufunc: np.ufunc, outs: Sequence[Array]) -> 
         return
     aligned = all(pointer % PACK_BYTES == 0 for pointer in pointers)
     packs = first.nbytes // PACK_BYTES if aligned else 0
-    blocks = min(
-        -(-(packs or first.size) // THREADS), _most_blocks(namespace(first), first.data.device_id)
-    )
     name = f"{ufunc.__name__}_{len(arrays)}_into_{len(outs)}"
-    kernel = raw_kernel(first, source(name, len(arrays), len(outs), first.dtype.name, ufunc), name)
+    code = source(name, len(arrays), len(outs), first.dtype.name, ufunc)
     numbers = np.int64(first.size), np.int64(packs)
-    kernel((blocks,), (THREADS,), (*outs, *arrays, *numbers))
+    launch(first, code, name, packs or first.size, (*outs, *arrays, *numbers))
 
 
 @lru_cache(maxsize=256)
 def source(name: str, count: int, outs: int, dtype: str, ufunc: np.ufunc) -> str:
     """Return the CUDA source of the kernel `name` for `count` arrays into `outs` of them."""
-    memory, real, conversions = KINDS[dtype]
     xs, ys = [f"x{i}" for i in range(count)], [f"y{i}" for i in range(outs)]
     lines = {
         "PARAMETERS": ", ".join([*(f"T* {y}" for y in ys), *(f"const T* {x}" for x in xs)]),
@@ -119,16 +85,8 @@ def source(name: str, count: int, outs: int, dtype: str, ufunc: np.ufunc) -> str
         "SINGLES": " ".join(f"sum = both(sum, {x}[i]);" for x in xs[1:]),
         "NAME": name,
         "HOW": HOW[ufunc.__name__],
-        "CONVERSIONS": conversions,
-        "MEMORY": memory,
-        "REAL_TYPE": real,
     }
     text = SOURCE
     for word, line in lines.items():
         text = text.replace(word, line)
-    return text
-
-
-@cache
-def _most_blocks(xp: Any, device: int) -> int:
-    return BLOCKS_PER_UNIT * xp.cuda.runtime.getDeviceProperties(device)["multiProcessorCount"]
+    return written(text, dtype)

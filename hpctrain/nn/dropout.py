@@ -5,6 +5,8 @@ n - 1 before it. Each sample owns a fixed range of counters, and samples that fo
 ranges that follow each other, so one call draws the rows of any share.
 
     counter words    [ sample * blocks + block,  step,  layer,  0 ]      key words  [ seed, STREAM ]
+
+A GPU draws the same numbers itself; see philox.py.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ import numpy as np
 
 from hpctrain.errors import UsageError
 from hpctrain.nn.layer import Key, Parameter, Shape
-from hpctrain.xp import Array, like
+from hpctrain.nn.philox import DRAWS, dropped
+from hpctrain.xp import Array, on_device
 
 STREAM = 1 << 63  #: keeps clear of the initial values, whose keys are (seed, index)
-DRAWS = 8  #: numbers of 32 bits that one Philox counter gives
 
 
 def keep_mask(key: Key, rows: int, features: int, rate: float) -> np.ndarray:
@@ -29,10 +31,15 @@ def keep_mask(key: Key, rows: int, features: int, rate: float) -> np.ndarray:
     Row i is a function of (key.seed, key.step, key.layer, key.first + i, features, rate) alone.
     """
     blocks = -(-features // DRAWS)
-    counter = np.array([key.first * blocks, key.step, key.layer, 0], dtype=np.uint64)
-    stream = np.random.Philox(key=np.array([key.seed, STREAM], dtype=np.uint64), counter=counter)
+    counter, words = (np.array(n, np.uint64) for n in _numbers(key, features))
+    stream = np.random.Philox(key=words, counter=counter)
     draws = stream.random_raw(rows * blocks * (DRAWS // 2)).view(np.uint32)
     return draws.reshape(rows, blocks * DRAWS)[:, :features] >= round(rate * 2**32)
+
+
+def _numbers(key: Key, features: int) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """Return the words of the first sample's counter, and those of the key."""
+    return (key.first * -(-features // DRAWS), key.step, key.layer, 0), (key.seed, STREAM)
 
 
 @dataclass(frozen=True)
@@ -57,12 +64,13 @@ class Dropout:
 
     def forward(
         self, p: Mapping[str, Array], x: Array, key: Key | None
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[Array, Array | Key | None]:
         if key is None or self.rate == 0:
             return x, None
+        if on_device(x):
+            return self._drop(x, key), key
         kept = keep_mask(key, len(x), math.prod(x.shape[1:]), self.rate)
-        # Drawn on the host even for a GPU, so that both kinds of device drop the same values.
-        factor = like(x, kept).reshape(x.shape)
+        factor = kept.reshape(x.shape).astype(x.dtype)
         factor *= 1 / (1 - self.rate)
         return x * factor, factor
 
@@ -70,8 +78,14 @@ class Dropout:
         self,
         p: Mapping[str, Array],
         g: Mapping[str, Array],
-        saved: Array | None,
+        saved: Array | Key | None,
         dy: Array,
         want_dx: bool,
     ) -> Array | None:
-        return dy if saved is None else dy * saved
+        if saved is None:
+            return dy
+        return self._drop(dy, saved) if isinstance(saved, Key) else dy * saved
+
+    def _drop(self, x: Array, key: Key) -> Array:
+        """Return what is left of `x` on a device; the mask is drawn again each time."""
+        return dropped(x, self.rate, *_numbers(key, math.prod(x.shape[1:])))

@@ -5,33 +5,16 @@ No GPU is needed: C++ with one thread in place of many computes what CUDA's thre
 
 from __future__ import annotations
 
-import ctypes
-import shutil
-import subprocess
-
 import numpy as np
+import on_host
 import pytest
 from cases import dtype_of
 
+from hpctrain import kernels
 from hpctrain.collectives import OPERATIONS, fused, operation
 from hpctrain.collectives.operations import ufunc_of
 
 SHAPES = ((2, 1), (3, 3), (5, 1))  # arrays, outs
-HOST = """
-#include <cstring>
-#define __global__
-#define __device__ static inline
-#define __align__(n) alignas(n)
-struct Place { int x; };
-static const Place blockIdx{0}, threadIdx{0}, blockDim{1}, gridDim{1};
-static inline float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, 4); return y; }
-static inline unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return y; }
-"""
-HALF = """
-static inline float wide(unsigned short x) { _Float16 y; memcpy(&y, &x, 2); return y; }
-static inline unsigned short narrow(float x) { _Float16 y = x; unsigned short z;
-    memcpy(&z, &y, 2); return z; }
-"""
 
 
 def name_of(dtype: str, ufunc: np.ufunc, count: int, outs: int) -> str:
@@ -41,24 +24,13 @@ def name_of(dtype: str, ufunc: np.ufunc, count: int, outs: int) -> str:
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """Return the kernels of all dtypes, operations and shapes as functions of the host."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++")
-    folder, texts = tmp_path_factory.mktemp("kernels"), [HOST]
-    for dtype in fused.KINDS:
+    sources = {}
+    for dtype in kernels.KINDS:
         for ufunc in OPERATIONS.values():
             for count, outs in SHAPES:
                 name = name_of(dtype, ufunc, count, outs)
-                text = fused.source(name, count, outs, dtype, ufunc)
-                text = text.replace(fused.KINDS["float16"][2], HALF)
-                texts.append(f"namespace of_{name} {{ {text} }}")
-    (folder / "kernels.cpp").write_text("\n".join(texts))
-    command = [compiler, "-shared", "-fPIC", "-ffp-contract=off", "-O1", "-o", "kernels.so"]
-    said = subprocess.run([*command, "kernels.cpp"], cwd=folder, capture_output=True, text=True)
-    if "_Float16" in said.stderr:
-        pytest.skip("needs a g++ that knows 16-bit floats")
-    assert said.returncode == 0, said.stderr
-    return ctypes.CDLL(str(folder / "kernels.so"))
+                sources[name] = name, fused.source(name, count, outs, dtype, ufunc)
+    return on_host.compiled(tmp_path_factory.mktemp("kernels"), sources)
 
 
 def values(rank: int, n: int, dtype: str) -> np.ndarray:
@@ -72,7 +44,7 @@ def values(rank: int, n: int, dtype: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
-@pytest.mark.parametrize("dtype", fused.KINDS)
+@pytest.mark.parametrize("dtype", kernels.KINDS)
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_the_source_computes_what_numpy_does(compiled, dtype, op):
     """To the last bit, for lengths that fill no pack, and where arrays lie askew."""
@@ -86,9 +58,8 @@ def test_the_source_computes_what_numpy_does(compiled, dtype, op):
                 for other in arrays[1:]:
                     how(told, other, out=told)
                 ys = [arrays[0], *(np.zeros_like(told) for _ in range(outs - 1))]  # in place
-                packs = 0 if askew else told.nbytes // fused.PACK_BYTES
-                pointers = [ctypes.c_void_p(x.ctypes.data) for x in (*ys, *arrays)]
-                kernel(*pointers, ctypes.c_longlong(n), ctypes.c_longlong(packs))
+                packs = 0 if askew else told.nbytes // kernels.PACK_BYTES
+                kernel(*on_host.arguments(*ys, *arrays, np.int64(n), np.int64(packs)))
                 for y in ys:
                     same = y.tobytes() == told.tobytes()
                     assert same or alike(y, told), (count, n, askew)
@@ -99,7 +70,7 @@ def alike(x: np.ndarray, y: np.ndarray) -> bool:
     return np.array_equal(x.astype(np.float64), y.astype(np.float64), equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", fused.KINDS)
+@pytest.mark.parametrize("dtype", kernels.KINDS)
 def test_calls_on_a_device(lazy_gpu, dtype):
     import cupy
 

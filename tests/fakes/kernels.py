@@ -35,10 +35,20 @@ def combine(ufunc, count, outs, grid, block, *args) -> None:
         y[...] = total
 
 
+def dropout(grid, block, y, x, factor, limit, rows, features, *words) -> None:
+    """Draw the mask of NumPy's own Philox, whose counter and key are `words`, and multiply."""
+    assert x.shape == y.shape and x.size == rows * features and grid[0] * block[0] > 0
+    stream = np.random.Philox(counter=np.array(words[:4]), key=np.array(words[4:6]))
+    blocks = -(-int(features) // 8)
+    draws = stream.random_raw(int(rows) * blocks * 4).view(np.uint32).reshape(int(rows), -1)
+    kept = (draws[:, : int(features)] >= limit).reshape(x.shape)
+    y[...] = (x.astype(factor.dtype) * (kept * factor)).astype(x.dtype)
+
+
 COMBINED = {
     f"{ufunc.__name__}_{count}_into_{outs}": partial(combine, ufunc, count, outs)
     for ufunc in (np.add, np.minimum, np.maximum, np.bitwise_or)
     for count in range(2, 10)
     for outs in range(1, 10)
 }
-KERNELS = {"squares": squares, **COMBINED}
+KERNELS = {"squares": squares, "dropout": dropout, **COMBINED}

@@ -1,0 +1,67 @@
+"""What kernels of our own share: how a dtype lies in memory and is computed, and how many threads.
+
+    T      what lies in memory; of 16-bit floats unsigned short, their bits
+    REAL   what it is computed in; `wide(T)` leads there, `narrow(REAL)` back, with one rounding
+
+A kernel is a string of CUDA in the file that has its equations. Any number of threads can do it:
+so tests compile the very source for the host, where one thread does all of it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from hpctrain.xp import Array, namespace, raw_kernel
+
+THREADS, BLOCKS_PER_UNIT = 256, 8
+PACK_BYTES = 16  #: the longest load there is
+
+_SAME = "__device__ REAL wide(REAL x) { return x; } __device__ REAL narrow(REAL x) { return x; }"
+_HALF = """
+__device__ float wide(unsigned short x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y; }
+__device__ unsigned short narrow(float x) { unsigned short y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
+"""
+_BRAIN = """
+__device__ float wide(unsigned short x) { return __uint_as_float((unsigned)x << 16); }
+__device__ unsigned short narrow(float x) {
+    unsigned bits = __float_as_uint(x);
+    if (x != x) return (bits >> 16) | 0x40;  // or rounding might carry it over to zero
+    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+"""
+#: dtype -> its type in memory, the type it is computed in, and how to come to one from the other
+KINDS = {
+    "float32": ("float", "float", _SAME),
+    "float64": ("double", "double", _SAME),
+    "int32": ("int", "int", _SAME),
+    "int64": ("long long", "long long", _SAME),
+    "float16": ("unsigned short", "float", _HALF),
+    "bfloat16": ("unsigned short", "float", _BRAIN),
+}
+HEAD = "typedef MEMORY T;\ntypedef REAL_TYPE REAL;\nCONVERSIONS\n"
+
+
+@cache
+def written(source: str, dtype: str) -> str:
+    """Return CUDA `source`, which speaks of T and REAL, for arrays of `dtype`."""
+    memory, real, conversions = KINDS[dtype]
+    head = HEAD.replace("CONVERSIONS", conversions).replace("MEMORY", memory)
+    return head.replace("REAL_TYPE", real) + source
+
+
+def launch(x: Array, source: str, name: str, count: int, args: tuple[Any, ...]) -> None:
+    """Put kernel `name` of `source` into the current stream, on the GPU of `x`; wait for nothing.
+
+    It has a thread for each of `count` > 0 pieces of work, or as many as run at once, which must
+    take turns. `args`: arrays, and numbers of NumPy.
+    """
+    blocks = min(-(-count // THREADS), _most_blocks(namespace(x), x.data.device_id))
+    raw_kernel(x, source, name)((blocks,), (THREADS,), args)
+
+
+@cache
+def _most_blocks(xp: Any, device: int) -> int:
+    return BLOCKS_PER_UNIT * xp.cuda.runtime.getDeviceProperties(device)["multiProcessorCount"]

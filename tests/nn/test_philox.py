@@ -1,0 +1,95 @@
+"""Dropout's kernel: its source, run by the host's compiler, draws what NumPy's generator draws."""
+
+from __future__ import annotations
+
+import numpy as np
+import on_host
+import pytest
+from cases import dtype_of
+
+from hpctrain import nn, xp
+from hpctrain.kernels import written
+from hpctrain.nn import philox
+from hpctrain.nn.dropout import Dropout, keep_mask
+
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+FULL = 2**64 - 1
+#: counter and key; NumPy's own counts over all four words
+NUMBERS = {
+    "zeros": ((0, 0, 0, 0), (0, 0)),
+    "a step": ((5 * 3, 17, 4, 0), (12345, 1 << 63)),
+    "all bits": ((FULL, FULL, FULL, FULL), (FULL, FULL)),
+    "carry": ((FULL - 3, 7, 0, 0), (3, 1 << 63)),
+    "carry at once": ((FULL, 7, 0, 0), (3, 1 << 63)),
+    "carry twice": ((FULL - 1, FULL, 7, 0), (1, 2)),
+    "carry on": ((FULL - 1, FULL, FULL, 9), (1, 2)),
+}
+SHAPES = ((1, 1), (3, 7), (5, 8), (4, 24), (2, 1001), (300, 9))  #: rows, features
+RATES = (0.0, 0.1, 0.5, 0.999, 1 - 1e-12)  #: the last rounds to one in 32 bits
+
+
+@pytest.fixture(scope="module")
+def drop(tmp_path_factory):
+    """Return what runs the kernel of a dtype by the host's compiler."""
+    sources = {f"dropout_{d}": ("dropout", written(philox.SOURCE, d)) for d in DTYPES}
+    kernels = on_host.compiled(tmp_path_factory.mktemp("kernels"), sources)
+
+    def drop(x, rate, counter, key, packed):
+        y, real = np.empty_like(x), np.float64 if x.itemsize == 8 else np.float32
+        with np.errstate(over="ignore"):  # of float16
+            factor = real(x.dtype.type(1 / (1 - rate)))
+        words = [np.uint64(n) for n in (round(rate * 2**32), *x.shape, *counter, *key)]
+        kernel = kernels[f"dropout_{x.dtype.name}"]
+        kernel(*on_host.arguments(y, x, factor, *words, np.int32(packed)))
+        return y
+
+    return drop
+
+
+def mask(counter, key, rows, features, rate) -> np.ndarray:
+    """Return what NumPy's generator keeps, as the numbers of `random_raw` tell."""
+    stream = np.random.Philox(counter=np.array(counter, "u8"), key=np.array(key, "u8"))
+    draws = stream.random_raw(rows * -(-features // 8) * 4).view(np.uint32).reshape(rows, -1)
+    return draws[:, :features].astype(np.uint64) >= round(rate * 2**32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_kernel_draws_what_numpy_draws(drop, name, dtype):
+    rng = np.random.default_rng(0)
+    for shape in SHAPES:
+        x = rng.standard_normal(shape).astype(dtype_of(dtype))
+        x.flat[0] = -np.inf  # times zero it is not a number, as everywhere
+        for rate in RATES:
+            with np.errstate(invalid="ignore", over="ignore"):
+                factor = x.dtype.type(1 / (1 - rate))
+                wanted = x * np.where(mask(*NUMBERS[name], *shape, rate), factor, x.dtype.type(0))
+            for packed in {False, shape[1] % 8 == 0}:
+                found = drop(x, rate, *NUMBERS[name], packed)
+                np.testing.assert_array_equal(found.astype("f8"), wanted.astype("f8"))
+
+
+@pytest.mark.parametrize("first", [0, 7])
+def test_it_is_the_mask_of_the_host(drop, first):
+    key = nn.Key(11, 3, first, layer=5)
+    x, blocks = np.ones((6, 21), "float32"), 3
+    found = drop(x, 0.3, (first * blocks, 3, 5, 0), (11, 1 << 63), False)
+    assert ((found != 0) == keep_mask(key, 6, 21, 0.3)).all()
+
+
+@pytest.mark.parametrize("shape", [(7, 3, 5), (2, 16), (0, 4), (3, 0)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_device_drops_what_the_host_drops(lazy_gpu, shape, dtype):
+    import cupy
+
+    layer, key = Dropout(0.25), nn.Key(1, 2, 3, layer=4)
+    x = np.random.default_rng(0).standard_normal(shape).astype(dtype)
+    told, there = [], []
+    for results, one in ((told, x), (there, cupy.asarray(x))):
+        lazy_gpu.counts.clear()
+        y, saved = layer.forward({}, one, key)
+        results += [y, layer.backward({}, {}, saved, one + one, True)]
+    assert lazy_gpu.counts["H2D"] == lazy_gpu.counts["D2H"] == 0
+    assert lazy_gpu.counts["raw kernel"] == (2 if x.size else 0)
+    for found, wanted in zip(there, told, strict=True):
+        assert found.dtype == wanted.dtype and xp.to_host(found).tobytes() == wanted.tobytes()
