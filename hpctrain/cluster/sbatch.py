@@ -1,0 +1,96 @@
+"""The options that sbatch knows, and what may stand behind one on an #SBATCH line.
+
+sbatch reads such lines by rules of its own, before any shell does: blanks divide, quotes and
+backslashes bind, `#` ends a line. A value without all of these is read as it stands.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from hpctrain import config
+from hpctrain.errors import UsageError
+
+#: Long options of Slurm 22.05 to 25.05 that take a value, or none, and suit a script.
+_OPTIONS = """
+account acctg-freq bb bbf batch begin chdir cluster-constraint clusters comment constraint
+consolidate-segments container container-id contiguous core-spec cores-per-socket cpu-freq
+cpus-per-gpu deadline delay-boot dependency distribution error exclude exclusive export export-file
+extra extra-node-info get-user-env gid gpu-freq gres gres-flags hint hold ignore-pbs input
+kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu
+mincpus network nice no-kill nodefile nodelist ntasks-per-core ntasks-per-socket oom-kill-step
+output overcommit oversubscribe partition power prefer priority profile propagate qos reboot
+reservation resv-ports segment sockets-per-node spread-job spread-segments stepmgr switches
+thread-spec threads-per-core time-min tmp tres-bind tres-per-task uid use-min-nodes
+wait-all-nodes wckey
+"""
+
+#: Options that a script must not have, and why.
+_OURS = {
+    "array": "name the sizes: --sizes 1,2,4",
+    "cpus-per-task": "use --cpus-per-task",
+    "gpu-bind": "ranks of a node must see each other's GPUs, so it is always none",
+    "gpus": "use --gpus-per-node",
+    "gpus-per-node": "use --gpus-per-node",
+    "gpus-per-socket": "use --gpus-per-node",
+    "gpus-per-task": "it hides the neighbours' GPUs from a rank; use --gpus-per-node",
+    "job-name": "use --name",
+    "no-requeue": "use --max-restarts 0",
+    "nodes": "use --nodes",
+    "ntasks": "use --ranks",
+    "ntasks-per-gpu": "use --tasks-per-node",
+    "ntasks-per-node": "use --tasks-per-node",
+    "open-mode": "the output of a job that comes back is always appended",
+    "requeue": "use --max-restarts",
+    "signal": "use --warn-s",
+    "time": "use --time",
+    **dict.fromkeys(
+        ("help", "parsable", "quiet", "test-only", "usage", "verbose", "version", "wait", "wrap"),
+        "it is no property of a job; call sbatch yourself with what `hpctrain slurm render` prints",
+    ),
+}
+
+#: Options that sbatch also reads from the environment.
+VARIABLES = {
+    **{
+        name: f"SBATCH_{name.upper().replace('-', '_')}"
+        for name in (
+            "account", "clusters", "constraint", "cpus-per-gpu", "exclusive", "gpu-bind",
+            "gpus-per-node", "gres", "gres-flags", "hint", "network", "partition", "qos",
+            "reservation", "threads-per-core",
+        )
+    },
+    "time": "SBATCH_TIMELIMIT",
+}  # fmt: skip
+
+_PLAIN = re.compile(r"[A-Za-z0-9_.,:;=@%+/~^*!&|()\[\]<>?{}-]*")
+
+
+def check(options: Mapping[str, str]) -> None:
+    """Raise UsageError for an option that sbatch does not know, or that a job has already."""
+    known = dict.fromkeys([*_OPTIONS.split(), *_OURS])
+    for name, value in options.items():
+        config.pick(known, name, "option of sbatch")
+        if name in _OURS:
+            raise UsageError(f"sbatch's --{name} cannot be set: {_OURS[name]}")
+        must_be_plain(f"--option {name}", value)
+
+
+def must_be_plain(what: str, value: str) -> None:
+    """Raise UsageError unless sbatch reads `value` as one word, and a shell would not run it."""
+    if not _PLAIN.fullmatch(value):
+        raise UsageError(
+            f"{what}: expected letters, digits and _.,:=@%+/-&|()[] alone, since sbatch reads it "
+            f"from a line of the script; seen {value!r}"
+        )
+
+
+def lines(options: Mapping[str, str]) -> str:
+    """Return an #SBATCH line for each option; an empty value makes a flag."""
+    return "\n".join(f"#SBATCH {word}" for word in words(options))
+
+
+def words(options: Mapping[str, str]) -> list[str]:
+    """Return options as words of a command line."""
+    return [f"--{name}={value}" if value else f"--{name}" for name, value in options.items()]

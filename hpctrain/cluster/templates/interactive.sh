@@ -1,0 +1,17 @@
+#!/bin/bash
+# Try things out on a node of your own, for a while:
+#   . slurm/site.env && bash slurm/interactive.sh [COMMAND ...]
+# With a COMMAND every rank runs it, as in `bash slurm/interactive.sh hpctrain doctor`; else there is
+# a shell, in which `srun --kill-on-bad-exit=1 hpctrain train digits` starts ranks.
+
+# salloc reads SALLOC_* where sbatch reads SBATCH_*.
+for name in {{ variables }}; do
+    value=SBATCH_$name
+    if [ -n "${!value}" ]; then export "SALLOC_$name=${!value}"; fi
+done
+export SLURM_KILL_BAD_EXIT=1 SRUN_CPUS_PER_TASK={{ cpus_per_task }}
+options=(
+{{ options }}
+)
+if [ $# -eq 0 ]; then exec salloc "${options[@]}"; fi
+exec salloc "${options[@]}" srun --kill-on-bad-exit=1 "$@"

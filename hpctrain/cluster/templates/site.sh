@@ -1,0 +1,5 @@
+# The site: modules, launcher, network. Slurm runs a copy of this file, so it is looked for below
+# the folder in which sbatch was called.
+cd "${SLURM_SUBMIT_DIR:-.}" || exit 1
+# shellcheck source=/dev/null
+if [ -f slurm/site.env ]; then . slurm/site.env; fi

@@ -1,0 +1,20 @@
+#!/bin/bash
+# Try things out on a node of your own, for a while:
+#   . slurm/site.env && bash slurm/interactive.sh [COMMAND ...]
+# With a COMMAND every rank runs it, as in `bash slurm/interactive.sh hpctrain doctor`; else there is
+# a shell, in which `srun --kill-on-bad-exit=1 hpctrain train digits` starts ranks.
+
+# salloc reads SALLOC_* where sbatch reads SBATCH_*.
+for name in ACCOUNT CLUSTERS CONSTRAINT EXCLUSIVE GPUS_PER_NODE GPU_BIND GRES PARTITION QOS RESERVATION; do
+    value=SBATCH_$name
+    if [ -n "${!value}" ]; then export "SALLOC_$name=${!value}"; fi
+done
+export SLURM_KILL_BAD_EXIT=1 SRUN_CPUS_PER_TASK=1
+options=(
+    --nodes=1
+    --ntasks-per-node=4
+    --cpus-per-task=1
+    --time=0:30:00
+)
+if [ $# -eq 0 ]; then exec salloc "${options[@]}"; fi
+exec salloc "${options[@]}" srun --kill-on-bad-exit=1 "$@"

@@ -1,0 +1,205 @@
+"""slurm render: what is printed, kept as files; bad input as a table; values that stay values.
+
+`python tests/cluster/test_slurm.py` writes the files anew: slurm/ and tests/golden/slurm/.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpctrain.cluster import site
+from hpctrain.cluster.slurm import DEFAULTS, Job, ranks, render, seconds
+from hpctrain.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+CPU = site.Site(title="A cluster")
+
+# file of tests/golden/slurm: job, site
+GOLDEN: dict[str, tuple[Job, str | None]] = {
+    "two_nodes_of_gpus": (
+        Job("my runs/it's.toml", nodes=2, gpus_per_node=4, arguments=("--set", "run.epochs=3")),
+        None,
+    ),
+    "servers_on_nodes_of_their_own": (Job(nodes=4, servers=4, server_nodes=2, out="runs/ps"), None),
+}
+
+
+def files() -> dict[Path, str]:
+    """Return the files that are kept, and what is to stand in them."""
+    made = {ROOT / "slurm" / name: render(job) for name, job in DEFAULTS.items()}
+    made |= {ROOT / f"slurm/sites/{n}.env": site.load(n).env() + "\n" for n in site.names()}
+    made[ROOT / "slurm/site.env"] = site.load("cpu").env() + "\n"
+    for name, (job, where) in GOLDEN.items():
+        text = render(job, site.load(where) if where else None)
+        made[ROOT / "tests/golden/slurm" / f"{name}.sbatch"] = text
+    return made
+
+
+def test_kept_files_are_what_is_rendered():
+    kept = {path: path.read_text() for path in files() if path.exists()}
+    assert kept == files()
+    assert set((ROOT / "slurm").rglob("*.*")) == {p for p in files() if "golden" not in p.parts}
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: path.name)
+def test_shell_accepts_them(path):
+    assert subprocess.run(["bash", "-n", path], capture_output=True, text=True).stderr == ""
+    if shutil.which("shellcheck"):
+        done = subprocess.run(
+            ["shellcheck", "--shell=bash", path], capture_output=True, text=True, timeout=60
+        )
+        assert done.stdout == ""
+
+
+# job -> what its error says
+BAD = [
+    (Job(nodes=0), "--nodes: expected 1 or more, seen 0"),
+    (Job(tasks_per_node=-1), "--tasks-per-node: expected 1 or more, seen -1"),
+    (Job(gpus_per_node=4, tasks_per_node=8), "8 ranks per node share 4 GPUs"),
+    (Job(nodes=2, sizes=(1, 4)), "--sizes up to 4 do not go on --nodes 2"),
+    (Job(nodes=4, sizes=(4, 1)), "in rising order"),
+    (Job(nodes=4, sizes=(0, 1)), "--sizes: expected 1 or more, seen 0"),
+    (Job(nodes=2, servers=3), "--servers 3 for 2 workers"),
+    (Job(nodes=4, servers=3, server_nodes=2), "3 cannot be divided among --server-nodes 2"),
+    (Job(nodes=4, server_nodes=2), "--server-nodes without --servers"),
+    (Job(nodes=4, servers=1, sizes=(1,)), "exclude each other"),
+    (Job(time="2 hours"), "--time 2 hours: expected minutes"),
+    (Job(time="1"), "is 60 s, and a stop is asked for 120 s before"),
+    (Job(recipe=""), "expected the name of a recipe"),
+    (Job(recipe="--help"), "expected the name of a recipe"),
+    (Job(recipe="a\n#SBATCH --wrap=b"), "one line without control characters"),
+    (Job(arguments=("\x1b[2J",)), "one line without control characters"),
+    (Job(out="runs/\udcff"), "one line without control characters"),
+    (Job(options={"constrain": "a100"}), "did you mean 'constraint'"),
+    (Job(options={"gpus-per-task": "1"}), "hides the neighbours' GPUs"),
+    (Job(options={"qos": "a b"}), "sbatch reads it from a line of the script; seen 'a b'"),
+    (Job(options={"comment": "a\n#SBATCH --uid=0"}), "--option comment: expected letters"),
+    (Job(options={"comment": "$(touch broken)"}), "--option comment: expected letters"),
+]
+
+
+@pytest.mark.parametrize("job, told", BAD, ids=lambda x: x if isinstance(x, str) else "")
+def test_refused(job, told):
+    with pytest.raises(UsageError) as error:
+        render(job)
+    assert told in str(error.value)
+
+
+def test_refused_of_a_site():
+    with pytest.raises(UsageError, match="hpctrain uses no GPUs of A cluster"):
+        render(Job(gpus_per_node=4), CPU)
+    with pytest.raises(UsageError, match="A cluster starts ranks with `mpirun`"):
+        render(Job(nodes=2, servers=1), site.Site(title="A cluster", launcher="mpirun"))
+
+
+TIMES = {"90": 5400, "2:30": 150, "2:00:00": 7200, "1-12": 129600, "1-0:30": 88200, "0-0:0:9": 9}
+
+
+@pytest.mark.parametrize("time", TIMES)
+def test_time_limits_as_sbatch_reads_them(time):
+    assert seconds(time) == TIMES[time]
+
+
+def test_ranks():
+    assert ranks(Job(nodes=4, gpus_per_node=4, servers=2)) == 18
+
+
+HOSTILE = [
+    "it's",
+    '"; touch broken; "',
+    "$(touch broken)",
+    "`touch broken`",
+    "a b; touch broken #",
+    "*",
+    "~",
+    "#SBATCH --wrap=x",
+    "{{ again }}",
+    "\\",
+    "!!",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_values_stay_values(text, tmp_path):
+    """Run what was rendered with commands that only say what they were given."""
+    for name in ("srun", "scontrol", "hpctrain"):
+        fake = tmp_path / "bin" / name
+        fake.parent.mkdir(exist_ok=True)
+        fake.write_text('#!/bin/sh\nprintf "%s\\0" "$0" "$@" >> said\nmkdir -p "$OUT"\n')
+        fake.chmod(0o755)
+    job = Job(text, out=f"runs/{text}", arguments=("--set", f"run.name={text}"))
+    (tmp_path / "job.sh").write_text(render(job))
+    environ = {
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "OUT": "made", "SLURM_JOB_ID": "7",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", "job.sh"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (1, "")  # no summary says that it is done
+    said = (tmp_path / "said").read_text().split("\0")[1:-1]
+    assert said == [
+        "--kill-on-bad-exit=1", "hpctrain", "train", text, "--set", f"run.name={text}",
+        "--out", f"runs/{text}", "--resume",
+    ]  # fmt: skip
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "job.sh", "made", "said"]
+    harmless = re.compile(r"#SBATCH --[a-z-]+(=[\w.:@-]+)?")
+    assert all(map(harmless.fullmatch, directives(render(job))))
+
+
+def directives(text: str) -> list[str]:
+    """Return the lines that sbatch reads: those before the first command."""
+    lines = text.splitlines()
+    first = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))
+    return [line for line in lines[:first] if line.startswith("#SBATCH")]
+
+
+SITES = {
+    'title = "x"\ngpus_pernode = 4': "unknown key in [site s.toml]: 'gpus_pernode'; did you mean "
+    "'gpus_per_node'?",
+    'title = "x"\n[options]\npartion = "a"': "did you mean 'partition'?",
+    'title = "x"\n[options]\npartition = "a b"': "[site s.toml] partition: expected letters",
+    'title = "x"\n[environment]\n"A B" = "1"': "'A B' is no name of a variable",
+    'title = "x"\n[environment]\nA = "1\\n2"': "a line without control characters",
+    'title = "x"\nmodules = ["a\\nb"]': "a line without control characters",
+    "title = ": "is not TOML",
+    "": "title is missing",
+}
+
+
+@pytest.mark.parametrize("text", SITES)
+def test_bad_profiles_of_sites(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("s.toml").write_text(text)
+    with pytest.raises(UsageError) as error:
+        site.load("s.toml")
+    assert SITES[text] in str(error.value)
+
+
+def test_unknown_site():
+    with pytest.raises(UsageError, match=r"unknown site 'cpus'; did you mean 'cpu'\?"):
+        site.load("cpus")
+    with pytest.raises(UsageError, match=r"site no/such\.toml: No such file"):
+        site.load("no/such.toml")
+
+
+def test_environment_of_a_site_is_quoted(tmp_path):
+    made = site.Site(
+        title="x", environment={"A": "it's $(touch broken)"}, options={"account": "m1"}
+    )
+    (tmp_path / "site.env").write_text(made.env())
+    line = '. ./site.env; echo "$A|$SBATCH_ACCOUNT|$HPCTRAIN_LAUNCHER"'
+    done = subprocess.run(["sh", "-c", line], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "it's $(touch broken)|m1|srun --kill-on-bad-exit=1\n"
+
+
+if __name__ == "__main__":
+    for path, text in files().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
