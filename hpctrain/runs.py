@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
-from hpctrain import checkpoint, engines, nn, recipe, rundir, usercode, weights
+from hpctrain import checkpoint, config, engines, nn, recipe, rundir, usercode, weights
+from hpctrain import world as worlds
 from hpctrain.data import Samples, Split
 from hpctrain.engines.engine import load_into
 from hpctrain.errors import UsageError
-from hpctrain.gradients.precision import master
+from hpctrain.gradients.mixed import MixedReplica
+from hpctrain.gradients.precision import Precision, to_read
 from hpctrain.gradients.replica import ModelReplica
+from hpctrain.launchers import launched
 from hpctrain.loop import sums_over
 from hpctrain.optim import Optimizer
 from hpctrain.recipe import Recipe
 from hpctrain.trainer import Trainer
+from hpctrain.transport import gpus
+from hpctrain.transport.gpus import Device
 from hpctrain.world import World
+from hpctrain.xp import on_device
 
 
 def train(
@@ -104,12 +111,19 @@ def build_model(spec: Recipe, split: Split) -> Any:
     return spec.model.build(split.train.sample_shape, split.classes)
 
 
-def load(run: str | Path, best: bool = False, model: nn.Model | None = None) -> ModelReplica:
+def load(
+    run: str | Path,
+    best: bool = False,
+    model: nn.Model | None = None,
+    device: Device = "auto",
+) -> ModelReplica | MixedReplica:
     """Return the model of the run in folder `run`, with the weights of its newest checkpoint.
 
     With `best`, of the one that `keep_best` kept. `model` is that of a run which a Trainer made
-    without a recipe. No MPI is needed. Raises UsageError where there is no recipe or no good
-    checkpoint, or if the model is another.
+    without a recipe. It computes on `device`: "cpu", "gpu", or "auto", where `init` has put this
+    process, else on a GPU if there is one; there in the run's precision, on cores in float32 what
+    was trained in fewer bits. No MPI is needed. Raises UsageError where there is no recipe or no
+    good checkpoint, if the model is another, or if a "gpu" is not to be had.
     """
     folder = Path(run)
     if model is None and not (folder / rundir.RECIPE).is_file():
@@ -119,22 +133,42 @@ def load(run: str | Path, best: bool = False, model: nn.Model | None = None) -> 
         )
     if model is not None:
         found = weights.checkpoint_of(folder, best)
-        return _holding(ModelReplica(model, 0, found.arrays["param"].dtype), found)
+        precision: Precision = "float64" if found.arrays["param"].itemsize == 8 else "float32"
+        return _holding(to_read(model, 0, precision, _on_gpu(device)), found)
     spec = recipe.load(str(folder / rundir.RECIPE))
-    return with_weights(spec, weights.checkpoint_of(folder, best))
+    return with_weights(spec, weights.checkpoint_of(folder, best), _on_gpu(device))
 
 
-def with_weights(spec: Recipe, found: checkpoint.Loaded) -> ModelReplica:
-    """Return the model of `spec` with the weights of the checkpoint `found`."""
+def with_weights(
+    spec: Recipe, found: checkpoint.Loaded, on_gpu: bool = False
+) -> ModelReplica | MixedReplica:
+    """Return the model of `spec` with the weights of the checkpoint `found`.
+
+    `on_gpu`: on the device that is current, in the precision of `spec`.
+    """
     told = found.about.get("model")
     if told is None:  # an older checkpoint: the data tell what the model was built for
         model = build_model(spec, spec.data.load(spec.run.seed))
     else:
         model = spec.model.build(tuple(told["input_shape"]), told["classes"])
-    return _holding(ModelReplica(model, spec.run.seed, master(spec.run.precision)), found)
+    return _holding(to_read(model, spec.run.seed, spec.run.precision, on_gpu), found)
 
 
-def _holding(replica: ModelReplica, found: checkpoint.Loaded) -> ModelReplica:
+def _on_gpu(device: Device) -> bool:
+    """Return whether a GPU is to compute; it is current in this thread then."""
+    config.pick(dict.fromkeys(get_args(Device)), device, "device")
+    world = worlds.current()
+    if world is None or world.gpu is None:
+        here = world is not None and device == "auto"  # where the cores compute
+        return not here and gpus.take(device, launched(os.environ)) is not None
+    if device != "cpu":
+        gpus.use(world.gpu.ordinal)
+    return device != "cpu"
+
+
+def _holding(
+    replica: ModelReplica | MixedReplica, found: checkpoint.Loaded
+) -> ModelReplica | MixedReplica:
     if "weights" in found.about:
         weights.take(replica.arena, weights.named(found), str(found.path))
     else:
@@ -142,10 +176,11 @@ def _holding(replica: ModelReplica, found: checkpoint.Loaded) -> ModelReplica:
     return replica
 
 
-def evaluate(run: str | Path, best: bool = False) -> dict[str, Any]:
+def evaluate(run: str | Path, best: bool = False, device: Device = "auto") -> dict[str, Any]:
     """Return loss, accuracy and number of samples of a run's model on its test set, and its step.
 
-    The newest checkpoint is evaluated, with `best` the one that `keep_best` kept.
+    The newest checkpoint is evaluated, with `best` the one that `keep_best` kept; on `device`, see
+    `load`.
     """
     folder = Path(run)
     spec = recipe.load(str(folder / rundir.RECIPE))
@@ -153,10 +188,12 @@ def evaluate(run: str | Path, best: bool = False) -> dict[str, Any]:
     if split.test is None:
         raise UsageError(f"{run}: the data of this run has no test set to evaluate on")
     found = weights.checkpoint_of(folder, best)
-    sums = sums_over(with_weights(spec, found), split.test, np.arange(len(split.test)))
+    model = with_weights(spec, found, _on_gpu(device))
+    sums = sums_over(model, split.test, np.arange(len(split.test)))
     return {
         "step": found.step,
         "test_loss": sums.loss / sums.count,
         "test_accuracy": sums.correct / sums.count,
         "samples": len(split.test),
+        "device": "gpu" if on_device(model.arena.param) else "cpu",
     }

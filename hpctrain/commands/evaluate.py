@@ -8,11 +8,18 @@ from pathlib import Path
 import click
 
 from hpctrain import runs
+from hpctrain.transport.gpus import Device
 
 
 @click.command(epilog="\b\nExample:\n  hpctrain evaluate runs/digits-20260101-120000")
 @click.argument("run", type=click.Path(path_type=Path), metavar="DIR")
 @click.option("--best", is_flag=True, help="Take the best checkpoint, not the newest.")
-def evaluate(run: Path, best: bool) -> None:
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "gpu"]),
+    default="auto",
+    help="Where to compute; auto: on a GPU if there is one.",
+)
+def evaluate(run: Path, best: bool, device: Device) -> None:
     """Print loss and accuracy of the newest checkpoint in DIR on the test set, as JSON."""
-    click.echo(json.dumps(runs.evaluate(run, best)))
+    click.echo(json.dumps(runs.evaluate(run, best, device)))

@@ -30,6 +30,15 @@ def master(precision: Precision) -> np.dtype:
     return np.dtype(precision if precision in ON_CORES else "float32")
 
 
+def to_read(
+    model: nn.Model, seed: int, precision: Precision, on_gpu: bool
+) -> ModelReplica | MixedReplica:
+    """Return the replica that a trained model is read into: what cores have not, is float32."""
+    if precision not in ON_CORES and not on_gpu:
+        precision = "float32"
+    return replica_of(model, seed, precision, on_gpu)
+
+
 def replica_of(
     model: nn.Model, seed: int, precision: Precision, on_gpu: bool
 ) -> ModelReplica | MixedReplica:

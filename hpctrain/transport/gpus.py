@@ -124,6 +124,20 @@ def runtime() -> Any:
     return cupy_module().cuda.runtime
 
 
+def take(device: Device, launched: Launched) -> Gpu | None:
+    """Make the GPU current that this process computes on, and return it; None: its cores compute.
+
+    For who starts no MPI; see `seat` for ranks. Raises UsageError if `device` is "gpu" and none is
+    to be had.
+    """
+    seen = visible(device)
+    if not seen:
+        return None
+    gpu = seen[gpu_for(launched, len(seen), listed(os.environ)).ordinal]
+    use(gpu.ordinal)
+    return gpu
+
+
 def driver_cuda() -> int | None:
     """Return the CUDA that the driver brings, 12040 for 12.4; None where there is no driver."""
     version = ctypes.c_int()
