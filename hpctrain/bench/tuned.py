@@ -8,7 +8,7 @@ from pathlib import Path
 import rich.table
 from rich.console import Console
 
-from hpctrain import progress
+from hpctrain import progress, stairs
 from hpctrain.bench.sizes import shown
 from hpctrain.tuning import choose, cost, select
 from hpctrain.tuning.table import Table
@@ -43,7 +43,7 @@ def noise(spread: float) -> str:
     )
 
 
-def kinds(found: Table) -> dict[bool, choose.Times]:
+def kinds(found: Table) -> dict[bool, stairs.Times]:
     """Return seconds by size and algorithm, of arrays in node memory and of plain ones."""
     by = {kind: [row for row in found.rows if row.in_memory == kind] for kind in KINDS}
     return {kind: choose.times(rows) for kind, rows in by.items() if rows}
@@ -57,7 +57,7 @@ def _table(found: Table) -> rich.table.Table:
         made.add_column(f"{KINDS[kind]}: takes")
         made.add_column("us", justify="right")
         made.add_column("x native", justify="right")
-    taken = {kind: choose.taken_at(times) for kind, times in by.items()}
+    taken = {kind: stairs.taken_at(times) for kind, times in by.items()}
     for nbytes in sorted({row.bytes for row in found.rows}):
         words = [_words(by[kind].get(nbytes, {}), taken[kind].get(nbytes, "")) for kind in by]
         made.add_row(shown(nbytes), *(word for three in words for word in three))

@@ -7,9 +7,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, which would look for a screen
 
+from hpctrain import stairs
 from hpctrain.bench.plot import COLORS, MARKS, axes_over
 from hpctrain.bench.tuned import KINDS, kinds
-from hpctrain.tuning import choose
 from hpctrain.tuning.table import Table
 
 
@@ -29,14 +29,14 @@ def draw(found: Table, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _lines(axes: Axes, times: choose.Times, names: list[str]) -> None:
+def _lines(axes: Axes, times: stairs.Times, names: list[str]) -> None:
     """Draw a line per algorithm, and rings where it is taken."""
     for number, name in enumerate(names):
         sizes = [nbytes for nbytes, seconds in times.items() if name in seconds]
         own = [times[nbytes][name] * 1e6 for nbytes in sizes]
         color, mark = COLORS[number % 8], MARKS[number % 8]
         axes.plot(sizes, own, label=name, color=color, marker=mark, linewidth=1.3, markersize=3.5)
-    taken = choose.taken_at(times)
+    taken = stairs.taken_at(times)
     micros = [times[nbytes][name] * 1e6 for nbytes, name in taken.items()]
     axes.plot(list(taken), micros, "o", markersize=9, markerfacecolor="none",
               markeredgecolor="black", label="taken by auto")  # fmt: skip

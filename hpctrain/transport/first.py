@@ -19,7 +19,7 @@ import numpy as np
 
 from hpctrain.transport import gpus
 from hpctrain.transport.link import Link
-from hpctrain.transport.paths import BY_POINTER, Path, Place, Verdict, path_to
+from hpctrain.transport.paths import BY_POINTER, Path, Place, Verdict, path_to, steps_to
 from hpctrain.xp import Array, to_host
 
 logger = logging.getLogger("hpctrain")
@@ -31,15 +31,16 @@ def taken(link: Link, gather: Gather, places: Sequence[Place], verdict: Verdict)
     """Let `link` take the paths of `verdict`, as far as they hold; return those; collective."""
     if not any(place.gpu for place in places):
         return verdict
-    link.take(_paths(verdict, places, link.rank))
+    link.take(_paths(verdict, places, link.rank))  # whatever the length
     if not any(path in BY_POINTER for r in range(link.size) for path in _paths(verdict, places, r)):
         return verdict
     wrong = {name.decode() for name in gather(_wrong(link, places, verdict).encode())} - {""}
     if wrong:
         verdict = _without(verdict, wrong)
-        link.take(_paths(verdict, places, link.rank))
         if link.rank == 0:
             logger.warning("%s; run `hpctrain doctor`", verdict.reason)
+    steps = [steps_to(verdict, places[link.rank], there) for there in places]
+    link.take(_paths(verdict, places, link.rank), steps)
     return verdict
 
 

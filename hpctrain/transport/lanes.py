@@ -24,7 +24,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from hpctrain.errors import UsageError
-from hpctrain.transport.paths import BY_POINTER, Path
+from hpctrain.stairs import Steps
+from hpctrain.transport.paths import Path, by_pointer
 from hpctrain.transport.staged import Posted, Receiving, Sending, spans
 from hpctrain.xp import Array, namespace
 
@@ -46,6 +47,7 @@ class Wire(Protocol):
     host: type | None
     host_bytes: int
     paths: tuple[Path, ...]
+    by_size: tuple[Steps, ...]
     lanes: Lanes | None
 
     def count(self, nbytes: int) -> None: ...
@@ -227,12 +229,16 @@ class Lanes:
         if on_gpu:
             must_be_here(x)
             link.host = None  # what follows must not overtake
-        by_pointer = bool(link.paths) and link.paths[peer] in BY_POINTER
-        if on_gpu and not by_pointer:
+        pointer = self._by_pointer(peer, x.nbytes)
+        if on_gpu and not pointer:
             return staged(x, lambda slot: self._posted(post, slot, peer))
-        whole = by_pointer or not link.paths
+        whole = pointer or not link.paths
         pieces = [x] if whole else cut_as_staged(x)
         return Plain(x, [partial(post, link.message(piece), peer) for piece in pieces])
+
+    def _by_pointer(self, peer: int, nbytes: int) -> bool:
+        link = self._link
+        return bool(link.paths) and by_pointer(link.paths[peer], link.by_size[peer], nbytes)
 
     def _posted(self, post: Callable, slot: np.ndarray, peer: int) -> Message:
         self._link.host_bytes += slot.nbytes

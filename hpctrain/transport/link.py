@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from hpctrain.stairs import Steps
 from hpctrain.transport.paths import Path
 from hpctrain.watch import About
 
@@ -40,6 +41,7 @@ class Link(Protocol):
     messages_sent: int
     host_bytes: int  #: of GPUs' arrays, copied to or from the host for its messages
     paths: tuple[Path, ...]  #: that GPU memory takes to each rank; none if there is no GPU
+    by_size: tuple[Steps, ...]  #: to each rank: from which length on staged, or by pointer
     patient: bool  #: whether waiting leaves the core to those who compute
 
     def isend(self, x: np.ndarray, to: int) -> Request:
@@ -60,10 +62,11 @@ class Link(Protocol):
     def view(self) -> Link:
         """Return this link for a second thread: of the two, one may only send, one only receive."""
 
-    def take(self, paths: Sequence[Path]) -> None:
+    def take(self, paths: Sequence[Path], by_size: Sequence[Steps] = ()) -> None:
         """Give GPUs' arrays to MPI only where `paths`, one to each rank, allow it; all must call.
 
-        They hold for the links that are split from this one, too.
+        `by_size` tells, also for each rank, for which lengths; () for all. They hold for the links
+        that are split from this one, too.
         """
 
     def barrier(self) -> None:

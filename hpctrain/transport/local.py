@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hpctrain.errors import HungError, TransportError
+from hpctrain.stairs import Steps
 from hpctrain.transport import lanes
 from hpctrain.transport.hub import Hub, Message
 from hpctrain.transport.link import NativeCall, Request
@@ -37,6 +38,7 @@ class LocalLink:
         self.patient = True  # a thread that waits sleeps
         self.host: type | None = np.ndarray
         self.paths: tuple[Path, ...] = ()
+        self.by_size: tuple[Steps, ...] = ()
         self.lanes: lanes.Lanes | None = None
         self.hub = hub
         self.pending: dict[int, deque[_Receive]] = defaultdict(deque)
@@ -86,10 +88,11 @@ class LocalLink:
         """Return this link for a second thread: of the two, one may only send, one only receive."""
         return self._like(self.hub, self.rank, range(self.size))
 
-    def take(self, paths: Sequence[Path]) -> None:
+    def take(self, paths: Sequence[Path], by_size: Sequence[Steps] = ()) -> None:
         """Cut all messages as staged ones: whatever `paths` say, threads have no MPI."""
         staged: Path = "staged"
         self.paths, self.host = (staged,) * len(paths), None
+        self.by_size = ((),) * len(paths)
 
     def barrier(self) -> None:
         """Return once every rank has called."""

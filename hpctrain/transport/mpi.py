@@ -24,6 +24,7 @@ mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402  (the settings above must come first)
 
 from hpctrain.errors import TransportError  # noqa: E402
+from hpctrain.stairs import Steps  # noqa: E402
 from hpctrain.transport import lanes, native, requests  # noqa: E402
 from hpctrain.transport.link import NativeCall, Request  # noqa: E402
 from hpctrain.transport.paths import Path  # noqa: E402
@@ -52,6 +53,7 @@ class MpiLink:
         self.patient, self.patience = False, requests.Patience()
         self.host: type | None = np.ndarray  #: what needs no lane; None: all does, see lanes.py
         self.paths: tuple[Path, ...] = ()  #: to each rank; none where no rank has a GPU
+        self.by_size: tuple[Steps, ...] = ()
         self.lanes: lanes.Lanes | None = None
         self._comm = comm
         self.status = MPI.Status()
@@ -105,12 +107,10 @@ class MpiLink:
         """Return this link for a second thread: of the two, one may only send, one only receive."""
         return self._like(self._comm)
 
-    def take(self, paths: Sequence[Path]) -> None:
-        """Give GPUs' arrays to MPI only where `paths`, one to each rank, allow it; all must call.
-
-        They hold for the links that are split from this one, too.
-        """
+    def take(self, paths: Sequence[Path], by_size: Sequence[Steps] = ()) -> None:
+        """Give GPUs' arrays to MPI only where `paths` allow it; see Link; all must call."""
         self.paths, self.host = tuple(paths), None
+        self.by_size = tuple(by_size) or ((),) * len(self.paths)
 
     def barrier(self) -> None:
         """Return once every rank has called."""
@@ -215,7 +215,7 @@ class MpiLink:
         link.patient = self.patient
         if self.paths:
             ours = comm.group.Translate_ranks(list(range(comm.size)), self._comm.group)
-            link.take([self.paths[rank] for rank in ours])
+            link.take([self.paths[r] for r in ours], [self.by_size[r] for r in ours])
         return link
 
     def _barrier_of_gpus(self) -> None:

@@ -7,16 +7,25 @@
 
 A wrong "cuda-aware" is a segfault, so nothing is believed without a trial that ran as a job of its
 own. `STAGED`, the verdict of those who know nothing, hands no device pointer to MPI.
+
+Where pointers may be given they are not the faster way at every length: an MPI may stage worse than
+we do, or an adapter may read a far GPU slower than the host. So the trial times both, and a message
+then takes what was the faster at its length.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from hpctrain import stairs
+from hpctrain.stairs import Steps
 
 Path = Literal["gdr", "cuda-aware", "ipc", "staged"]
 #: The paths on which MPI is given device pointers.
 BY_POINTER: tuple[Path, ...] = ("gdr", "cuda-aware")
+HOST, POINTER = "staged", "pointer"  #: the two ways that a trial times, in a verdict's `by_size`
 
 
 class Place(NamedTuple):
@@ -34,14 +43,42 @@ class Verdict:
     same_node: Path
     across: Path
     reason: str
+    #: by class, where pointers may be given: from how many bytes on "staged" or "pointer" is faster
+    by_size: Mapping[str, Steps] = field(default_factory=dict)
 
 
 #: What holds without a trial: the host's memory everywhere, neighbours' where handles open.
 STAGED = Verdict("ipc", "ipc", "staged", "no trial was made")
 
 
+def from_table(said: Mapping[str, Any]) -> Verdict:
+    """Return the verdict that `asdict` made a table of, and JSON lists of its tuples."""
+    by_size = {name: _tuples(one) for name, one in said.get("by_size", {}).items()}
+    return Verdict(**{**said, "by_size": by_size})
+
+
+def _tuples(said: Sequence[Sequence[Any]]) -> Steps:
+    return tuple((int(start), str(name)) for start, name in said)
+
+
+def class_of(here: Place, there: Place) -> str:
+    """Return the class of a pair, which is the name of a path in a verdict."""
+    if here.node != there.node:
+        return "across"
+    return "same_gpu" if here.gpu == there.gpu and here.gpu else "same_node"
+
+
 def path_to(verdict: Verdict, here: Place, there: Place) -> Path:
     """Return the path between `here` and `there`."""
-    if here.node != there.node:
-        return verdict.across
-    return verdict.same_gpu if here.gpu == there.gpu and here.gpu else verdict.same_node
+    path: Path = getattr(verdict, class_of(here, there))
+    return path
+
+
+def steps_to(verdict: Verdict, here: Place, there: Place) -> Steps:
+    """Return from which lengths on which way is taken between them; nothing: the path's, always."""
+    return verdict.by_size.get(class_of(here, there), ())
+
+
+def by_pointer(path: Path, steps: Steps, nbytes: int) -> bool:
+    """Return whether MPI is given pointers for messages of `nbytes`, the same on both sides."""
+    return path in BY_POINTER and (not steps or stairs.at(steps, nbytes) == POINTER)

@@ -20,7 +20,7 @@ from hpctrain.launchers import Launched
 from hpctrain.transport import first, gpus, verdicts
 from hpctrain.transport.bind import Binding, bind
 from hpctrain.transport.link import Link
-from hpctrain.transport.paths import STAGED, Place, Verdict
+from hpctrain.transport.paths import STAGED, Place, Verdict, from_table
 from hpctrain.transport.seats import Seated, faults, ranges
 
 logger = logging.getLogger("hpctrain")
@@ -77,7 +77,7 @@ def told(
     if link.rank == 0 and (wrong := faults(seats)):
         logger.warning("%s", "\n".join(map(str, wrong)))
     places = tuple(Place(one.host, one.gpu) for one in seats)
-    known = next((Verdict(**one["verdict"]) for one in said if "verdict" in one), STAGED)
+    known = next((from_table(one["verdict"]) for one in said if "verdict" in one), STAGED)
     return places, first.taken(link, gather, places, known), seats
 
 

@@ -5,6 +5,7 @@
     started    both ranks run, bytes in host memory arrive       what MPI says of itself
     ipc        each maps the other's memory, copies, compares    only on one node
     pointer    each gives MPI pointers to GPU memory, compares   an MPI not made for it crashes here
+    sizes      messages of several lengths, staged and by pointer, in turn: which is the faster?
 
 Rank 0 prints a line of JSON after each stage: what is missing is where the job ended. Never to be
 called in a rank of a run: if it crashes, so does the run. Results are taken, and the job started,
@@ -14,11 +15,12 @@ by verdicts.py.
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -29,12 +31,18 @@ mpi4py.rc.initialize = mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 
 from hpctrain import launchers  # noqa: E402
-from hpctrain.transport import claims, gpus, probe  # noqa: E402
+from hpctrain.transport import claims, gpus, mpi, probe  # noqa: E402
 from hpctrain.transport.first import pattern  # noqa: E402
+from hpctrain.transport.link import Link  # noqa: E402
+from hpctrain.transport.paths import Path  # noqa: E402
+from hpctrain.watch import Record  # noqa: E402
+from hpctrain.xp import finish  # noqa: E402
 
 #: Short, long, and as long as a piece of a bucket: MPIs take another way for each.
 SIZES = (1, 1 << 16, 1 << 24)
 ROUNDS = 8
+#: Lengths at which both ways are timed, from a vote to a long bucket.
+TIMED = tuple(1 << i for i in (10, 14, 18, 20, 22, 25))
 TO_DEVICE, TO_HOST, ANYWHERE = 1, 2, 4  # kinds of cudaMemcpy
 
 
@@ -76,7 +84,11 @@ def main() -> None:
     mine, inbox = Buffer(runtime, max(SIZES)), Buffer(runtime, max(SIZES))
     if hosts[0] == hosts[1]:
         _say(comm, "ipc", **by_ipc(comm, runtime, mine, inbox))
-    _say(comm, "pointer", **by_pointer(comm, mine, inbox))
+    found = by_pointer(comm, mine, inbox)
+    _say(comm, "pointer", **found)
+    if found["right"]:
+        link = mpi.MpiLink(comm.Dup(), Record(None, comm.rank, comm.size).entry("main"))
+        _say(comm, "sizes", seconds=both_ways(link, gpus.cupy_module()))
     comm.Barrier()
     MPI.Finalize()
 
@@ -112,6 +124,35 @@ def by_pointer(comm: MPI.Comm, mine: Buffer, inbox: Buffer) -> dict[str, Any]:
     except MPI.Exception as error:
         why, right = str(error), False
     return _outcome(comm.allgather((right, why)), max(SIZES) / seconds)
+
+
+def both_ways(
+    link: Link, cupy: Any, sizes: Sequence[int] = TIMED
+) -> list[tuple[int, float, float]]:
+    """Return for each of `sizes` the seconds of a message staged and by pointer, each at its best.
+
+    The two take turns: half of a message there and back, which begins where the first has landed.
+    """
+    ways: dict[Path, dict[int, float]] = {"staged": {}, "cuda-aware": {}}
+    x = cupy.zeros(max(sizes), np.uint8)
+    for path, found in [(path, found) for _ in range(ROUNDS) for path, found in ways.items()]:
+        link.take([path] * link.size)
+        for nbytes in sizes:
+            start = time.perf_counter()
+            _there_and_back(link, x[:nbytes])
+            found[nbytes] = min(found.get(nbytes, math.inf), time.perf_counter() - start)
+    staged, pointer = ways.values()
+    return [(n, staged[n] / 2, pointer[n] / 2) for n in sizes]
+
+
+def _there_and_back(link: Link, x: Any) -> None:
+    other = 1 - link.rank
+    if link.rank == 0:
+        link.isend(x, other).wait()
+    link.irecv(x, other).wait()
+    if link.rank == 1:
+        link.isend(x, other).wait()
+    finish(x)
 
 
 def best(call: Callable[[], None]) -> float:

@@ -39,11 +39,14 @@ class Trial:
     claims: claims.Claims | None = None  #: None: the job did not start
     ended: str = ""  #: how the job ended before its time, or what MPI said
     ipc_fault: str = ""
+    #: (bytes, seconds of a message staged, of one by pointer), where pointers were right
+    sizes: tuple[tuple[int, float, float], ...] = ()
 
 
 def from_table(said: Mapping[str, Any]) -> Trial:
     """Return the trial that `asdict` made a table of."""
-    return Trial(**{**said, "claims": _claims(said["claims"])})
+    sizes = tuple(map(tuple, said.get("sizes", ())))
+    return Trial(**{**said, "claims": _claims(said["claims"]), "sizes": sizes})
 
 
 def _claims(said: Mapping[str, Any] | None) -> claims.Claims | None:
@@ -66,6 +69,7 @@ def understood(output: str, code: int, errors: str) -> Trial:
         _claims(started.get("claims")),
         pointer.get("why", "") if pointer else ended(code, errors),
         ipc.get("why", ""),
+        tuple(map(tuple, stages.get("sizes", {}).get("seconds", ()))),
     )
 
 

@@ -22,8 +22,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from hpctrain import stairs
 from hpctrain.errors import UsageError
 from hpctrain.hardware import gdr, nics, nvidia, pci
+from hpctrain.stairs import Steps
 from hpctrain.transport import claims, gpus, paths, probe, trials
 from hpctrain.transport.paths import STAGED, Verdict
 from hpctrain.transport.trials import Trial
@@ -68,7 +70,8 @@ def overridden(asked: str, otherwise: Verdict) -> Verdict:
                 f"{OVERRIDE}: expected one of {', '.join(get_args(paths.Path))}, or some of "
                 f"{', '.join(f'{c}=PATH' for c in trials.CLASSES)} (no ipc across), seen '{asked}'"
             )
-    return replace(otherwise, **wanted, reason=f"{OVERRIDE}={asked}")
+    kept = {name: steps for name, steps in otherwise.by_size.items() if name not in wanted}
+    return replace(otherwise, **wanted, by_size=kept, reason=f"{OVERRIDE}={asked}")
 
 
 def _possible(name: str) -> tuple[str, ...]:
@@ -118,7 +121,23 @@ def judged(made: Mapping[str, Trial], adapter: gdr.Gdr, environ: Mapping[str, st
             reason, remedy = f"{reason}; no GPUDirect RDMA: {adapter.seen}", adapter.remedy
     else:
         reason, remedy = _why(bad, environ)
-    return Told(Verdict(**found, reason=reason), remedy, made)
+    by_size = {name: steps for name, one in made.items() if (steps := _steps(found[name], one))}
+    reason += "".join(f"; {_in_words(name, steps)}" for name, steps in by_size.items())
+    return Told(Verdict(**found, reason=reason, by_size=by_size), remedy, made)
+
+
+def _steps(path: paths.Path, trial: Trial) -> Steps:
+    """Return from which length on which way was faster; nothing where there is no choice."""
+    if path not in paths.BY_POINTER or not trial.sizes:
+        return ()
+    times = {n: {paths.POINTER: by, paths.HOST: staged} for n, staged, by in trial.sizes}
+    steps = stairs.steps(times, paths.POINTER)
+    return () if steps == ((0, paths.POINTER),) else steps
+
+
+def _in_words(name: str, steps: Steps) -> str:
+    told = ", ".join(f"from {start:,} bytes on {way}" if start else way for start, way in steps)
+    return f"{name.replace('_', ' ')} by size: {told}"
 
 
 def _path(name: str, trial: Trial | None, adapter: gdr.Gdr) -> paths.Path:
@@ -164,7 +183,7 @@ def from_json(text: str) -> Told:
     """Return what `asdict` and `json.dumps` made a text of."""
     said = json.loads(text)
     made = {name: trials.from_table(one) for name, one in said["trials"].items()}
-    return Told(Verdict(**said["verdict"]), said["remedy"], made)
+    return Told(paths.from_table(said["verdict"]), said["remedy"], made)
 
 
 def _write(file: Path, told: Told) -> None:

@@ -1,18 +1,11 @@
-"""From times of algorithms over lengths, measured or predicted, to the staircase of `auto`.
+"""From times of algorithms over lengths, measured or predicted, to the staircases of `auto`.
 
-    bytes     1 KiB   2 KiB   4 KiB   8 KiB
-    native       3       4       8      16  us
-    direct       6       6       7       9
-    taken     native  native   ......direct      steps where the lines cross, between 2 and 4 KiB
-
-A step to another algorithm is taken only for a gain of more than 5 %: less is noise, and so small
-is the loss. Plain arrays, arrays in node memory and what MPI cannot reduce have a staircase each,
+Plain arrays, arrays in node memory and what MPI cannot reduce have a staircase each (stairs.py),
 which are laid over each other in the end.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,8 +15,8 @@ import pydantic
 
 from hpctrain.collectives import ALLREDUCE
 from hpctrain.collectives.choices import Choices, Pick
+from hpctrain.stairs import Steps, Times, at, steps, taken_at
 
-HYSTERESIS = 1.05
 NOISY = 0.25  #: from quartile to quartile, as share of the median: the machine did something else
 FALLBACK = "recursive-doubling"  #: any dtype, any layout: where nothing else is known
 NEVER = ("null",)  #: reduces nothing
@@ -31,8 +24,6 @@ NEVER = ("null",)  #: reduces nothing
 Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 Bytes = Annotated[int, pydantic.Field(gt=0)]
-Times = dict[int, dict[str, float]]  #: {bytes: {algorithm: seconds}}
-Steps = tuple[tuple[int, str], ...]  #: ((from how many bytes on, algorithm), ...), first from 0
 Buckets = tuple[tuple[int, float], ...]  #: ((bytes of a bucket, seconds per byte), ...)
 
 
@@ -64,7 +55,7 @@ def plan(rows: Iterable[Row], buckets: Buckets, measured: bool) -> Plan:
     plain = [row for row in known if not row.in_memory]
     kept = [row for row in known if row.in_memory] or plain
     stairs = (plain, kept, _ours(plain))
-    plain_steps, kept_steps, our_steps = (steps(times(some)) for some in stairs)
+    plain_steps, kept_steps, our_steps = (steps(times(some), FALLBACK) for some in stairs)
     return Plan(plain_steps, kept_steps, our_steps, buckets, measured)
 
 
@@ -76,39 +67,12 @@ def choices(plan: Plan) -> Choices:
     return Choices(tuple(starts[1:]), tuple(picks), plan.buckets, plan.measured)
 
 
-def at(stair: Steps, nbytes: int) -> str:
-    """Return the algorithm for `nbytes` bytes."""
-    return [name for start, name in stair if start <= nbytes][-1]
-
-
 def times(rows: Iterable[Row]) -> Times:
     """Return the seconds of `rows` by length, ascending, and algorithm."""
     found: Times = {}
     for row in sorted(rows, key=lambda row: row.bytes):
         found.setdefault(row.bytes, {})[row.algorithm] = row.seconds
     return found
-
-
-def steps(times: Times) -> Steps:
-    """Return where another algorithm becomes the fastest."""
-    taken = taken_at(times)
-    found = [(0, taken[min(taken)] if taken else FALLBACK)]
-    for a, b in pairwise(taken):
-        if taken[a] != taken[b]:
-            found.append((_crossing(times, a, b, taken[a], taken[b]), taken[b]))
-    return tuple(found)
-
-
-def taken_at(times: Times) -> dict[int, str]:
-    """Return the algorithm taken at each length: the one before unless another is 5 % faster."""
-    taken: dict[int, str] = {}
-    last = ""
-    for nbytes, seconds in times.items():
-        best = min(seconds, key=seconds.__getitem__)
-        if seconds.get(last, math.inf) > HYSTERESIS * seconds[best]:
-            last = best
-        taken[nbytes] = last
-    return taken
 
 
 def changes(rows: Sequence[Row]) -> list[tuple[int, int, set[str]]]:
@@ -141,15 +105,3 @@ def noisy(rows: Iterable[Row]) -> float | None:
     spreads = sorted(row.spread for row in fastest.values() if row.spread is not None)
     found = spreads[len(spreads) * 3 // 4] if spreads else 0.0
     return found if found > NOISY else None
-
-
-def _crossing(times: Times, a: int, b: int, old: str, new: str) -> int:
-    """Return from how many bytes between `a` and `b` on `new` is faster than `old`.
-
-    Lines between the two lengths, both axes logarithmic; the middle where one was not measured.
-    """
-    share = 0.5
-    if old in times[b] and new in times[a]:
-        before, after = (math.log(times[n][old] / times[n][new]) for n in (a, b))
-        share = min(max(-before / (after - before), 0.0), 1.0) if after > before else 0.0
-    return max(a + 1, round(a * (b / a) ** share))

@@ -15,8 +15,9 @@ from hpctrain import machine
 from hpctrain.collectives import Group
 from hpctrain.collectives.direct import ANYWHERE_BYTES
 from hpctrain.collectives.near import SHORT_BYTES, WIDE_BYTES
+from hpctrain.stairs import at
 from hpctrain.tuning import cost
-from hpctrain.tuning.choose import Plan, Row, at, plan
+from hpctrain.tuning.choose import Plan, Row, plan
 
 #: Lengths at which the model is asked, in bytes.
 SIZES = [1 << i for i in range(2, 31)]

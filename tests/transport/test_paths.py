@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.transport.paths import BY_POINTER, STAGED, Place, Verdict, path_to
+from hpctrain.transport.paths import (
+    BY_POINTER,
+    STAGED,
+    Place,
+    Verdict,
+    by_pointer,
+    path_to,
+    steps_to,
+)
 
 HERE = Place("n1", "GPU-a")
 ROWS = [
@@ -30,3 +38,26 @@ def test_two_ranks_without_a_gpu_share_none():
 @pytest.mark.parametrize("there", [there for there, _ in ROWS])
 def test_without_a_trial_no_pointer_goes_to_mpi(there):
     assert path_to(STAGED, HERE, there) not in BY_POINTER
+
+
+STEPS = ((0, "staged"), (4096, "pointer"), (1 << 20, "staged"))
+
+
+@pytest.mark.parametrize(
+    ("path", "steps", "lengths"),
+    [
+        ("cuda-aware", STEPS, {0: False, 4095: False, 4096: True, 1 << 20: False}),
+        ("gdr", STEPS[:2], {1: False, 1 << 30: True}),
+        ("gdr", (), {0: True, 1 << 30: True}),
+        ("staged", ((0, "pointer"),), {0: False, 1 << 30: False}),
+        ("ipc", STEPS, {4096: False}),
+    ],
+)
+def test_which_way_a_length_takes(path, steps, lengths):
+    assert {n: by_pointer(path, steps, n) for n in lengths} == lengths
+
+
+@pytest.mark.parametrize(("there", "steps"), [(ROWS[0][0], ()), (ROWS[2][0], STEPS)])
+def test_each_class_has_its_own_lengths(there, steps):
+    verdict = Verdict("cuda-aware", "cuda-aware", "gdr", "", {"across": STEPS})
+    assert steps_to(verdict, HERE, there) == steps

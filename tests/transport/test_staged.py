@@ -13,7 +13,7 @@ import pytest
 from ranks import on_ranks, run_on
 
 from hpctrain.errors import TransportError, UsageError
-from hpctrain.transport import lanes
+from hpctrain.transport import lanes, trial
 from hpctrain.transport.staged import SLOTS, Receiving, Sending, Staging, segment_bytes, spans
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -96,6 +96,50 @@ def test_one_side_in_host_memory(ranks, lazy_gpu, path, on_gpu):
             inbox = empty(n) if gpu else np.empty(n, np.uint8)
             world.link.sendrecv(x, other, inbox, other)
             np.testing.assert_array_equal(inbox.get() if gpu else inbox, values(other, n))
+
+    ranks(body)
+
+
+BY_SIZE = ((0, "staged"), (100, "pointer"), (300 * KIB, "staged"))
+#: bytes of a message -> whether it is staged
+WAYS = {5: True, 99: True, 100: False, 300 * KIB - 3: False, 300 * KIB: True, MIB + 7: True}
+
+
+@on_ranks(2, mpi=(2,))
+@pytest.mark.parametrize("on_gpus", [(0, 1), (0,), (1,)])
+def test_the_way_depends_on_the_length(ranks, lazy_gpu, on_gpus):
+    """Both sides know it, wherever their arrays lie, and so do links that are split off."""
+
+    def body(world):
+        world.link.take(["cuda-aware"] * 2, [BY_SIZE] * 2)
+        link, other = world.link.split(0, -world.rank), 1 - world.rank
+        here = world.rank in on_gpus
+        to = 1 - link.rank
+        for n, staged in WAYS.items():
+            x = computed(world.rank, n) if here else values(world.rank, n)
+            inbox = empty(n) if here else np.empty(n, np.uint8)
+            before = link.host_bytes
+            link.sendrecv(x, to, inbox, to)
+            told = inbox.get() if here else inbox
+            np.testing.assert_array_equal(told, values(other, n))
+            copied = 2 * n if here and (staged or world.transport == "local") else 0
+            assert link.host_bytes - before == copied, n
+
+    ranks(body)
+
+
+@on_ranks(2, mpi=(2,))
+def test_a_trial_times_both_ways(ranks, lazy_gpu):
+    """By an MPI that takes pointers every other message is staged, and counted."""
+    import cupy
+
+    sizes = (1000, 300 * KIB)
+
+    def body(world):
+        found = trial.both_ways(world.link, cupy, sizes)
+        assert [n for n, *_ in found] == list(sizes) and all(min(one) > 0 for one in found)
+        staged = 2 * sum(sizes) * trial.ROUNDS  # one there, one back
+        assert world.link.host_bytes == staged * (1 if world.transport == "mpi" else 2)
 
     ranks(body)
 

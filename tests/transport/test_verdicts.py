@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import cupy_of_files
 import pytest
@@ -23,6 +24,10 @@ PLAIN = Claims("Open MPI", query_cuda=False, libraries=("/x/libucp.so.0",))
 WORKS = Trial(True, True, 100.0, 50.0, replace(PLAIN, query_cuda=True))
 CRASHED = Trial(True, False, 100.0, None, PLAIN, "a crash (segmentation fault)")
 NO_IPC = replace(WORKS, ipc=False)
+#: (bytes, seconds staged, seconds by pointer): pointers pay from some 8 KiB on, or never do.
+TIMED = replace(WORKS, sizes=((1024, 1e-5, 2e-5), (65536, 4e-5, 2e-5), (1 << 20, 4e-4, 2e-4)))
+SLOW = replace(WORKS, sizes=((1024, 1e-5, 2e-5), (65536, 2e-5, 3e-5)))
+FAST = replace(WORKS, sizes=((1024, 1e-5, 0.99e-5), (65536, 2e-5, 2.01e-5)))
 CLOSED = replace(CRASHED, ipc=False, ipc_fault="cudaErrorInvalidValue")
 NEVER = Trial(ended="exit code 1, no slots")
 ADAPTER, NO_GDR = Gdr(True, "dmabuf"), Gdr(False, "no nvidia_peermem", "modprobe nvidia-peermem")
@@ -51,6 +56,32 @@ def test_judged(case):
     assert word in told.verdict.reason
     assert remedy in told.remedy
     assert verdicts.from_json(json.dumps(asdict(told))) == told
+
+
+#: trial of each class -> from which lengths on which way, and what the reason tells
+BY_SIZE = {
+    "crossing": ({"same_gpu": TIMED}, {"same_gpu": ((0, "staged"), (8192, "pointer"))},
+                 "same gpu by size: staged, from 8,192 bytes on pointer"),
+    "never": ({"across": SLOW}, {"across": ((0, "staged"),)}, "across by size: staged"),
+    "always": ({"across": FAST}, {}, "arrived"),
+    "not timed": ({"same_gpu": WORKS}, {}, "arrived"),
+    "no pointers": ({"same_gpu": replace(CRASHED, sizes=TIMED.sizes)}, {}, "a crash"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BY_SIZE)
+def test_judged_by_size(case):
+    made, by_size, words = BY_SIZE[case]
+    told = verdicts.judged(made, ADAPTER, {})
+    assert told.verdict.by_size == by_size and words in told.verdict.reason
+    assert verdicts.from_json(json.dumps(asdict(told))) == told
+
+
+def test_what_a_user_asks_for_holds_at_every_length():
+    verdict = verdicts.judged({"same_gpu": TIMED, "across": TIMED}, ADAPTER, {}).verdict
+    assert set(verdict.by_size) == {"same_gpu", "across"}
+    assert set(verdicts.overridden("across=cuda-aware", verdict).by_size) == {"same_gpu"}
+    assert verdicts.overridden("cuda-aware", verdict).by_size == {}
 
 
 CRAY = Claims("Cray MPICH", True, True)
@@ -120,6 +151,14 @@ def test_understood(case):
     lines, code, errors, expected = ENDS[case]
     found = trials.understood("\n".join(lines), code, errors)
     assert found == replace(expected, ipc_gb_s=3.0 if expected.ipc else None)
+
+
+def test_lengths_that_were_timed():
+    right = json.dumps({"stage": "pointer", "right": True, "gb_s": 9.0, "why": ""})
+    sizes = json.dumps({"stage": "sizes", "seconds": TIMED.sizes})
+    assert trials.understood("\n".join([OPEN, right, sizes]), 0, "").sizes == TIMED.sizes
+    lost = trials.understood("\n".join([OPEN, right]), 139, "")  # it crashed in between
+    assert lost.pointer and lost.sizes == ()
 
 
 # vendor, GPUs, nodes, environment with srun or not -> classes and words of each command
@@ -214,12 +253,25 @@ print(json.dumps(asdict(verdicts.known(os.environ))))
 """
 
 
+CUPY_OF_FAKES = """
+import sys
+sys.path.append({tests!r})
+import fakes
+fakes.kept = fakes.installed(devices=2)
+fakes.kept.__enter__()
+"""
+
+
 @pytest.mark.processes
-def test_an_mpi_that_takes_these_pointers(machine):
+def test_an_mpi_that_takes_these_pointers(machine, tmp_path):
+    cupy, tests = tmp_path / "site" / "cupy" / "__init__.py", str(Path(__file__).parents[1])
+    cupy.write_text(CUPY_OF_FAKES.format(tests=tests))
     told = found(machine)
     assert (told.verdict.same_gpu, told.verdict.same_node) == ("cuda-aware", "cuda-aware")
     assert told.verdict.across == "staged"
     assert all(one.ipc and one.ipc_gb_s and one.pointer_gb_s for one in told.trials.values())
+    for one in told.trials.values():
+        assert len(one.sizes) >= 4 and all(min(size) > 0 for size in one.sizes)
     # A rank, with all its launcher's variables, finds what was remembered.
     line = [BIN / "mpiexec", "-n", "1", sys.executable, "-c", KNOWN]
     rank = subprocess.run(line, env=machine, capture_output=True, text=True, timeout=60)

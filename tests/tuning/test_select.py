@@ -9,6 +9,7 @@ import pytest
 from cases import dtype_of, expected, vector
 from ranks import on_ranks, run_on
 
+from hpctrain import stairs
 from hpctrain.collectives import ALLREDUCE, Group, operation
 from hpctrain.tuning import choose, guess, select
 from hpctrain.tuning.choose import Row
@@ -70,14 +71,14 @@ def test_arrays_in_memory_and_dtypes_of_ours_have_their_own_steps():
 )
 def test_without_a_table_the_model_chooses(nbytes, ranks, name):
     plan = guess.guessed(guess.Layout((ranks,)))
-    assert choose.at(plan.plain, nbytes) == choose.at(plan.ours, nbytes) == name
-    assert choose.at(guess.guessed(guess.Layout((ranks,), mpi=True)).ours, nbytes) == name
+    assert stairs.at(plan.plain, nbytes) == stairs.at(plan.ours, nbytes) == name
+    assert stairs.at(guess.guessed(guess.Layout((ranks,), mpi=True)).ours, nbytes) == name
 
 
 def test_the_library_is_taken_for_short_arrays_only():
     for nodes in ((2,), (4,), (2, 2)):
         plan = guess.guessed(guess.Layout(nodes, mpi=True))
-        assert choose.at(plan.plain, 4) == "native" != choose.at(plan.plain, 64 << 20)
+        assert stairs.at(plan.plain, 4) == "native" != stairs.at(plan.plain, 64 << 20)
 
 
 @on_ranks(1, 2, 3, mpi=(1, 3))
