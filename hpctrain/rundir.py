@@ -119,7 +119,12 @@ def cut_rows(run: Path, step: int) -> int:
 
 def write_summary(run: Path, summary: Mapping[str, Any]) -> None:
     """Write summary.json whole or not at all."""
-    _replace(run / SUMMARY, json.dumps(summary, indent=2) + "\n")
+    write_json(run / SUMMARY, summary)
+
+
+def write_json(path: Path, table: Mapping[str, Any]) -> None:
+    """Write a file of JSON whole or not at all."""
+    _replace(path, json.dumps(table, indent=2) + "\n")
 
 
 def read_summary(run: Path) -> dict[str, Any] | None:

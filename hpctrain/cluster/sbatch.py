@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from hpctrain import config
 from hpctrain.errors import UsageError
 
-#: Long options of Slurm 22.05 to 25.05 that take a value, or none, and suit a script.
+# Long options of Slurm 22.05 to 25.05 that take a value, or none, and suit a script.
 _OPTIONS = """
 account acctg-freq bb bbf batch begin chdir cluster-constraint clusters comment constraint
 consolidate-segments container container-id contiguous core-spec cores-per-socket cpu-freq
@@ -26,7 +26,7 @@ thread-spec threads-per-core time-min tmp tres-bind tres-per-task uid use-min-no
 wait-all-nodes wckey
 """
 
-#: Options that a script must not have, and why.
+# Options that a script must not have, and why.
 _OURS = {
     "array": "name the sizes: --sizes 1,2,4",
     "cpus-per-task": "use --cpus-per-task",
@@ -51,6 +51,9 @@ _OURS = {
     ),
 }
 
+#: All that may be named.
+KNOWN = dict.fromkeys([*_OPTIONS.split(), *_OURS])
+
 #: Options that sbatch also reads from the environment.
 VARIABLES = {
     **{
@@ -69,9 +72,8 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.,:;=@%+/~^*!&|()\[\]<>?{}-]*")
 
 def check(options: Mapping[str, str]) -> None:
     """Raise UsageError for an option that sbatch does not know, or that a job has already."""
-    known = dict.fromkeys([*_OPTIONS.split(), *_OURS])
     for name, value in options.items():
-        config.pick(known, name, "option of sbatch")
+        config.pick(KNOWN, name, "option of sbatch")
         if name in _OURS:
             raise UsageError(f"sbatch's --{name} cannot be set: {_OURS[name]}")
         must_be_plain(f"--option {name}", value)

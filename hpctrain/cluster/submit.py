@@ -1,0 +1,243 @@
+"""Jobs given to Slurm, and what became of them: of Slurm's word, and of the run's own files.
+
+A run's folder holds beside what `hpctrain train` writes
+job.sbatch      what was submitted last
+jobs.json       the ids of its jobs, the latest last
+slurm-ID.out    what each of them said
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain import rundir
+from hpctrain.errors import HpctrainError, UsageError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SCRIPT, JOBS = "job.sbatch", "jobs.json"
+LIMIT_S = 120.0  #: a busy controller answers late
+POLL_S = 10.0
+ENDED = (
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
+    "PREEMPTED", "TIMEOUT", "UNKNOWN",
+)  # fmt: skip
+#: Reasons why a job does not start, as Slurm words them, and what they mean.
+REASONS = {
+    "AssocGrpCPUMinutesLimit": "the account has used up its time",
+    "BadConstraints": "no node has what the job asks for",
+    "BeginTime": "it comes back later; after a requeue Slurm lets two minutes pass",
+    "Dependency": "another job has to end first",
+    "DependencyNeverSatisfied": "the job that had to end well did not: scancel this one",
+    "JobHeldAdmin": "held by an administrator",
+    "JobHeldUser": "held: scontrol release it",
+    "PartitionNodeLimit": "the partition has not, or does not give, so many nodes",
+    "PartitionTimeLimit": "the partition does not give so much time",
+    "Priority": "other jobs come first",
+    "ReqNodeNotAvail": "nodes are down, drained or reserved",
+    "Resources": "waits for nodes to become free",
+}
+_ABSENT = (
+    "no {command} on this PATH, so no Slurm: call this on a login node of the cluster. Here, "
+    "`hpctrain slurm render` prints the script, and `hpctrain launch -n 4 train ...` starts ranks"
+)
+# In what sbatch says, words that stand for an option
+_MEANT = {
+    "account": "account", "constraint": "constraint", "cpu count": "cpus-per-task",
+    "feature": "constraint", "generic resource": "gres", "gres": "gpus-per-node",
+    "node configuration": "nodes", "node count": "nodes", "partition": "partition", "qos": "qos",
+    "reservation": "reservation", "time limit": "time",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class State:
+    """What Slurm says of a job, or of one task of an array."""
+
+    job: str  #: 17, or 17_2 for a task of an array
+    state: str  #: PENDING, RUNNING, COMPLETED ...; UNKNOWN once Slurm has forgotten it
+    reason: str = ""
+    restarts: int | None = None
+    elapsed: str = ""
+    nodes: str = ""
+
+
+def submit(text: str, folder: Path, options: Sequence[str] = ()) -> int:
+    """Give the script `text` to sbatch and return the job's id; keep both in `folder`.
+
+    `options` are words for sbatch. The job runs in the current folder, and finds this Python's
+    `hpctrain` first. Raises UsageError where there is no Slurm, or with sbatch's own words.
+    """
+    _must_have("sbatch")
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    out = str(folder.absolute() / "slurm-").replace("%", "%%")
+    number = "%A_%a" if re.search(r"^#SBATCH --array", text, re.M) else "%j"
+    done = _run(["sbatch", "--parsable", f"--output={out}{number}.out", *options], text)
+    if done.returncode:
+        if made:
+            folder.rmdir()
+        raise UsageError(refusal(done.stderr, text))
+    job = int(done.stdout.split(";")[0])
+    (folder / SCRIPT).write_text(text)
+    rundir.write_json(folder / JOBS, {"jobs": [*jobs_of(folder), job]})
+    return job
+
+
+def refusal(said: str, text: str) -> str:
+    """Return sbatch's words, and the lines of the script that they may be about."""
+    low, lines = said.lower(), []
+    for number, line in enumerate(text.splitlines(), start=1):
+        found = re.match(r"#SBATCH --([a-z-]+)(?:=(.*))?", line)
+        if found and _is_meant(found[1], found[2] or "", low):
+            lines.append(f"  line {number}: {line}")
+    head = f"sbatch refuses the job:\n{said.strip()}"
+    return "\n".join([head, *(["that may be about"] if lines else []), *lines])
+
+
+def _is_meant(option: str, value: str, said: str) -> bool:
+    by_value = len(value) > 3 and value.lower() in said
+    by_words = any(words in said and meant == option for words, meant in _MEANT.items())
+    return by_value or by_words or option in re.findall("[a-z][a-z-]*", said)
+
+
+def jobs_of(folder: Path) -> list[int]:
+    """Return the ids of the jobs of a run, the latest last."""
+    path = folder / JOBS
+    return list(json.loads(path.read_text())["jobs"]) if path.exists() else []
+
+
+def ask(job: int) -> list[State]:
+    """Return what Slurm says of `job`, for an array of each of its tasks.
+
+    The controller forgets jobs some minutes after their end; then accounting is asked.
+    """
+    _must_have("scontrol")
+    done = _run(["scontrol", "--oneliner", "show", "job", str(job)])
+    if done.returncode == 0:
+        return _tasks(done.stdout)
+    if "Invalid job id" not in done.stderr:
+        raise HpctrainError(f"scontrol does not tell of job {job}: {done.stderr.strip()}")
+    return _accounted(job) or [State(str(job), "UNKNOWN", "Slurm has forgotten it")]
+
+
+def _tasks(told: str) -> list[State]:
+    """Return the states in the output of scontrol; of a heterogeneous job its first part tells."""
+    found = []
+    for line in told.splitlines():
+        fields = dict(re.findall(r"(\w+)=(\S*)", line))
+        if fields and fields.get("HetJobOffset", "0") == "0":
+            array = "ArrayTaskId" in fields
+            job = f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}" if array else fields["JobId"]
+            reason = "" if fields["Reason"] == "None" else fields["Reason"]
+            restarts = int(fields.get("Restarts", 0))
+            names = fields.get("NodeList", "").replace("(null)", "")
+            found.append(State(job, fields["JobState"], reason, restarts, fields["RunTime"], names))
+    return sorted(found, key=lambda state: [int(n) for n in re.findall(r"\d+", state.job)])
+
+
+def _accounted(job: int) -> list[State]:
+    if shutil.which("sacct") is None:
+        return []
+    line = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}"]
+    done = _run([*line, "--format=JobID,State,Elapsed,NodeList"])
+    rows = [row.split("|") for row in done.stdout.splitlines() if row.count("|") == 3]
+    # "CANCELLED by 1000"
+    return [State(i, s.split()[0], elapsed=e, nodes=n) for i, s, e, n in rows if "+1" not in i]
+
+
+def status(folder: Path) -> list[dict[str, Any]]:
+    """Return a row per job, or task of an array, of the latest job of a run.
+
+    Raises UsageError where no job was submitted from `folder`.
+    """
+    jobs = jobs_of(folder)
+    if not jobs:
+        raise UsageError(
+            f"{folder} holds no {JOBS}: expected the folder of a run that `hpctrain slurm submit` "
+            "made"
+        )
+    return [{**vars(state), **told(_run_of(folder, state))} for state in ask(jobs[-1])]
+
+
+def _run_of(folder: Path, state: State) -> Path:
+    """Return the folder of the run that a job, or a task of an array, makes."""
+    text = (folder / SCRIPT).read_text()
+    sizes = re.search(r"^sizes=\(([\d ]+)\)$", text, re.M)
+    task = re.fullmatch(r"\d+_(\d+)", state.job)
+    if not (sizes and task):
+        return folder
+    return folder / f"nodes-{sizes[1].split()[int(task[1])]}"
+
+
+def told(run: Path) -> dict[str, Any]:
+    """Return what the files of a run tell of it so far."""
+    summary, rows = rundir.read_summary(run) or {}, rundir.rows(run)
+    last = rows[-1] if rows else {}
+    asked = _asked(run)
+    keys = ("step", "epoch", "train_loss", "test_accuracy", "samples_per_s")
+    return {
+        "run": str(run),
+        "status": summary.get("status"),
+        "reason_of_run": summary.get("reason"),
+        "steps": asked.get("steps"),
+        "epochs": asked.get("epochs"),
+        **{key: last.get(key) for key in keys},
+    }
+
+
+def _asked(run: Path) -> dict[str, Any]:
+    """Return `[run]` of the resolved recipe; empty before training begins."""
+    path = run / rundir.RECIPE
+    table: dict[str, Any] = tomllib.loads(path.read_text()).get("run", {}) if path.exists() else {}
+    return table
+
+
+def wait(folders: Sequence[Path], limit_s: float) -> list[dict[str, Any]]:
+    """Return the status of all jobs once they have ended, or after `limit_s`."""
+    deadline, pause = time.monotonic() + limit_s, 0.5
+    while True:
+        rows = [row for folder in folders for row in status(folder)]
+        left = deadline - time.monotonic()
+        if left <= 0 or all(row["state"] in ENDED for row in rows):
+            return rows
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, POLL_S)
+
+
+def meaning(row: dict[str, Any]) -> str:
+    """Return why a job is where it is: the run's own reason, or Slurm's with what it means."""
+    reason = row["reason"]
+    known = REASONS.get(reason.rstrip(",").partition(",")[0])
+    if row["state"] in ENDED and row["reason_of_run"]:
+        return str(row["reason_of_run"])
+    return f"{reason}: {known}" if known else reason
+
+
+def _must_have(command: str) -> None:
+    if shutil.which(command) is None:
+        raise UsageError(_ABSENT.format(command=command))
+
+
+def _run(line: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    environ = {**os.environ, "PATH": path}
+    try:
+        return subprocess.run(
+            line, input=text, env=environ, capture_output=True, text=True, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise HpctrainError(f"{line[0]} has not answered within {LIMIT_S:.0f} s") from None

@@ -1,0 +1,199 @@
+"""slurm submit and status: what commands say is a table; a few jobs on a real Slurm."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hpctrain import rundir
+from hpctrain.cli import hpctrain
+from hpctrain.cluster import sbatch, submit
+from hpctrain.cluster.submit import State
+from hpctrain.errors import HpctrainError, UsageError
+
+JOB = "JobId={} JobName=my job JobState={} Reason={} Restarts=1 RunTime=00:01:02 NodeList=n[1-2]"
+SHOWN = {
+    "a job": (
+        JOB.format(17, "RUNNING", "None"),
+        [State("17", "RUNNING", "", 1, "00:01:02", "n[1-2]")],
+    ),
+    "that waits": (
+        JOB.format(17, "PENDING", "Resources").replace("n[1-2]", "(null)"),
+        [State("17", "PENDING", "Resources", 1, "00:01:02", "")],
+    ),
+    "an array": (
+        JOB.format("19 ArrayJobId=17 ArrayTaskId=10", "RUNNING", "None")
+        + "\n"
+        + JOB.format("18 ArrayJobId=17 ArrayTaskId=2", "COMPLETED", "None"),
+        [
+            State("17_2", "COMPLETED", "", 1, "00:01:02", "n[1-2]"),
+            State("17_10", "RUNNING", "", 1, "00:01:02", "n[1-2]"),
+        ],
+    ),
+    "a heterogeneous one": (
+        JOB.format("17 HetJobId=17 HetJobOffset=0", "RUNNING", "None")
+        + "\n"
+        + JOB.format("18 HetJobId=17 HetJobOffset=1", "RUNNING", "None"),
+        [State("17", "RUNNING", "", 1, "00:01:02", "n[1-2]")],
+    ),
+}
+
+
+@pytest.fixture
+def commands(tmp_path, monkeypatch):
+    """Return a function that puts a command on the PATH, which has no other."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(submit.sys, "executable", str(tmp_path / "bin" / "python"))
+    (tmp_path / "bin").mkdir()
+
+    def make(name: str, script: str) -> None:
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+
+    return make
+
+
+@pytest.mark.parametrize("case", SHOWN)
+def test_what_scontrol_shows(case, commands):
+    said, states = SHOWN[case]
+    commands("scontrol", f"echo '{said}'")
+    assert submit.ask(17) == states
+
+
+def test_what_the_controller_forgot_is_asked_of_accounting(commands):
+    commands("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    assert submit.ask(17) == [State("17", "UNKNOWN", "Slurm has forgotten it")]
+    commands("sacct", "echo '17|CANCELLED by 1000|00:01:02|n[1-2]'")
+    assert submit.ask(17) == [State("17", "CANCELLED", elapsed="00:01:02", nodes="n[1-2]")]
+
+
+def test_a_controller_that_is_away_is_an_error(commands):
+    commands("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(HpctrainError, match="job 17: Unable to contact"):
+        submit.ask(17)
+
+
+def test_without_slurm_it_is_told_what_to_do(commands):
+    with pytest.raises(UsageError, match=r"no sbatch on this PATH.* `hpctrain slurm render`"):
+        submit.submit("#!/bin/sh", Path("run"))
+    assert not Path("run").exists()
+
+
+SAID = {
+    "invalid partition specified: gold": [4],
+    "Batch job submission failed: Requested node configuration is not available": [2],
+    "Invalid --time specification": [3],
+    "unrecognized option '--partition'": [4],
+    "Batch job submission failed: Access denied": [],
+}
+TEXT = "#!/bin/sh\n#SBATCH --nodes=4\n#SBATCH --time=0:30:00\n#SBATCH --partition=gold\n"
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_refusals_name_the_line(said, commands):
+    commands("sbatch", f'echo "sbatch: error: {said}" >&2; exit 1')
+    with pytest.raises(UsageError) as error:
+        submit.submit(TEXT, Path("run"))
+    assert f"sbatch: error: {said}" in str(error.value)
+    assert [int(n) for n in re.findall(r"line (\d+): #SBATCH", str(error.value))] == SAID[said]
+    assert not Path("run").exists()
+
+
+def told(*words: str) -> str:
+    """Return what `hpctrain slurm WORDS` prints."""
+    result = CliRunner().invoke(hpctrain, ["slurm", *words], standalone_mode=False)
+    if result.exception:
+        raise result.exception
+    return result.output
+
+
+# words -> what the error says
+REFUSED = {
+    "--nodes 4 --ranks 10": "--ranks 10 cannot be shared out evenly among --nodes 4",
+    "--ranks 4 --tasks-per-node 4": "say the same",
+    "--sizes 1,two": "--sizes 1,two: expected numbers of nodes",
+    "--nodes 2 --servers 1 --engine gossip": "--engine gossip has no servers",
+    "--nodes 2 --engine ps-sync --set engine.servers=2": "needs at least 3 ranks, but 2",
+    "--option constrain=a100": "did you mean 'constraint'",
+    "--set run.epoch=1": "did you mean 'epochs'",
+    "--site cpus": "did you mean 'cpu'",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_command_lines_are_refused(words):
+    with pytest.raises(UsageError) as error:
+        told("render", "digits", *words.split())
+    assert REFUSED[words] in str(error.value)
+
+
+def test_render_prints_what_was_asked_for():
+    text = told("render", "digits", "--sizes", "1,2", "--ranks", "4", "--option", "qos=debug",
+                "--option", "exclusive", "--set", "run.epochs=1")  # fmt: skip
+    for line in ("#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=2", "#SBATCH --qos=debug",
+                 "#SBATCH --exclusive", "sizes=(1 2)", "#SBATCH --array=0-1%1",
+                 "train=(hpctrain train digits --set run.epochs=1)"):  # fmt: skip
+        assert line in text.splitlines()
+    text = told("render", "digits", "--servers", "1", "--nodes", "2")
+    assert "--engine ps-sync --set engine.servers=1 --set engine.placement=dedicated" in text
+    assert told("render", "digits", "--interactive").splitlines()[-1].startswith("exec salloc")
+
+
+def test_status_shows_job_and_run(commands):
+    commands("sbatch", "echo '17;cluster'")
+    commands("scontrol", f"echo '{JOB.format(17, 'PENDING', 'BeginTime')}'")
+    assert told("submit", "digits", "--out", "runs/a") == "17  runs/a\n"
+    assert submit.jobs_of(Path("runs/a")) == [17]
+    assert "run=runs/a\n" in Path("runs/a", submit.SCRIPT).read_text()
+    rundir.write_recipe(Path("runs/a"), "[run]\nsteps = 360\n")
+    row = {"step": 120, "epoch": 10, "train_loss": 0.25, "test_accuracy": None}
+    rundir.append_row(Path("runs/a"), row)
+    shown = told("status")
+    for words in ("PENDING", "120 of 360", "0.2500", "runs/a", "17: BeginTime: it comes back"):
+        assert words in shown
+    (found,) = json.loads(told("status", "--json", "runs/a"))
+    assert (found["state"], found["restarts"], found["step"]) == ("PENDING", 1, 120)
+    rundir.write_summary(Path("runs/a"), {"status": "failed", "reason": "rank 1: disk full"})
+    commands("scontrol", f"echo '{JOB.format(17, 'FAILED', 'NonZeroExitCode')}'")
+    assert "17: rank 1: disk full" in told("status", "runs/a")
+
+
+def test_status_wants_a_run_that_was_submitted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"no run in runs/ was submitted"):
+        told("status")
+    with pytest.raises(UsageError, match=r"elsewhere holds no jobs\.json"):
+        told("status", "elsewhere")
+
+
+@pytest.mark.processes
+def test_on_a_real_slurm(slurm, tmp_path, monkeypatch):
+    """Options are known, a refusal is shown, a job that waits tells why, one that runs is done."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("PATH", "SLURM_CONF"):
+        monkeypatch.setenv(name, slurm.environ[name])
+    monkeypatch.setenv("SLURM_MPI_TYPE", slurm.srun.rpartition("=")[2])
+    assert set(re.findall(r"--([a-z][a-z-]+)", slurm.run("sbatch", "--help"))) <= {*sbatch.KNOWN}
+    with pytest.raises(
+        UsageError, match=r"(?s)invalid partition.*line \d+: #SBATCH --partition=no"
+    ):
+        told("submit", "digits", "--option", "partition=no-such")
+    assert not list(Path("runs").glob("*"))
+
+    told("submit", "digits", "--nodes", "4", "--option", "hold", "--out", "held")
+    assert "JobHeldUser: held: scontrol release it" in told("status", "held")
+
+    name = "it's 100% $HOME"
+    told("submit", "digits", "--sizes", "1,2", "--set", "run.epochs=1", "--out", name)
+    rows = json.loads(told("status", "--json", "--wait", "90", name))
+    assert [row["state"] for row in rows] == ["COMPLETED"] * 2, slurm.told(
+        submit.jobs_of(Path(name))[0]
+    )
+    for row, ranks in zip(rows, (1, 2), strict=True):
+        assert (row["status"], row["run"]) == ("done", f"{name}/nodes-{ranks}")
+        assert rundir.read_summary(Path(row["run"]))["world_size"] == ranks
