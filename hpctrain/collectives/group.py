@@ -11,7 +11,7 @@ from hpctrain.collectives.choices import Choices
 from hpctrain.collectives.near import Near, near
 from hpctrain.transport.link import Link
 from hpctrain.transport.memory import Memory
-from hpctrain.xp import Array, namespace
+from hpctrain.xp import Array, finish, namespace
 
 
 class Scratch:
@@ -34,6 +34,7 @@ class Scratch:
             return self.take(length, x.dtype)
         device, nbytes = x.data.device_id, length * x.itemsize
         if device not in self._beyond or self._beyond[device].nbytes < nbytes:
+            finish(x)  # CuPy may give what is let go to another stream while ours still reads it
             self._beyond[device] = namespace(x).empty(nbytes, np.uint8)
         return self._beyond[device][:nbytes].view(x.dtype)
 

@@ -69,16 +69,18 @@ class CausalAttention:
         qkv = flat @ p["qkv_weight"]
         qkv += p["qkv_bias"]
         qkv = qkv.reshape(n, length, 3, self.heads, width // self.heads)
-        weights = xp.empty((n, self.heads, length, length), x.dtype)
+        scores = np.float32 if x.itemsize == 2 else x.dtype  # else sums would lose small numbers
+        weights = xp.empty((n, self.heads, length, length), scores)
         mixed = xp.empty((n, length, self.heads, width // self.heads), x.dtype)
         for i in _pieces(x):
             q, k, v = _by_head(qkv[i])
-            _softmax(xp.matmul(q, k.swapaxes(-1, -2), out=weights[i]), 1 / sqrt(q.shape[-1]))
-            xp.matmul(weights[i], v, out=mixed[i].swapaxes(-3, -2))
+            _product(q, k.swapaxes(-1, -2), out=weights[i])
+            _softmax(weights[i], 1 / sqrt(q.shape[-1]))
+            _product(weights[i], v, out=mixed[i].swapaxes(-3, -2))
         mixed = mixed.reshape(n * length, width)
         y = mixed @ p["out_weight"]
         y += p["out_bias"]
-        return y.reshape(x.shape), Saved(flat, qkv, weights, mixed)
+        return y.reshape(x.shape), Saved(flat, qkv, narrow(weights, x), mixed)
 
     def backward(
         self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Saved, dy: Array, want_dx: bool
@@ -100,15 +102,14 @@ class CausalAttention:
         for i in _pieces(dmixed):
             (q, k, v), (dq, dk, dv) = _by_head(saved.qkv[i]), _by_head(dqkv[i])
             a, dm = saved.weights[i], dmixed[i].swapaxes(-3, -2)
-            xp.matmul(a.swapaxes(-1, -2), dm, out=dv)
-            ds, full = wide(dm @ v.swapaxes(-1, -2)), wide(a)
+            _product(a.swapaxes(-1, -2), dm, out=dv)
+            ds, full = wide(dm) @ wide(v).swapaxes(-1, -2), wide(a)
             # Of softmax: ds = a (da - sum(a da)); masked places have a = 0 and stay out by it.
             ds -= _sum_product(full, ds)
             ds *= full
             ds *= 1 / sqrt(d)
-            ds = narrow(ds, a)
-            xp.matmul(ds, k, out=dq)
-            xp.matmul(ds.swapaxes(-1, -2), q, out=dk)
+            _product(ds, k, out=dq)
+            _product(ds.swapaxes(-1, -2), q, out=dk)
         return dqkv
 
 
@@ -122,6 +123,14 @@ def _by_head(qkv: Array) -> tuple[Array, Array, Array]:
     return tuple(qkv[..., i, :, :].swapaxes(-3, -2) for i in range(3))
 
 
+def _product(a: Array, b: Array, out: Array) -> None:
+    """Write the matrix products of `a` and `b`, (..., n, k) and (..., k, m), into `out`."""
+    if min(a.itemsize, b.itemsize) > 2:
+        namespace(a).matmul(a, b, out=out)
+    else:  # CuPy has products of many matrices in float32 and float64 alone
+        out[...] = wide(a) @ wide(b)
+
+
 def _sum_product(a: Array, b: Array) -> Array:
     """Return the sum of a * b over the last axis, which stays with length 1."""
     if on_device(a):
@@ -131,11 +140,6 @@ def _sum_product(a: Array, b: Array) -> Array:
 
 def _softmax(scores: Array, factor: float) -> None:
     """Turn the scores (..., heads, length, length) into weights, in place."""
-    if scores.itemsize == 2:  # sums of many small numbers would lose most of them
-        full = wide(scores)
-        _softmax(full, factor)
-        scores[...] = full
-        return
     scores *= factor
     scores += _mask(namespace(scores), scores.shape[-1], scores.dtype.name)
     scores -= scores.max(axis=-1, keepdims=True)

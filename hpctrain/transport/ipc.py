@@ -130,10 +130,8 @@ class Arenas:
 
     def _allocated(self, nbytes: int) -> int:
         """Return the address of zeros; raise UsageError on all ranks where one has too few."""
-        runtime, size = (
-            self._xp.cuda.runtime,
-            -(-(nbytes + HEADER_BYTES) // PAGE_BYTES) * PAGE_BYTES,
-        )
+        runtime, size = self._xp.cuda.runtime, _pages(nbytes + HEADER_BYTES) * PAGE_BYTES
+        self._xp.get_default_memory_pool().free_all_blocks()  # what CuPy keeps is not free for us
         try:
             address, short = runtime.malloc(size), ""
         except (runtime.CUDARuntimeError, MemoryError):
@@ -171,6 +169,7 @@ class Arenas:
         except runtime.CUDARuntimeError:
             return b""
         runtime.memcpy(address, _address(token), TOKEN_BYTES, runtime.memcpyHostToDevice)
+        runtime.deviceSynchronize()  # a copy from pageable memory may return before it arrived
         return _TOLD.pack(token, nbytes, handle)
 
     def _mapped(self, told: Sequence[bytes]) -> Iterator[int]:

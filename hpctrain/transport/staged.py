@@ -112,7 +112,8 @@ class Staging:
     def _copied(self, stream: Any, to: int, source: int, nbytes: int, kind: int, after: Any) -> Any:
         stream.wait_event(after)
         self.host_bytes += nbytes
-        self._cuda.runtime.memcpyAsync(to, source, nbytes, kind, stream.ptr)
+        if nbytes:  # an array without elements has no address
+            self._cuda.runtime.memcpyAsync(to, source, nbytes, kind, stream.ptr)
         return stream.record(self._event())
 
     def _event(self) -> Any:

@@ -98,7 +98,9 @@ def array(obj, dtype=None, copy=True, order="K", *, blocking=False):
         return obj.astype(obj.dtype if dtype is None else dtype, copy=copy)
     if isinstance(obj, (tuple, list)) and any(isinstance(x, ndarray) for x in obj):
         return evaluate(np.stack, list(obj))
-    host = np.array(obj, dtype)  # CuPy copies to pinned memory of its own first
+    pinned = isinstance(obj, np.ndarray) and machine().is_pinned(obj.ctypes.data)
+    # CuPy copies to pinned memory of its own first, but reads what is pinned when its turn comes.
+    host = np.asarray(obj, dtype) if pinned and obj.flags.c_contiguous else np.array(obj, dtype)
     x = empty(host.shape, host.dtype)
     machine().count("H2D", host.nbytes)
     get_current_stream().put(lambda: np.copyto(x._host, host))

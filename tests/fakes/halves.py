@@ -9,7 +9,8 @@ import operator
 
 import numpy as np
 
-PRODUCTS = (np.matmul, operator.matmul, np.dot)
+MANY = (np.matmul, operator.matmul)  #: of several matrices at once, too
+PRODUCTS = (*MANY, np.dot)
 
 
 def plain(function):
@@ -27,6 +28,8 @@ def as_on_a_gpu(function):
         kind = _sixteen(args)
         if kind is None:
             return function(*args, **kwargs, **({} if out is None else {"out": out}))
+        if function in MANY and kind != np.float16 and max(map(np.ndim, args)) > 2:
+            raise TypeError("data type 'E' not understood")  # as CuPy 14 says of bfloat16
         if function in PRODUCTS:
             args = [a.astype(np.float32) if isinstance(a, np.ndarray) else a for a in args]
         result = function(*args, **kwargs)
