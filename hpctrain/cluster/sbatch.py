@@ -7,7 +7,7 @@ backslashes bind, `#` ends a line. A value without all of these is read as it st
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hpctrain import config
 from hpctrain.errors import UsageError
@@ -64,16 +64,20 @@ VARIABLES = {
             "reservation", "threads-per-core",
         )
     },
+    "mem": "SBATCH_MEM_PER_NODE",
     "time": "SBATCH_TIMELIMIT",
 }  # fmt: skip
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:;=@%+/~^*!&|()\[\]<>?{}-]*")
 
 
-def check(options: Mapping[str, str]) -> None:
-    """Raise UsageError for an option that sbatch does not know, or that a job has already."""
+def check(options: Mapping[str, str], plugins: Sequence[str] = ()) -> None:
+    """Raise UsageError for an option that sbatch does not know, or that a job has already.
+
+    `plugins` are options that a site has added to its sbatch.
+    """
     for name, value in options.items():
-        config.pick(KNOWN, name, "option of sbatch")
+        config.pick({**KNOWN, **dict.fromkeys(plugins)}, name, "option of sbatch")
         if name in _OURS:
             raise UsageError(f"sbatch's --{name} cannot be set: {_OURS[name]}")
         must_be_plain(f"--option {name}", value)

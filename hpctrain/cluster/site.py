@@ -27,49 +27,84 @@ else:
     import tomli as tomllib
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_LINE = 100
+KINDS = ("cpu", "gpu")
+
+
+@config.options
+class Nodes:
+    """A kind of node of a cluster, and how ranks use it."""
+
+    gpus: Annotated[int, Field(ge=0)] = 0  #: on each node
+    gpus_as: Literal["gpus-per-node", "gres"] = "gpus-per-node"  #: the option that asks for them
+    tasks_per_node: Annotated[int, Field(ge=1)] = 1  #: where a job asks for no GPUs
+    cpus_per_task: Annotated[int, Field(ge=1)] = 1
+    options: dict[str, str] = Field(default_factory=dict)  #: of sbatch
+    modules: list[str] = Field(default_factory=list)
+    environment: dict[str, str] = Field(default_factory=dict)
 
 
 @config.options
 class Site:
-    """A cluster, or a part of it with one kind of node."""
+    """A cluster; `cpu` and `gpu` are its nodes without and with GPUs that hpctrain can use."""
 
     title: str
+    cpu: Nodes | None = None
+    gpu: Nodes | None = None
     read: list[str] = Field(default_factory=list)  #: the documents this was read from
     notes: list[str] = Field(default_factory=list)  #: what its users should know
-    gpus_per_node: Annotated[int, Field(ge=0)] = 0  #: that hpctrain can use
-    gpus_as: Literal["gpus-per-node", "gres"] = "gpus-per-node"  #: the option that asks for them
-    tasks_per_node: Annotated[int, Field(ge=1)] = 1  #: of a job without GPUs
-    cpus_per_task: Annotated[int, Field(ge=1)] = 1
-    options: dict[str, str] = Field(default_factory=dict)  #: of sbatch
-    servers: dict[str, str] = Field(default_factory=dict)  #: of sbatch, for nodes of servers
+    options: dict[str, str] = Field(default_factory=dict)  #: of sbatch, on all nodes
+    plugins: list[str] = Field(default_factory=list)  #: options that the site has added to sbatch
     modules: list[str] = Field(default_factory=list)
     launcher: str = "srun --kill-on-bad-exit=1"
     environment: dict[str, str] = Field(default_factory=dict)
 
-    def setup(self) -> str:
-        """Return shell text that makes a shell ready to start ranks here."""
-        exports = {"HPCTRAIN_LAUNCHER": self.launcher, **self.environment}
-        lines = [f"module load {shlex.join(self.modules)}"] if self.modules else []
+    def nodes(self, gpus: int) -> Nodes:
+        """Return the nodes for a job that asks for `gpus` GPUs on each.
+
+        Raises UsageError where there are none such.
+        """
+        nodes = self.gpu if gpus else self.cpu
+        if nodes is not None and gpus <= nodes.gpus:
+            return nodes
+        most = self.gpu.gpus if self.gpu else 0
+        told = f"nodes with {most} GPUs" if most else "no GPUs that hpctrain was tried on"
+        raise UsageError(
+            f"--gpus-per-node {gpus}: {self.title} has {told}"
+            + ("" if self.cpu else ", and none without")
+        )
+
+    def sbatch_options(self, nodes: Nodes) -> dict[str, str]:
+        """Return the options of sbatch for `nodes`."""
+        return {**self.options, **nodes.options}
+
+    def setup(self, nodes: Nodes) -> str:
+        """Return shell text that makes a shell ready to start ranks on `nodes`."""
+        exports = {"HPCTRAIN_LAUNCHER": self.launcher, **self.environment, **nodes.environment}
+        modules = [*self.modules, *nodes.modules]
+        lines = [f"module load {shlex.join(modules)}"] if modules else []
         lines += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
         return "\n".join([*self._comments(), *lines])
 
-    def env(self) -> str:
+    def env(self, nodes: Nodes) -> str:
         """Return the text of a file site.env: options of sbatch as variables, then `setup`."""
-        options = {**self.options, **gpu_options(self, self.gpus_per_node)}
+        options = {**self.sbatch_options(nodes), **gpu_options(nodes.gpus, nodes)}
         exports = [f"export {VARIABLES[k]}={shlex.quote(v)}" for k, v in options.items()]
-        return "\n".join([*exports, self.setup()])
+        return "\n".join([*exports, self.setup(nodes), ""])
 
     def _comments(self) -> list[str]:
         seen = "Read from public documentation, not run there:" if self.read else ""
         return [f"# {line}" for line in (self.title, seen, *self.read, *self.notes) if line]
 
 
-def gpu_options(site: Site, gpus: int) -> dict[str, str]:
+#: Nodes of which nothing is known.
+ANY = Nodes(gpus=1 << 10)
+
+
+def gpu_options(gpus: int, nodes: Nodes) -> dict[str, str]:
     """Return the options of sbatch for `gpus` GPUs on each node, all of them seen by each task."""
     if not gpus:
         return {}
-    ask = {"gres": f"gpu:{gpus}"} if site.gpus_as == "gres" else {"gpus-per-node": str(gpus)}
+    ask = {"gres": f"gpu:{gpus}"} if nodes.gpus_as == "gres" else {"gpus-per-node": str(gpus)}
     return {**ask, "gpu-bind": "none"}
 
 
@@ -90,8 +125,10 @@ def load(name: str) -> Site:
         raise UsageError(f"site {name}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"site {name} is not TOML: {error}") from None
-    site = config.read(Site, table, f"site {name}")
-    _check(site, name)
+    where = f"site {name}"
+    kinds = {k: config.read(Nodes, table.pop(k), f"{where}.{k}") for k in KINDS if k in table}
+    site = config.read(Site, table | kinds, where)
+    _check(site, where)
     return site
 
 
@@ -103,17 +140,23 @@ def _text(name: str) -> str:
     return resources.files("hpctrain.cluster").joinpath("sites", f"{name}.toml").read_text()
 
 
-def _check(site: Site, name: str) -> None:
+def _check(site: Site, where: str) -> None:
     """Raise UsageError for what sbatch or a shell would not take as one harmless word."""
-    for key, value in [*site.options.items(), *site.servers.items()]:
-        config.pick(VARIABLES, key, f"option of sbatch that site {name} can set:")
-        must_be_plain(f"[site {name}] {key}", value)
-    for variable in site.environment:
-        if not _VARIABLE.fullmatch(variable):
-            raise UsageError(f"[site {name}] environment: '{variable}' is no name of a variable")
-    told = [site.title, *site.read, *site.notes, *site.modules, site.launcher]
-    for text in [*told, *site.environment.values()]:
+    nodes = [kind for kind in (site.cpu, site.gpu) if kind]
+    if not nodes:
+        raise UsageError(
+            f"[{where}] expected a table [cpu] or [gpu]: its nodes without and with GPUs"
+        )
+    parts: list[Site | Nodes] = [site, *nodes]
+    for part in parts:
+        for key, value in part.options.items():
+            config.pick(VARIABLES, key, f"option of sbatch in {where}:")
+            must_be_plain(f"[{where}] {key}", value)
+        for variable in part.environment:
+            if not _VARIABLE.fullmatch(variable):
+                raise UsageError(f"[{where}] environment: '{variable}' is no name of a variable")
+    told = [site.title, site.launcher, *site.read, *site.notes]
+    told += [word for p in parts for word in (*p.modules, *p.environment.values())]
+    for text in told:
         if not text.isprintable():
-            raise UsageError(
-                f"[site {name}] a line without control characters is expected: {text!r}"
-            )
+            raise UsageError(f"[{where}] expected text without control characters, seen {text!r}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 
 from hpctrain.cluster import sbatch
-from hpctrain.cluster.site import Site, gpu_options
+from hpctrain.cluster.site import ANY, Nodes, Site, gpu_options
 from hpctrain.errors import UsageError
 
 _MARK = re.compile(r"\{\{ (\w+) \}\}")
@@ -89,7 +89,7 @@ def ranks(job: Job, site: Site | None = None) -> int:
 
 def tasks_per_node(job: Job, site: Site | None = None) -> int:
     """Return how many ranks run on a node, those of servers not counted."""
-    return job.tasks_per_node or job.gpus_per_node or (site.tasks_per_node if site else 1)
+    return job.tasks_per_node or job.gpus_per_node or _nodes(job, site).tasks_per_node
 
 
 def seconds(time: str) -> int:
@@ -116,7 +116,11 @@ def check(job: Job, site: Site | None = None) -> None:
         )
     if wrong:
         raise UsageError("\n".join(wrong))
-    sbatch.check(job.options)
+    sbatch.check(job.options, site.plugins if site else ())
+
+
+def _nodes(job: Job, site: Site | None) -> Nodes:
+    return site.nodes(job.gpus_per_node) if site else ANY
 
 
 def _numbers(job: Job) -> list[str]:
@@ -133,9 +137,6 @@ def _places(job: Job, site: Site | None) -> list[str]:
     each, most = tasks_per_node(job, site), max(job.sizes, default=job.nodes)
     workers = job.nodes * each
     faults = {
-        f"--gpus-per-node {job.gpus_per_node}: hpctrain uses {_at_most(site)} of {_title(site)}": (
-            site is not None and job.gpus_per_node > site.gpus_per_node
-        ),
         f"{each} ranks per node share {job.gpus_per_node} GPUs: each rank takes one GPU, so leave "
         "out --tasks-per-node, or name the same number": job.gpus_per_node not in (0, each),
         f"--sizes up to {most} do not go on --nodes {job.nodes}": most > job.nodes,
@@ -174,12 +175,6 @@ def _texts(job: Job) -> list[str]:
     return wrong
 
 
-def _at_most(site: Site | None) -> str:
-    return (
-        f"at most {site.gpus_per_node} GPUs per node" if site and site.gpus_per_node else "no GPUs"
-    )
-
-
 def _title(site: Site | None) -> str:
     return site.title if site else "slurm/site.env"
 
@@ -197,7 +192,7 @@ def job_name(job: Job) -> str:
 def _batch(job: Job, site: Site | None) -> dict[str, str]:
     return {
         "options": _options(job, site),
-        "site": site.setup() if site else _template("site.sh").rstrip(),
+        "site": site.setup(_nodes(job, site)) if site else _template("site.sh").rstrip(),
         "run": _run(job),
         "train": shlex.join(_train(job)),
         "max_restarts": str(job.max_restarts),
@@ -210,35 +205,34 @@ def _batch(job: Job, site: Site | None) -> dict[str, str]:
 
 def _options(job: Job, site: Site | None) -> str:
     """Return the #SBATCH lines; of a heterogeneous job, those of both its parts."""
+    nodes = _nodes(job, site)
     beside = -(-job.servers // job.nodes) if not job.server_nodes else 0
     first = {
         "job-name": job_name(job),
-        **_size(job.nodes, tasks_per_node(job, site) + beside, job, site),
-        **gpu_options(site or _ANY, job.gpus_per_node),
+        **_size(job.nodes, tasks_per_node(job, site) + beside, job, nodes),
+        **gpu_options(job.gpus_per_node, nodes),
         "time": job.time,
         **({"array": f"0-{len(job.sizes) - 1}%1"} if job.sizes else {}),
         "signal": f"B:USR1@{job.warn_s}",
         "requeue": "",
         "open-mode": "append",
-        **(site.options if site else {}),
-        **job.options,
+        **_more(job, site, nodes),
     }
     if not job.server_nodes:
         return sbatch.lines(first)
-    second = {
-        **_size(job.server_nodes, job.servers // job.server_nodes, job, site),
-        **(site.options | site.servers if site else {}),
-        **job.options,
-    }
+    each = job.servers // job.server_nodes
+    of_servers = _more(job, site, site.nodes(0) if site else ANY)
+    second = {**_size(job.server_nodes, each, job, nodes), **of_servers}
     return f"{sbatch.lines(first)}\n#SBATCH hetjob\n{sbatch.lines(second)}"
 
 
-_ANY = Site(title="any")
-
-
-def _size(nodes: int, tasks: int, job: Job, site: Site | None) -> dict[str, str]:
-    cores = job.cpus_per_task or (site or _ANY).cpus_per_task
+def _size(nodes: int, tasks: int, job: Job, kind: Nodes) -> dict[str, str]:
+    cores = job.cpus_per_task or kind.cpus_per_task
     return {"nodes": str(nodes), "ntasks-per-node": str(tasks), "cpus-per-task": str(cores)}
+
+
+def _more(job: Job, site: Site | None, nodes: Nodes) -> dict[str, str]:
+    return {**(site.sbatch_options(nodes) if site else {}), **job.options}
 
 
 def _run(job: Job) -> str:
@@ -255,7 +249,11 @@ def _train(job: Job) -> list[str]:
 
 def _placement(job: Job, site: Site | None) -> str:
     if job.server_nodes:
-        return "launch+=(--het-group=0,1) # one MPI job over both parts"
+        return (
+            "# One MPI job over both parts, with as many cores for each rank.\n"
+            "export SLURM_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK_HET_GROUP_0\n"
+            'launch+=("--het-group=0,1")'
+        )
     return (
         "# Ranks are dealt out to the nodes in turn: each has its workers before a server comes.\n"
         "unset SLURM_NTASKS_PER_NODE # srun would complain where they are not shared out evenly\n"
@@ -265,9 +263,10 @@ def _placement(job: Job, site: Site | None) -> str:
 
 
 def _interactive(job: Job, site: Site | None) -> dict[str, str]:
-    size = _size(job.nodes, tasks_per_node(job, site), job, site)
-    gpus = gpu_options(site or _ANY, job.gpus_per_node)
-    options = {**size, **gpus, "time": job.time, **(site.options if site else {}), **job.options}
+    nodes = _nodes(job, site)
+    size = _size(job.nodes, tasks_per_node(job, site), job, nodes)
+    gpus = gpu_options(job.gpus_per_node, nodes)
+    options = {**size, **gpus, "time": job.time, **_more(job, site, nodes)}
     return {
         "options": "\n".join(f"    {shlex.quote(word)}" for word in sbatch.words(options)),
         "variables": _OF_SALLOC,

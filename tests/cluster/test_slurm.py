@@ -18,7 +18,7 @@ from hpctrain.cluster.slurm import DEFAULTS, Job, ranks, render, seconds
 from hpctrain.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
-CPU = site.Site(title="A cluster")
+CPU = site.Site(title="A cluster", cpu=site.Nodes())
 
 # file of tests/golden/slurm: job, site
 GOLDEN: dict[str, tuple[Job, str | None]] = {
@@ -26,19 +26,31 @@ GOLDEN: dict[str, tuple[Job, str | None]] = {
         Job("my runs/it's.toml", nodes=2, gpus_per_node=4, arguments=("--set", "run.epochs=3")),
         None,
     ),
-    "servers_on_nodes_of_their_own": (Job(nodes=4, servers=4, server_nodes=2, out="runs/ps"), None),
+    "servers_on_cpu_nodes_of_perlmutter": (
+        Job(nodes=4, gpus_per_node=4, servers=4, server_nodes=2, out="runs/ps"),
+        "perlmutter",
+    ),
 }
 
 
 def files() -> dict[Path, str]:
     """Return the files that are kept, and what is to stand in them."""
     made = {ROOT / "slurm" / name: render(job) for name, job in DEFAULTS.items()}
-    made |= {ROOT / f"slurm/sites/{n}.env": site.load(n).env() + "\n" for n in site.names()}
-    made[ROOT / "slurm/site.env"] = site.load("cpu").env() + "\n"
+    for name in site.names():
+        made |= {ROOT / "slurm/sites" / file: text for file, text in envs(name).items()}
+    made[ROOT / "slurm/site.env"] = envs("cpu")["cpu.env"]
     for name, (job, where) in GOLDEN.items():
         text = render(job, site.load(where) if where else None)
         made[ROOT / "tests/golden/slurm" / f"{name}.sbatch"] = text
     return made
+
+
+def envs(name: str) -> dict[str, str]:
+    """Return the files site.env of a profile: one for each kind of node."""
+    found = site.load(name)
+    kinds = [kind for kind in (found.gpu, found.cpu) if kind]
+    names = [name, f"{name}-cpu"][: len(kinds)]
+    return {f"{n}.env": found.env(kind) for n, kind in zip(names, kinds, strict=True)}
 
 
 def test_kept_files_are_what_is_rendered():
@@ -92,10 +104,17 @@ def test_refused(job, told):
 
 
 def test_refused_of_a_site():
-    with pytest.raises(UsageError, match="hpctrain uses no GPUs of A cluster"):
+    with pytest.raises(UsageError, match="A cluster has no GPUs that hpctrain was tried on"):
         render(Job(gpus_per_node=4), CPU)
+    with pytest.raises(UsageError, match="nodes with 4 GPUs, and none without"):
+        render(Job(gpus_per_node=8), site.load("alps"))
+    with pytest.raises(UsageError, match="did you mean 'uenv'"):
+        render(Job(gpus_per_node=4, options={"uenf": "a"}), site.load("alps"))
     with pytest.raises(UsageError, match="A cluster starts ranks with `mpirun`"):
-        render(Job(nodes=2, servers=1), site.Site(title="A cluster", launcher="mpirun"))
+        render(
+            Job(nodes=2, servers=1),
+            site.Site(title="A cluster", cpu=site.Nodes(), launcher="mpirun"),
+        )
 
 
 TIMES = {"90": 5400, "2:30": 150, "2:00:00": 7200, "1-12": 129600, "1-0:30": 88200, "0-0:0:9": 9}
@@ -160,16 +179,18 @@ def directives(text: str) -> list[str]:
     return [line for line in lines[:first] if line.startswith("#SBATCH")]
 
 
+HEAD = 'title = "x"\n[cpu]\n'
 SITES = {
-    'title = "x"\ngpus_pernode = 4': "unknown key in [site s.toml]: 'gpus_pernode'; did you mean "
-    "'gpus_per_node'?",
-    'title = "x"\n[options]\npartion = "a"': "did you mean 'partition'?",
-    'title = "x"\n[options]\npartition = "a b"': "[site s.toml] partition: expected letters",
-    'title = "x"\n[environment]\n"A B" = "1"': "'A B' is no name of a variable",
-    'title = "x"\n[environment]\nA = "1\\n2"': "a line without control characters",
-    'title = "x"\nmodules = ["a\\nb"]': "a line without control characters",
+    'gpus_pernode = 4\ntitle = "x"': "unknown key in [site s.toml]: 'gpus_pernode'",
+    f"{HEAD}task_per_node = 4": "in [site s.toml.cpu]: 'task_per_node'; did you mean 'tasks_per_n",
+    f'{HEAD}options.partion = "a"': "did you mean 'partition'?",
+    f'{HEAD}options.partition = "a b"': "[site s.toml] partition: expected letters",
+    f'{HEAD}environment."A B" = "1"': "'A B' is no name of a variable",
+    f'{HEAD}environment.A = "1\\n2"': "without control characters",
+    f'{HEAD}modules = ["a\\nb"]': "without control characters",
+    'title = "x"': "expected a table [cpu] or [gpu]",
     "title = ": "is not TOML",
-    "": "title is missing",
+    "[cpu]": "title is missing",
 }
 
 
@@ -182,6 +203,18 @@ def test_bad_profiles_of_sites(text, tmp_path, monkeypatch):
     assert SITES[text] in str(error.value)
 
 
+@pytest.mark.parametrize("name", site.names())
+def test_each_site_renders(name):
+    found = site.load(name)
+    for nodes in filter(None, (found.gpu, found.cpu)):
+        text = render(Job(nodes=2, gpus_per_node=nodes.gpus), found)
+        assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+        each = nodes.gpus or nodes.tasks_per_node
+        assert f"#SBATCH --ntasks-per-node={each}" in directives(text)
+        assert f"#SBATCH --cpus-per-task={nodes.cpus_per_task}" in directives(text)
+        assert f"# {found.title}\n" in text
+
+
 def test_unknown_site():
     with pytest.raises(UsageError, match=r"unknown site 'cpus'; did you mean 'cpu'\?"):
         site.load("cpus")
@@ -190,10 +223,8 @@ def test_unknown_site():
 
 
 def test_environment_of_a_site_is_quoted(tmp_path):
-    made = site.Site(
-        title="x", environment={"A": "it's $(touch broken)"}, options={"account": "m1"}
-    )
-    (tmp_path / "site.env").write_text(made.env())
+    nodes = site.Nodes(environment={"A": "it's $(touch broken)"}, options={"account": "m1"})
+    (tmp_path / "site.env").write_text(site.Site(title="x", cpu=nodes).env(nodes))
     line = '. ./site.env; echo "$A|$SBATCH_ACCOUNT|$HPCTRAIN_LAUNCHER"'
     done = subprocess.run(["sh", "-c", line], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "it's $(touch broken)|m1|srun --kill-on-bad-exit=1\n"

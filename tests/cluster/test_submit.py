@@ -188,12 +188,13 @@ def test_on_a_real_slurm(slurm, tmp_path, monkeypatch):
     told("submit", "digits", "--nodes", "4", "--option", "hold", "--out", "held")
     assert "JobHeldUser: held: scontrol release it" in told("status", "held")
 
-    name = "it's 100% $HOME"
-    told("submit", "digits", "--sizes", "1,2", "--set", "run.epochs=1", "--out", name)
-    rows = json.loads(told("status", "--json", "--wait", "90", name))
-    assert [row["state"] for row in rows] == ["COMPLETED"] * 2, slurm.told(
-        submit.jobs_of(Path(name))[0]
-    )
-    for row, ranks in zip(rows, (1, 2), strict=True):
-        assert (row["status"], row["run"]) == ("done", f"{name}/nodes-{ranks}")
-        assert rundir.read_summary(Path(row["run"]))["world_size"] == ranks
+    few, name = ("--set", "run.epochs=1", "--out"), "it's 100% $HOME"
+    told("submit", "digits", "--sizes", "1,2", *few, name)
+    told("submit", "digits", "--nodes", "1", "--servers", "1", "--server-nodes", "1", *few, "het")
+    *rows, served = json.loads(told("status", "--json", "--wait", "90", name, "het"))
+    assert [row["state"] for row in (*rows, served)] == ["COMPLETED"] * 3, rows
+    assert [row["run"] for row in rows] == [f"{name}/nodes-1", f"{name}/nodes-2"]
+    summaries = [rundir.read_summary(Path(row["run"])) for row in (*rows, served)]
+    assert [one["status"] for one in summaries] == ["done"] * 3
+    assert [one["world_size"] for one in summaries] == [1, 2, 2]
+    assert summaries[2]["servers"] == 1
