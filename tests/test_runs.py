@@ -25,9 +25,9 @@ def test_the_loaded_model_is_the_trained_one(finished):
     test = spec.data.load(spec.run.seed).test
     right = runs.load(out).outputs(test.x).argmax(1) == test.y
     assert right.mean() == summary["test_accuracy"]
-    assert runs.evaluate(out) == pytest.approx(
+    assert runs.evaluate(out, device="cpu") == pytest.approx(
         {key: summary[key] for key in ("test_loss", "test_accuracy")}
-        | {"samples": len(test), "step": summary["steps"]}
+        | {"samples": len(test), "step": summary["steps"], "device": "cpu"}
     )
 
 
