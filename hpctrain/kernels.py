@@ -52,14 +52,17 @@ def written(source: str, dtype: str) -> str:
     return head.replace("REAL_TYPE", real) + source
 
 
-def launch(x: Array, source: str, name: str, count: int, args: tuple[Any, ...]) -> None:
+def launch(
+    x: Array, source: str, name: str, count: int, args: tuple[Any, ...], rows: int = 1
+) -> None:
     """Put kernel `name` of `source` into the current stream, on the GPU of `x`; wait for nothing.
 
     It has a thread for each of `count` > 0 pieces of work, or as many as run at once, which must
-    take turns. `args`: arrays, and numbers of NumPy.
+    take turns; and that in each of `rows`, which `blockIdx.y` tells. `args`: arrays, and numbers of
+    NumPy.
     """
     blocks = min(-(-count // THREADS), _most_blocks(namespace(x), x.data.device_id))
-    raw_kernel(x, source, name)((blocks,), (THREADS,), args)
+    raw_kernel(x, source, name)((blocks, rows), (THREADS,), args)
 
 
 @cache

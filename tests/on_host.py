@@ -1,25 +1,31 @@
 """CUDA sources as C++ of the host: one thread in place of many computes what all do together.
 
-    kernels = on_host.compiled(folder, {"dropout_float32": ("dropout", source), ...})
-    kernels["dropout_float32"](pointer, ctypes.c_longlong(7), ...)
+    kernels = on_host.compiled(folder, [("float32", source), ...])
+    kernels["dropout_float32"](*on_host.arguments(y, x, np.int64(7), ...))
 
-A block of threads is one thread; where blocks differ in what they do, `at` moves that thread on.
+With `on_host.RawKernel` in the place of the stand-in's, all that the product launches runs so.
 """
 
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fakes.arrays import write
+from fakes.machine import machine
 
 from hpctrain import kernels
 
 HOST = """
+#include <cmath>
 #include <cstring>
 #define __global__
 #define __device__ static inline
@@ -27,7 +33,6 @@ HOST = """
 #define __align__(n) alignas(n)
 struct Place { int x, y; };
 static Place blockIdx{0, 0}, threadIdx{0, 0}, blockDim{1, 1}, gridDim{1, 1};
-extern "C" void grid(int x, int y) { gridDim = {x, y}; }
 extern "C" void block(int x, int y) { blockIdx = {x, y}; }
 static inline void __syncthreads() {}
 template <class T> static inline T atomicAdd(T* at, T more) {
@@ -46,15 +51,19 @@ C_TYPES = {"f4": ctypes.c_float, "f8": ctypes.c_double, "i4": ctypes.c_int, "i8"
            "u8": ctypes.c_ulonglong}  # fmt: skip
 
 
-def compiled(folder: Path, sources: Mapping[str, tuple[str, str]]) -> ctypes.CDLL:
-    """Return functions by name, each the kernel of a name in a source; skip where no g++ is."""
+def compiled(folder: Path, sources: Iterable[tuple[str, str]]) -> ctypes.CDLL:
+    """Return the kernels of sources, named "kernel_suffix" by the suffix beside; skip without g++.
+
+    No two of one suffix have a kernel of the same name.
+    """
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
     texts = [HOST]
-    for name, (kernel, source) in sources.items():
+    for number, (suffix, source) in enumerate(sources):
         text = source.replace(kernels.KINDS["float16"][2], HALF)
-        texts.append(f"namespace of_{name} {{ {text.replace(f' {kernel}(', f' {name}(')} }}")
+        text = re.sub(r'(extern "C" __global__\s+void \w+)', rf"\1_{suffix}", text)
+        texts.append(f"namespace number_{number} {{ {text} }}")
     (folder / "kernels.cpp").write_text("\n".join(texts))
     command = [compiler, "-shared", "-fPIC", "-ffp-contract=off", "-O1", "-o", "kernels.so"]
     said = subprocess.run([*command, "kernels.cpp"], cwd=folder, capture_output=True, text=True)
@@ -62,6 +71,29 @@ def compiled(folder: Path, sources: Mapping[str, tuple[str, str]]) -> ctypes.CDL
         pytest.skip("needs a g++ that knows 16-bit floats")
     assert said.returncode == 0, said.stderr
     return ctypes.CDLL(str(folder / "kernels.so"))
+
+
+@cache
+def _alone(source: str) -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as folder:
+        return compiled(Path(folder), [("alone", source)])
+
+
+class RawKernel:
+    """cupy.RawKernel for arrays of the stand-in: the source itself, in one thread for each row."""
+
+    def __init__(self, code, name):
+        self._library = _alone(code)
+        self._kernel = self._library[f"{name}_alone"]
+
+    def __call__(self, grid, block, args):
+        machine().count("raw kernel")
+        write(lambda *hosts: self._run(grid, hosts), *args)
+
+    def _run(self, grid, hosts) -> None:
+        for row in range(grid[1]):
+            self._library.block(0, row)
+            self._kernel(*arguments(*hosts))
 
 
 def arguments(*args: object) -> list:

@@ -21,10 +21,11 @@ from hpctrain.nn.dropout import Dropout
 
 cupy = pytest.importorskip("cupy")
 
-SGD, ADAMW, LARS, LAMB, NORMS, GELU, PHILOX = (
+SGD, ADAMW, LARS, LAMB, NORMS, GELU, PHILOX, BF16, LARGEST, ORTHONORMAL = (
     import_module(f"hpctrain.{name}")
     for name in ("optim.sgd", "optim.adamw", "optim.lars", "optim.lamb", "optim.norms",
-                 "nn.activations", "nn.philox")
+                 "nn.activations", "nn.philox", "collectives.bfloat16",
+                 "gradients.compress.largest", "gradients.compress.orthonormal")
 )  # fmt: skip
 #: function -> arrays and numbers that it takes
 FUSED = {
@@ -138,6 +139,13 @@ def test_kernels_compile(dtype):
     assert compiled(written(PHILOX.SOURCE, dtype))
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+def test_kernels_of_compression_compile(dtype):
+    assert compiled(BF16.source(np.dtype(dtype)))
+    assert compiled(LARGEST.source(np.dtype(dtype)))
+    assert compiled(written(ORTHONORMAL.SOURCE, dtype))
+
+
 @pytest.fixture(scope="module")
 def a_gpu():
     """Skip where CUDA finds no GPU."""
@@ -157,3 +165,35 @@ def test_dropout_has_the_mask_of_the_host(a_gpu, dtype, shape):
     (wanted, _), (found, saved) = (layer.forward({}, a, key) for a in (x, cupy.asarray(x)))
     back = layer.backward({}, {}, saved, cupy.asarray(x), True)
     assert cupy.asnumpy(found).tobytes() == wanted.tobytes() == cupy.asnumpy(back).tobytes()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_largest_are_those_of_the_host(a_gpu, dtype):
+    x = np.round(np.random.default_rng(0).standard_normal(1_000_000) * 1e3).astype(dtype)
+    plane, k = cupy.zeros(x.size, dtype), 10_000  # some are equal: of these the first
+    where, values = cupy.empty(k, np.uint32), cupy.empty(k, dtype)
+    LARGEST.Largest(plane, 0, [(0, x.size, k)])(cupy.asarray(x), where, values)
+    wanted = np.argsort(-abs(x), kind="stable")[:k]
+    order = np.argsort(where.get())
+    assert (where.get()[order] == np.sort(wanted)).all()
+    assert (values.get()[order] == x[np.sort(wanted)]).all()
+    LARGEST.add_pairs(plane, where, values)
+    assert (plane.get() == x).all()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_columns_are_those_of_lapack(a_gpu, dtype):
+    rank, rows = 4, [4, 4608, 300]
+    x = np.random.default_rng(0).standard_normal(rank * sum(rows)).astype(dtype)
+    found = cupy.asarray(x)
+    for a in (x, found):
+        ORTHONORMAL.Orthonormal(a, rank, rows)(a)
+    np.testing.assert_allclose(found.get(), x, atol=1e-5 if dtype == "float32" else 1e-13)
+
+
+def test_bfloat16_has_the_bits_of_the_host(a_gpu):
+    x = np.random.default_rng(0).integers(0, 0x7F800000, 100_000, np.uint32).view(np.float32)
+    here, there = np.empty(x.size, np.uint16), cupy.empty(x.size, np.uint16)
+    BF16.narrow(x, here)
+    BF16.narrow(cupy.asarray(x), there)
+    assert (there.get() == here).all()

@@ -40,12 +40,12 @@ from zlib import crc32
 
 import numpy as np
 
-from hpctrain.collectives import fused, slots
 from hpctrain.collectives import ring as messages
+from hpctrain.collectives import slots
 from hpctrain.collectives.chunks import parts_of
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.near import LENGTHS_KEPT, SHORT_BYTES, Near
-from hpctrain.collectives.operations import Operation, ufunc_of
+from hpctrain.collectives.operations import Operation, combine
 from hpctrain.collectives.slots import parts
 from hpctrain.errors import UsageError
 from hpctrain.transport.memory import Place
@@ -157,7 +157,7 @@ def reduce_scatter(
         return messages.reduce_scatter(node, x, op, offsets=offsets)
     if on_device(x):
         theirs = parts_of(arrays, offsets, rank)
-        fused.combine(theirs, ufunc_of(op), [theirs[rank]])
+        combine(theirs, op, [theirs[rank]])
         return theirs[rank]
     total = group.scratch.beside(x, BLOCK_BYTES // x.itemsize)
     for block in _blocks([array[offsets[rank] : offsets[rank + 1]] for array in arrays]):
@@ -239,7 +239,7 @@ def _reduce_on_gpus(
         return None
     theirs = parts_of(arrays, parts(x, len(arrays)), rank)
     shared = shared and group.memory is not None and group.memory.on_one_gpu
-    fused.combine(theirs, ufunc_of(op), theirs[:1] if shared else theirs)
+    combine(theirs, op, theirs[:1] if shared else theirs)
     finish(x)
     near.flags.agree()
     return arrays if shared else None

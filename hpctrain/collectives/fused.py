@@ -55,19 +55,22 @@ void NAME(PARAMETERS, long long n, long long packs) {
 """
 
 
-def combine(arrays: Sequence[Array], ufunc: np.ufunc, outs: Sequence[Array]) -> None:
+def combine(
+    arrays: Sequence[Array], ufunc: np.ufunc, outs: Sequence[Array], kind: str | None = None
+) -> None:
     """Write what `ufunc` makes of flat `arrays`, two or more, in their order, into all of `outs`.
 
-    All are of one length and dtype, on the GPU that is current or in reach of it; each of `outs`
-    may be one of `arrays`. The kernel is put into the current stream, nobody waits for it.
+    All are of one length and dtype, on the GPU that is current or in reach of it, and computed as
+    numbers of that dtype, or of `kind`; each of `outs` may be one of `arrays`. The kernel is put
+    into the current stream, nobody waits for it.
     """
     first, pointers = arrays[0], [x.data.ptr for x in (*arrays, *outs)]
     if not first.size:
         return
     aligned = all(pointer % PACK_BYTES == 0 for pointer in pointers)
     packs = first.nbytes // PACK_BYTES if aligned else 0
-    name = f"{ufunc.__name__}_{len(arrays)}_into_{len(outs)}"
-    code = source(name, len(arrays), len(outs), first.dtype.name, ufunc)
+    name = f"{ufunc.__name__}_{len(arrays)}_into_{len(outs)}{'_' if kind else ''}{kind or ''}"
+    code = source(name, len(arrays), len(outs), kind or first.dtype.name, ufunc)
     numbers = np.int64(first.size), np.int64(packs)
     launch(first, code, name, packs or first.size, (*outs, *arrays, *numbers))
 

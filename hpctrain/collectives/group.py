@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -28,15 +29,16 @@ class Scratch:
             self._memory = np.empty(nbytes, np.uint8)
         return self._memory[:nbytes].view(dtype)
 
-    def beside(self, x: Array, length: int) -> Array:
-        """Return an array of `length` of `x`'s elements, in the same kind of memory; as `take`."""
+    def beside(self, x: Array, length: int, dtype: Any = None) -> Array:
+        """Return `length` elements of `dtype`, by default `x`'s, where `x` lies; as `take`."""
+        dtype = x.dtype if dtype is None else np.dtype(dtype)
         if type(x) is np.ndarray:
-            return self.take(length, x.dtype)
-        device, nbytes = x.data.device_id, length * x.itemsize
+            return self.take(length, dtype)
+        device, nbytes = x.data.device_id, length * dtype.itemsize
         if device not in self._beyond or self._beyond[device].nbytes < nbytes:
             finish(x)  # CuPy may give what is let go to another stream while ours still reads it
             self._beyond[device] = namespace(x).empty(nbytes, np.uint8)
-        return self._beyond[device][:nbytes].view(x.dtype)
+        return self._beyond[device][:nbytes].view(dtype)
 
     def like(self, x: Array) -> Array:
         """Return an array of `x`'s length and dtype; the next call hands out the same memory."""

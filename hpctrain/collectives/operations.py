@@ -6,7 +6,7 @@ float32, block by block, and rounds once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain import config
-from hpctrain.collectives import fused
+from hpctrain.collectives import bfloat16, fused
 from hpctrain.errors import UsageError
 from hpctrain.xp import Array, on_device
 
@@ -38,7 +38,15 @@ def operation(name: str, dtype: np.dtype) -> Operation:
 
 def ufunc_of(op: Operation) -> Any:
     """Return what `op` does with two numbers."""
+    if op is bfloat16.add:
+        return np.add
     return op.ufunc if isinstance(op, InFloat32) else op
+
+
+def combine(arrays: Sequence[Array], op: Operation, outs: Sequence[Array]) -> None:
+    """Do `op` to flat `arrays` of GPUs in one kernel, see `fused.combine`."""
+    kind = "bfloat16" if op is bfloat16.add else None
+    fused.combine(arrays, ufunc_of(op), outs, kind)
 
 
 @dataclass(frozen=True)

@@ -259,13 +259,10 @@ def _must_take_buckets(optimizer: Optimizer, options: AllReduceOptions) -> None:
 
 def _must_be_on_cores(replica: Replica, options: AllReduceOptions) -> None:
     """Raise UsageError for what is made for the memory of the host, where a GPU computes."""
-    asked = {
-        "[wire] compression": options.compression != "none",
-        "[engine] share_parameters": options.share_parameters,
-    }
-    for key, seen in asked.items():
-        if seen and on_device(replica.arena.grad):
-            raise UsageError(f"{key}: expected device = 'cpu'; on a GPU it is not there yet")
+    if options.share_parameters and on_device(replica.arena.grad):
+        raise UsageError(
+            "[engine] share_parameters: expected device = 'cpu'; on a GPU it is not there yet"
+        )
 
 
 def _same_start(world: World, replica: Replica, options: AllReduceOptions) -> None:

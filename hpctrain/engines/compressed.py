@@ -19,6 +19,7 @@ from hpctrain.checkpoint import Piece
 from hpctrain.engines.engine import piece_of
 from hpctrain.errors import TrainingError, UsageError
 from hpctrain.gradients.compress import Compressor
+from hpctrain.xp import copy
 
 log = logging.getLogger(__name__)
 PREFIX = "compression."
@@ -53,10 +54,10 @@ def load(
     shared = compressor.shared if compressor else {}
     for name, x in own.items():
         if PREFIX + name in arrays:
-            x[...] = _owed(arrays[PREFIX + name], x.size, rank, size)
+            copy(x, _owed(arrays[PREFIX + name], x.size, rank, size))
     for name, x in shared.items():
         if arrays.get(PREFIX + name, x[:0]).size == x.size:
-            x[...] = arrays[PREFIX + name]
+            copy(x, arrays[PREFIX + name])
     if rank == 0 and PREFIX + "residual" in arrays and "residual" not in own:
         log.warning("the gradients that compression kept back before the checkpoint are dropped")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
-from ranks import on_ranks, run_on
+from ranks import on_ranks, run_on, run_on_gpus
 
 from hpctrain import data, engines, nn, optim, recipe, rundir, runs
 from hpctrain.collectives import all_gather_bytes
@@ -98,10 +100,13 @@ def sets(method: str, steps: int) -> list[str]:
             "schedule.warm_up_epochs="]  # fmt: skip
 
 
-def trained(ranks: int, out, method: str, steps: int, *more: str) -> dict:
+ON_THREADS = partial(run_on, "threads")
+
+
+def trained(ranks: int, out, method: str, steps: int, *more: str, on=ON_THREADS) -> dict:
     """Train to `steps` in folder `out`, going on where it is."""
     spec = recipe.load("digits", [*sets(method, steps), *more])
-    return run_on("threads", ranks, lambda w: runs.train(spec, w, out, out.exists()))[0]
+    return on(ranks, lambda w: runs.train(spec, w, out, out.exists()))[0]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -110,6 +115,37 @@ def test_a_resumed_run_ends_with_the_same_bytes(tmp_path, method):
     trained(3, tmp_path / "cut", method, 9)
     again = trained(3, tmp_path / "cut", method, 20)
     assert again["params_sha256"] == whole["params_sha256"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_resumed_run_on_a_device_ends_with_the_same_bytes(tmp_path, lazy_gpu, method):
+    whole = trained(3, tmp_path / "whole", method, 20, on=run_on_gpus)
+    trained(3, tmp_path / "cut", method, 9, on=run_on_gpus)
+    again = trained(3, tmp_path / "cut", method, 20, on=run_on_gpus)
+    assert again["params_sha256"] == whole["params_sha256"]
+    assert lazy_gpu.counts["implicit"] == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_gradient_that_is_not_finite_on_a_device_ends_the_run(lazy_gpu, method):
+    def body(world):
+        trainer = trainer_of(world, method)
+        replica = trainer.engine.replica
+        gradient = replica.gradient
+
+        def spoilt(batch, scale, key, on_ready):
+            def ready(name):
+                if world.rank == 1 and key.step == 3:
+                    replica.arena.grad[...] = np.inf
+                on_ready(name)
+
+            return gradient(batch, scale, key, ready)
+
+        replica.gradient = spoilt
+        with pytest.raises(TrainingError, match=rf"not finite at step 3.*'{method}'"):
+            trainer.fit(digits(), steps=10, batch=32)
+
+    run_on_gpus(3, body)
 
 
 @pytest.mark.parametrize("method", OWES)

@@ -49,6 +49,11 @@ ENGINES = {
     "hierarchical": engines.AllReduce(algorithm="hierarchical"),
     "priority": engines.AllReduce(priority=True, bucket_bytes=1024),
     "ordered": engines.AllReduce(reduction="ordered"),
+    "bf16": engines.AllReduce(compression="bf16", algorithm="ring", bucket_bytes=1024),
+    "fp16": engines.AllReduce(compression="fp16", algorithm="tree"),
+    # A ring, whose sums have the bits of the host: else what is the k-th largest may be another.
+    "top-k": engines.AllReduce(compression="top-k", compression_ratio=0.1, algorithm="ring"),
+    "powersgd": engines.AllReduce(compression="powersgd", compression_rank=2, overlap="always"),
     "shards": engines.AllReduce(shard_optimizer=True, bucket_bytes=1024),
     "ps-sync": engines.PsSync(),
     "ps-sync, colocated": engines.PsSync(placement="colocated", servers=2),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import ml_dtypes
 import numpy as np
 
 
@@ -45,10 +46,77 @@ def dropout(grid, block, y, x, factor, limit, rows, features, *words) -> None:
     y[...] = (x.astype(factor.dtype) * (kept * factor)).astype(x.dtype)
 
 
+def to_bfloat16(grid, block, y, x, n) -> None:
+    assert x.size == y.size == n and y.dtype == np.uint16
+    y[...] = x.astype(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16)
+
+
+def from_bfloat16(grid, block, y, x, n) -> None:
+    assert x.size == y.size == n and x.dtype == np.uint16
+    y[...] = x.view(ml_dtypes.bfloat16)
+
+
+def combine_bfloat16(ufunc, count, outs, grid, block, *args) -> None:
+    """Combine arrays of uint16 that are bfloat16."""
+    *arrays, n, packs = args
+    arrays = [x.view(ml_dtypes.bfloat16) for x in arrays]
+    combine(ufunc, count, outs, grid, block, *arrays, n, packs)
+
+
+def owe(grid, block, residual, x, matrices, bucket) -> None:
+    assert grid[1] == len(matrices)
+    for start, size, *_ in matrices:
+        residual[start : start + size] += x[start - bucket : start - bucket + size]
+
+
+def take_largest(grid, block, residual, matrices, founds, where, values, bucket) -> None:
+    """Take the largest, of equal ones the first; what was counted before need not be known."""
+    for start, size, k, first in matrices:
+        own = residual[start : start + size]
+        bits = abs(own).view(f"u{own.itemsize}")  # in their order, not-a-number the largest
+        largest = np.argsort(~bits, kind="stable")[:k]
+        where[first : first + k] = start - bucket + largest
+        values[first : first + k] = own[largest]
+        own[largest] = 0
+
+
+def add_pairs(grid, block, x, where, values, n) -> None:
+    assert len(where) == len(values) == n == len(np.unique(where))
+    x[where] += values
+
+
+def orthonormal(grid, block, x, starts, rows, factors, rank) -> None:
+    for start, n in zip(starts, rows, strict=True):
+        a = x[start : start + n * rank].reshape(n, rank)
+        a[...] = np.linalg.qr(a)[0]
+
+
+def nothing(grid, block, *args) -> None:
+    """What only another kernel has use for."""
+
+
 COMBINED = {
     f"{ufunc.__name__}_{count}_into_{outs}": partial(combine, ufunc, count, outs)
     for ufunc in (np.add, np.minimum, np.maximum, np.bitwise_or)
     for count in range(2, 10)
     for outs in range(1, 10)
 }
-KERNELS = {"squares": squares, "dropout": dropout, **COMBINED}
+IN_16_BITS = {
+    f"add_{count}_into_{outs}_bfloat16": partial(combine_bfloat16, np.add, count, outs)
+    for count in range(2, 10)
+    for outs in range(1, 10)
+}
+KERNELS = {
+    "squares": squares,
+    "dropout": dropout,
+    "to_bfloat16": to_bfloat16,
+    "from_bfloat16": from_bfloat16,
+    "owe": owe,
+    "count_digits": nothing,
+    "pick_digit": nothing,
+    "take_largest": take_largest,
+    "add_pairs": add_pairs,
+    "orthonormal": orthonormal,
+    **COMBINED,
+    **IN_16_BITS,
+}

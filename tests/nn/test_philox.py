@@ -31,7 +31,7 @@ RATES = (0.0, 0.1, 0.5, 0.999, 1 - 1e-12)  #: the last rounds to one in 32 bits
 @pytest.fixture(scope="module")
 def drop(tmp_path_factory):
     """Return what runs the kernel of a dtype by the host's compiler."""
-    sources = {f"dropout_{d}": ("dropout", written(philox.SOURCE, d)) for d in DTYPES}
+    sources = [(dtype, written(philox.SOURCE, dtype)) for dtype in DTYPES]
     kernels = on_host.compiled(tmp_path_factory.mktemp("kernels"), sources)
 
     def drop(x, rate, counter, key, packed):

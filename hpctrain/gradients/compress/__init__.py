@@ -27,6 +27,7 @@ from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.compress.powersgd import PowerSgd
 from hpctrain.gradients.compress.sixteen import Bfloat16, Float16
 from hpctrain.gradients.compress.top_k import TopK
+from hpctrain.xp import Array, fetch, namespace
 
 #: What a method cannot go with: it sends nothing, or it is not ours and rounds as it likes.
 REFUSED = {
@@ -71,17 +72,26 @@ class Compressor:
         """Reduce by `method`; `name` is what a trace calls it."""
         self.own = method.own  #: flat arrays by name that each rank has its own of
         self.shared = method.shared  #: flat arrays by name that all ranks hold alike
-        self.finite = True  #: whether all sums were, so far; all ranks find the same
         self.__name__ = name
-        self._method = method
+        self._method, self._finite = method, True
+        self._ends: list[Callable[[], np.ndarray]] = []  # of sums that nobody has looked at yet
 
-    def __call__(self, group: Group, x: np.ndarray, op: Operation) -> None:
+    def __call__(self, group: Group, x: Array, op: Operation) -> None:
         """Sum flat `x`, a slice of the gradient plane, in place; `op` is np.add."""
         with np.errstate(over="ignore", invalid="ignore"):  # the sum is looked at, each time
             self._method(group, x)
-        # Of the sum, which all ranks hold alike: so nobody needs to be asked.
-        if x.size and not np.isfinite([x.min(), x.max()]).all():
-            self.finite = False
+        if x.size:
+            self._ends.append(fetch(namespace(x).stack([x.min(), x.max()])))
+
+    @property
+    def finite(self) -> bool:
+        """Whether all sums were, so far; waits for those of a device.
+
+        All ranks hold the same sums, and so find the same: nobody needs to be asked.
+        """
+        while self._ends:
+            self._finite &= bool(np.isfinite(self._ends.pop()()).all())
+        return self._finite
 
 
 def build(

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
-import numpy as np
-
 from hpctrain.gradients.arena import Arena, Slot, offset_in
+from hpctrain.xp import Array, namespace
 
 
 @dataclass(frozen=True)
@@ -27,16 +26,16 @@ class Places:
     matrices: tuple[Slot, ...]
     whole: tuple[Slot, ...]
 
-    def of(self, x: np.ndarray, slot: Slot) -> np.ndarray:
+    def of(self, x: Array, slot: Slot) -> Array:
         """Return the view of bucket `x` that is `slot`, flat."""
         return x[slot.offset - self.start : slot.stop - self.start]
 
-    def pack(self, x: np.ndarray, more: int = 0) -> np.ndarray:
+    def pack(self, x: Array, more: int = 0) -> Array:
         """Return a new array of what travels whole, with room for `more` elements behind it."""
-        parts = [self.of(x, slot) for slot in self.whole]
-        return np.concatenate([*parts, np.zeros(more, x.dtype)])
+        parts, xp = [self.of(x, slot) for slot in self.whole], namespace(x)
+        return xp.concatenate([*parts, xp.zeros(more, x.dtype)])
 
-    def unpack(self, packed: np.ndarray, x: np.ndarray) -> None:
+    def unpack(self, packed: Array, x: Array) -> None:
         """Copy what travelled whole back into bucket `x`."""
         for slot, part in zip(self.whole, slices(slot.size for slot in self.whole), strict=True):
             self.of(x, slot)[...] = packed[part]
@@ -50,7 +49,7 @@ class Bookmarks:
         self._arena, self._shrinks = arena, shrinks
         self._known: dict[tuple[int, int], Places] = {}
 
-    def find(self, x: np.ndarray) -> Places:
+    def find(self, x: Array) -> Places:
         """Return the places in `x`, a slice of the gradient plane."""
         start = offset_in(self._arena.grad, x)
         if (start, x.size) not in self._known:

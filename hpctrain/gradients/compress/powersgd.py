@@ -20,8 +20,9 @@ are folded where n + m is least. Vectors travel whole, beside P; so does a matri
 (n + m) r is no less than n m. Time: about 8 n m r operations per rank.
 
 Source: Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for
-distributed optimization", 2019. P and Q are made by BLAS and LAPACK: that all ranks hold the same
-bytes needs the same of both, and the same kind of cores, on all ranks.
+distributed optimization", 2019. P and Q are made by BLAS and LAPACK, on a GPU by cuBLAS and
+orthonormal.py: that all ranks hold the same bytes needs the same of these, and the same kind of
+cores or GPUs, on all ranks.
 """
 
 from __future__ import annotations
@@ -33,16 +34,18 @@ import numpy as np
 
 from hpctrain.collectives import AllReduceFunction, Group
 from hpctrain.gradients.arena import Arena, Slot
+from hpctrain.gradients.compress.orthonormal import Orthonormal
 from hpctrain.gradients.compress.places import Bookmarks, Places, slices
+from hpctrain.xp import Array, like, namespace
 
 
 class _Matrix(NamedTuple):
     """A matrix of n rows and m columns, and its factors; all are views."""
 
-    m: np.ndarray  # (n, m): gradient and residual, then the residual
-    p: np.ndarray  # (n, r)
-    q: np.ndarray  # (m, r)
-    out: np.ndarray  # (n, m): the sum
+    m: Array  # (n, m): gradient and residual, then the residual
+    p: Array  # (n, r)
+    q: Array  # (m, r)
+    out: Array  # (n, m): the sum
 
 
 class PowerSgd:
@@ -52,38 +55,42 @@ class PowerSgd:
         """Send each matrix of `arena` as a product of `rank` columns and rows."""
         self._allreduce, self._rank = allreduce, rank
         self._bookmarks = Bookmarks(arena, self._shrinks)
-        self._residual = np.zeros_like(arena.grad)
+        self._residual = namespace(arena.grad).zeros_like(arena.grad)
         small = [s for s in arena.slots if len(s.shape) > 1 and self._shrinks(s)]
         parts = slices(folded(slot.shape)[1] * rank for slot in small)
         self._part = {slot.name: part for slot, part in zip(small, parts, strict=True)}
         # Where the iteration begins is a function of the layout, hence the same on all ranks.
         q = np.random.default_rng(0).standard_normal(parts[-1].stop if parts else 0)
-        self._q = q.astype(arena.grad.dtype)
+        self._q = like(arena.grad, q)
+        self._orthonormal: dict[int, Orthonormal] = {}  # of each bucket
         self.own = {"residual": self._residual}
         self.shared = {"powersgd_q": self._q}
 
-    def __call__(self, group: Group, x: np.ndarray) -> None:
+    def __call__(self, group: Group, x: Array) -> None:
         """Sum flat `x`, a slice of the gradient plane, in place."""
-        places = self._bookmarks.find(x)
-        columns = [folded(slot.shape)[0] * self._rank for slot in places.matrices]
+        places, xp = self._bookmarks.find(x), namespace(x)
+        rows = [folded(slot.shape)[0] for slot in places.matrices]
+        columns = [n * self._rank for n in rows]
         packed = places.pack(x, sum(columns))
         tall = packed[packed.size - sum(columns) :]
         matrices = self._matrices(places, x, [tall[part] for part in slices(columns)])
         for m, p, q, _ in matrices:
-            np.matmul(m, q, out=p)
+            xp.matmul(m, q, out=p)
         if packed.size:
             self._allreduce(group, packed, np.add)
         places.unpack(packed, x)
+        if places.start not in self._orthonormal:
+            self._orthonormal[places.start] = Orthonormal(x, self._rank, rows)
+        self._orthonormal[places.start](tall)
         for m, p, q, _ in matrices:
-            p[...] = np.linalg.qr(p)[0]
-            np.matmul(m.T, p, out=q)
+            xp.matmul(m.T, p, out=q)
             m -= p @ q.T
         if matrices:
             self._allreduce(group, self._rows(places), np.add)
         for _, p, q, out in matrices:
-            np.matmul(p, q.T, out=out)
+            xp.matmul(p, q.T, out=out)
 
-    def _matrices(self, places: Places, x: np.ndarray, p: list[np.ndarray]) -> list[_Matrix]:
+    def _matrices(self, places: Places, x: Array, p: list[Array]) -> list[_Matrix]:
         """Return the matrices of bucket `x`, its gradient added to the residual, and `p`."""
         found = []
         for slot, columns in zip(places.matrices, p, strict=True):
@@ -94,7 +101,7 @@ class PowerSgd:
             found.append(_Matrix(residual, columns.reshape(-1, self._rank), q, out))
         return found
 
-    def _rows(self, places: Places) -> np.ndarray:
+    def _rows(self, places: Places) -> Array:
         """Return Q of all matrices of a bucket: one slice, for both are in the order of slots."""
         first, last = places.matrices[0], places.matrices[-1]
         return self._q[self._part[first.name].start : self._part[last.name].stop]

@@ -13,6 +13,8 @@ are small and would vanish. So all ranks agree on the largest magnitude m of a b
 of 8 bytes, and send 2^e times the gradient, where 2^e P m < 2^15: even the sum of the largest
 cannot overflow, and 2^-39 of it is still seen. A power of two costs no digits. Source of the
 scaling: Micikevicius et al., "Mixed precision training", 2018, who have one for all.
+
+On a GPU the bits are the same: two kernels per bucket beside those of the all-reduce.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from hpctrain.collectives import bfloat16 as bf16
 from hpctrain.collectives.group import Scratch
 from hpctrain.collectives.operations import in_float32
 from hpctrain.collectives.recursive_doubling import recursive_doubling
+from hpctrain.xp import Array, namespace, to_host
 
 LARGEST = 15  #: a sum of float16 stays below two to this power
 EXPONENT = 100  #: no gradient is multiplied by more than two to this power
@@ -35,13 +38,13 @@ class Bfloat16:
     """Sums in bfloat16."""
 
     def __init__(self, allreduce: AllReduceFunction):
-        self.own: dict[str, np.ndarray] = {}
-        self.shared: dict[str, np.ndarray] = {}
+        self.own: dict[str, Array] = {}
+        self.shared: dict[str, Array] = {}
         self._allreduce, self._scratch = allreduce, Scratch()
 
-    def __call__(self, group: Group, x: np.ndarray) -> None:
+    def __call__(self, group: Group, x: Array) -> None:
         """Sum flat `x` in place."""
-        small = self._scratch.take(x.size, np.dtype(np.uint16))
+        small = self._scratch.beside(x, x.size, np.uint16)
         bf16.narrow(x, small)
         self._allreduce(group, small, bf16.add)
         bf16.widen(small, x)
@@ -51,28 +54,30 @@ class Float16:
     """Sums in float16, scaled by a power of two."""
 
     def __init__(self, allreduce: AllReduceFunction):
-        self.own: dict[str, np.ndarray] = {}
-        self.shared: dict[str, np.ndarray] = {}
+        self.own: dict[str, Array] = {}
+        self.shared: dict[str, Array] = {}
         self._allreduce, self._scratch = allreduce, Scratch()
         self._add = in_float32(np.add)
 
-    def __call__(self, group: Group, x: np.ndarray) -> None:
+    def __call__(self, group: Group, x: Array) -> None:
         """Sum flat `x` in place; not a number everywhere, where a gradient is not finite."""
         scale = _scale(_largest(group, x), group.link.size)
         if scale is None:
             x[...] = np.nan  # on all ranks: they agree on the largest
             return
-        small = self._scratch.take(x.size, np.dtype(np.float16))
-        np.multiply(x, scale, out=small, casting="unsafe")
+        small, xp = self._scratch.beside(x, x.size, np.float16), namespace(x)
+        xp.multiply(x, scale, out=small)
         self._allreduce(group, small, self._add)
-        np.multiply(small, 1 / scale, out=x, dtype=x.dtype)
+        xp.multiply(small, 1 / scale, out=x, dtype=x.dtype)
 
 
-def _largest(group: Group, x: np.ndarray) -> float:
-    """Return the largest magnitude over all ranks, NaN if there is one."""
-    here = np.array([max(abs(float(x.min())), abs(float(x.max())))] if x.size else [0.0])
-    if x.size and np.isnan(x.max()):
-        here[0] = np.nan  # Python's max may pass over it
+def _largest(group: Group, x: Array) -> float:
+    """Return the largest magnitude over all ranks, NaN if there is one.
+
+    From a device two numbers come to the host, which waits for them.
+    """
+    ends = to_host(namespace(x).stack([x.min(), x.max()])) if x.size else np.zeros(1)
+    here = abs(ends).max(keepdims=True).astype(np.float64)  # not Python's max, which may pass NaN
     recursive_doubling(group, here, np.maximum)
     return float(here[0])
 

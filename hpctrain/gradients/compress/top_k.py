@@ -20,6 +20,8 @@ ratio of 1/P or more is refused. Vectors travel whole, by the all-reduce.
 Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", 2018, who prove that it
 converges as SGD does; Lin et al., "Deep gradient compression", 2018, who also keep momentum on
 each rank and warm the ratio up. Here momentum is the optimizer's, which sees the sum.
+
+On a GPU the largest are found by kernels of our own, see largest.py; pairs stay in its memory.
 """
 
 from __future__ import annotations
@@ -29,12 +31,16 @@ from math import ceil
 import numpy as np
 
 from hpctrain.collectives import AllReduceFunction, Group
+from hpctrain.collectives.group import Scratch
 from hpctrain.collectives.ring import all_gather
 from hpctrain.errors import UsageError
 from hpctrain.gradients.arena import Arena
+from hpctrain.gradients.compress.largest import Largest, add_pairs
 from hpctrain.gradients.compress.places import Bookmarks, Places, slices
+from hpctrain.xp import Array, namespace, on_device
 
 INDEX = np.dtype(np.uint32)
+ROW_BYTES = 8  #: what a rank sends is padded to multiples of it: a GPU reads whole numbers alone
 
 
 class TopK:
@@ -53,52 +59,76 @@ class TopK:
                 "[wire] compression: top-k counts elements in 32 bits; expected fewer than "
                 f"{np.iinfo(INDEX).max} of them, seen {arena.grad.size}; take 'powersgd'"
             )
-        self._residual = np.zeros_like(arena.grad)
+        self._residual = namespace(arena.grad).zeros_like(arena.grad)
+        self._largest: dict[int, Largest] = {}  # of each bucket, on a device
         self.own = {"residual": self._residual}
         self.shared: dict[str, np.ndarray] = {}
-        self._allreduce, self._ratio = allreduce, ratio
+        self._allreduce, self._ratio, self._scratch = allreduce, ratio, Scratch()
         self._bookmarks = Bookmarks(arena, lambda slot: True)
 
-    def __call__(self, group: Group, x: np.ndarray) -> None:
+    def __call__(self, group: Group, x: Array) -> None:
         """Sum flat `x`, a slice of the gradient plane, in place."""
         places = self._bookmarks.find(x)
         packed = places.pack(x)
         if packed.size:
             self._allreduce(group, packed, np.add)
         if places.matrices:
-            block = self._take(places, x)
+            counts = [ceil(self._ratio * slot.size) for slot in places.matrices]
+            rows = self._rows_for(group, x, sum(counts))
+            mine = _pairs(rows[group.link.rank], sum(counts), x.dtype)
+            (self._take_on_device if on_device(x) else self._take)(places, counts, x, *mine)
+            all_gather(group, rows.reshape(-1))
             x[...] = 0
-            for row in _gathered(group, block):
-                where, values = _pairs(row, x.dtype)
-                x[where] += values
+            for row in rows:
+                add(x, *_pairs(row, sum(counts), x.dtype))
         places.unpack(packed, x)
 
-    def _take(self, places: Places, x: np.ndarray) -> np.ndarray:
-        """Return this rank's indices and values as one block; the rest becomes its residual."""
-        counts = [ceil(self._ratio * slot.size) for slot in places.matrices]
-        block = np.empty(sum(counts) * (INDEX.itemsize + x.itemsize), np.uint8)
-        where, values = _pairs(block, x.dtype)
+    def _take(
+        self, places: Places, counts: list[int], x: Array, where: Array, values: Array
+    ) -> None:
+        """Write indices and values of what this rank sends; the rest becomes its residual."""
         for slot, part, k in zip(places.matrices, slices(counts), counts, strict=True):
             here, residual = places.of(x, slot), self._residual[slot.offset : slot.stop]
             residual += here
-            # What is not a number counts as largest: it is sent, and so seen by all.
-            largest = np.argpartition(abs(residual), -k)[-k:]
+            largest = _largest(residual, k)
             where[part], values[part] = largest + (slot.offset - places.start), residual[largest]
             residual[largest] = 0
-        return block
+
+    def _take_on_device(
+        self, places: Places, counts: list[int], x: Array, where: Array, values: Array
+    ) -> None:
+        """Do what `_take` does in a few kernels."""
+        if places.start not in self._largest:
+            told = [(s.offset, s.size, k) for s, k in zip(places.matrices, counts, strict=True)]
+            self._largest[places.start] = Largest(self._residual, places.start, told)
+        self._largest[places.start](x, where, values)
+
+    def _rows_for(self, group: Group, x: Array, count: int) -> Array:
+        """Return room for the `count` pairs of every rank, a row of bytes each."""
+        nbytes = -(-count * (INDEX.itemsize + x.itemsize) // ROW_BYTES) * ROW_BYTES
+        return self._scratch.beside(x, group.link.size * nbytes, np.uint8).reshape(-1, nbytes)
 
 
-def _gathered(group: Group, block: np.ndarray) -> np.ndarray:
-    """Return every rank's `block`, a row each."""
-    rows = np.empty((group.link.size, block.size), np.uint8)
-    rows[group.link.rank] = block
-    all_gather(group, rows.reshape(-1))
-    return rows
+def _largest(x: np.ndarray, k: int) -> np.ndarray:
+    """Return where the `k` largest magnitudes of flat `x` are, of equal ones the first."""
+    # As whole numbers they keep their order, and are compared faster. What is not a number counts
+    # as largest: it is sent, and so seen by all.
+    bits = abs(x).view(f"u{x.itemsize}")
+    least = np.partition(bits, -k)[-k]
+    above = np.flatnonzero(bits > least)
+    return np.concatenate([above, np.flatnonzero(bits == least)[: k - len(above)]])
 
 
-def _pairs(block: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices and the values in `block`: views."""
-    count = block.size // (INDEX.itemsize + dtype.itemsize)
-    # Values first: they may be of 8 bytes, and begin where the block does.
-    values, where = np.split(block, [count * dtype.itemsize])
-    return where.view(INDEX), values.view(dtype)
+def add(x: Array, where: Array, values: Array) -> None:
+    """Add `values` to flat `x` at `where`, no place twice."""
+    if on_device(x):
+        add_pairs(x, where, values)
+    else:
+        x[where] += values
+
+
+def _pairs(row: Array, count: int, dtype: np.dtype) -> tuple[Array, Array]:
+    """Return `count` indices and as many values in a row: views."""
+    # Values first: they may be of 8 bytes, and begin where the row does.
+    middle, end = (count * n for n in (dtype.itemsize, dtype.itemsize + INDEX.itemsize))
+    return row[middle:end].view(INDEX), row[:middle].view(dtype)

@@ -1,0 +1,107 @@
+"""Orthonormal columns, as LAPACK finds them by reflections; on a GPU of many matrices at once.
+
+Column j of a matrix A (n x r), r <= n, is reflected onto axis j (Householder, 1958):
+
+    H_j = 1 - t v v^T      v = (0 .. 0, 1, x_i / (a - b) ..)   below row j
+                           a = A_jj    b = -sign(a) |A_j.., j|    t = (b - a) / b
+
+and applied to the columns behind it. Then H_1 .. H_r times the first r columns of the unit matrix
+are what is sought. A column of zeros gives its axis: no division by zero, and a direction that
+PowerSGD can go on with.
+
+A block of threads works on one matrix, adding in float64, in an order that depends on n alone: the
+same bytes on all ranks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hpctrain.kernels import THREADS, launch, written
+from hpctrain.xp import Array, namespace, on_device
+
+SOURCE = """
+__device__ double added(double mine) {
+    __shared__ double part[256];
+    part[threadIdx.x] = mine;
+    for (int half = blockDim.x / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) part[threadIdx.x] += part[threadIdx.x + half];
+    }
+    __syncthreads();
+    double total = part[0];
+    __syncthreads();
+    return total;
+}
+
+// Column k of a (n x r), from row j on, becomes its reflection; v lies in column j below row j.
+__device__ void reflect(T* a, long long n, int r, int j, int k, double t) {
+    double mine = 0;
+    for (long long i = j + 1 + threadIdx.x; i < n; i += blockDim.x)
+        mine += (double)a[i * r + j] * a[i * r + k];
+    double times = t * (added(mine) + a[j * r + k]);
+    __syncthreads();
+    if (threadIdx.x == 0) a[j * r + k] -= times;
+    for (long long i = j + 1 + threadIdx.x; i < n; i += blockDim.x)
+        a[i * r + k] -= times * a[i * r + j];
+    __syncthreads();
+}
+
+extern "C" __global__
+void orthonormal(T* x, const long long* starts, const long long* rows, double* factors, int r) {
+    T* a = x + starts[blockIdx.y];
+    long long n = rows[blockIdx.y];
+    double* t = factors + blockIdx.y * r;
+    for (int j = 0; j < r; j++) {
+        double mine = 0;
+        for (long long i = j + 1 + threadIdx.x; i < n; i += blockDim.x)
+            mine += (double)a[i * r + j] * a[i * r + j];
+        double below = added(mine), head = a[j * r + j];
+        double length = sqrt(head * head + below), end = head < 0 ? length : -length;
+        double factor = below != 0 ? (end - head) / end : 0;
+        __syncthreads();
+        if (threadIdx.x == 0) t[j] = factor;
+        if (factor == 0) continue;  // for all threads
+        for (long long i = j + 1 + threadIdx.x; i < n; i += blockDim.x)
+            a[i * r + j] /= head - end;
+        __syncthreads();
+        for (int k = j + 1; k < r; k++) reflect(a, n, r, j, k, factor);
+    }
+    __syncthreads();
+    for (int j = r - 1; j >= 0; j--) {
+        double factor = t[j];
+        if (threadIdx.x == 0) for (int k = j + 1; k < r; k++) a[j * r + k] = 0;
+        __syncthreads();
+        for (int k = j + 1; k < r; k++) reflect(a, n, r, j, k, factor);
+        for (long long i = j + 1 + threadIdx.x; i < n; i += blockDim.x) a[i * r + j] *= -factor;
+        if (threadIdx.x == 0) a[j * r + j] = 1 - factor;
+        __syncthreads();
+    }
+}
+"""
+
+
+class Orthonormal:
+    """Makes the columns of matrices that lie in one flat array orthonormal, in place."""
+
+    def __init__(self, like: Array, rank: int, rows: list[int]):
+        """`rows` of each matrix; each has `rank` columns, and no fewer rows. `like`: the kind."""
+        self._rank, self._rows = rank, rows
+        self._starts = np.cumsum([0, *rows]) * rank
+        if on_device(like) and rows:
+            xp = namespace(like)
+            self._where = [xp.asarray(np.array(n, np.int64)) for n in (self._starts[:-1], rows)]
+            self._factors = xp.zeros((len(rows), rank), np.float64)
+
+    def __call__(self, x: Array) -> None:
+        """Write into flat `x`; columns that depend on others give some direction."""
+        if not self._rows:
+            return
+        if on_device(x):
+            args = (x, *self._where, self._factors, np.int32(self._rank))
+            code = written(SOURCE, x.dtype.name)
+            launch(x, code, "orthonormal", THREADS, args, rows=len(self._rows))
+            return
+        for start, n in zip(self._starts, self._rows, strict=False):
+            a = x[start : start + n * self._rank].reshape(n, self._rank)
+            a[...] = np.linalg.qr(a)[0]
