@@ -35,7 +35,7 @@ _OURS = {
     "gpus-per-node": "use --gpus-per-node",
     "gpus-per-socket": "use --gpus-per-node",
     "gpus-per-task": "it hides the neighbours' GPUs from a rank; use --gpus-per-node",
-    "job-name": "use --name",
+    "job-name": "use --job-name",
     "no-requeue": "use --max-restarts 0",
     "nodes": "use --nodes",
     "ntasks": "use --ranks",

@@ -14,11 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from hpctrain import engines, recipe, rundir
+from hpctrain.cluster import job as jobs
 from hpctrain.cluster import site as sites
-from hpctrain.cluster import slurm as jobs
 from hpctrain.cluster import submit as queue
+from hpctrain.cluster.job import Job
 from hpctrain.cluster.site import Site
-from hpctrain.cluster.slurm import Job
+from hpctrain.cluster.slurm import render as script
 from hpctrain.engines.roles import ServerOptions
 from hpctrain.errors import UsageError
 
@@ -77,7 +78,7 @@ OPTIONS = [
 @click.option("--interactive", is_flag=True, help="A script that calls salloc.")
 def render(site: str | None, interactive: bool, **given: Any) -> None:
     """Print the script of a job that trains RECIPE."""
-    click.echo(jobs.render(_job(given, _site(site), interactive), _site(site)), nl=False)
+    click.echo(script(_job(given, _site(site), interactive), _site(site)), nl=False)
 
 
 @slurm.command()
@@ -89,7 +90,7 @@ def submit(site: str | None, **given: Any) -> None:
     """
     job = _job(given, _site(site))
     folder = Path(job.out or rundir.default_path(jobs.job_name(job)))
-    text = jobs.render(replace(job, out=str(folder)), _site(site))
+    text = script(replace(job, out=str(folder)), _site(site))
     click.echo(f"{queue.submit(text, folder)}  {folder}")
 
 

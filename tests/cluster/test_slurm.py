@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cluster import site
-from hpctrain.cluster.slurm import DEFAULTS, Job, ranks, render, seconds
+from hpctrain.cluster.job import Job, ranks, seconds
+from hpctrain.cluster.slurm import DEFAULTS, render
 from hpctrain.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -144,23 +145,31 @@ HOSTILE = [
 ]
 
 
+def fake(folder: Path, name: str, script: str) -> None:
+    """Put a command into `folder`/bin."""
+    path = folder / "bin" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def run_script(folder: Path, text: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run what was rendered, with the commands of `folder`/bin first."""
+    (folder / "job.sh").write_text(text)
+    known = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(folder)}
+    return subprocess.run(
+        ["bash", "job.sh"], cwd=folder, env=known | {"SLURM_JOB_ID": "7"} | environ,
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("text", HOSTILE)
 def test_values_stay_values(text, tmp_path):
     """Run what was rendered with commands that only say what they were given."""
     for name in ("srun", "scontrol", "hpctrain"):
-        fake = tmp_path / "bin" / name
-        fake.parent.mkdir(exist_ok=True)
-        fake.write_text('#!/bin/sh\nprintf "%s\\0" "$0" "$@" >> said\nmkdir -p "$OUT"\n')
-        fake.chmod(0o755)
+        fake(tmp_path, name, 'printf "%s\\0" "$0" "$@" >> said\nmkdir -p "$OUT"')
     job = Job(text, out=f"runs/{text}", arguments=("--set", f"run.name={text}"))
-    (tmp_path / "job.sh").write_text(render(job))
-    environ = {
-        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "OUT": "made", "SLURM_JOB_ID": "7",
-        "SLURM_SUBMIT_DIR": str(tmp_path),
-    }  # fmt: skip
-    done = subprocess.run(
-        ["bash", "job.sh"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
-    )
+    done = run_script(tmp_path, render(job), OUT="made")
     assert (done.returncode, done.stderr) == (1, "")  # no summary says that it is done
     said = (tmp_path / "said").read_text().split("\0")[1:-1]
     assert said == [
@@ -170,6 +179,16 @@ def test_values_stay_values(text, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "job.sh", "made", "said"]
     harmless = re.compile(r"#SBATCH --[a-z-]+(=[\w.:@-]+)?")
     assert all(map(harmless.fullmatch, directives(render(job))))
+
+
+def test_servers_beside_workers_see_no_gpu(tmp_path):
+    ranks = "while [ $1 != bash ]; do shift; done; for SLURM_PROCID in 0 3 4; do "
+    fake(tmp_path, "srun", f'echo $@ > srun\nexport SLURM_PROCID\n{ranks} "$@"; done')
+    fake(tmp_path, "hpctrain", 'echo "$SLURM_PROCID $1 [$CUDA_VISIBLE_DEVICES]" >> said')
+    text = render(Job(nodes=2, gpus_per_node=2, servers=1))
+    run_script(tmp_path, text, SLURM_JOB_NUM_NODES="2", CUDA_VISIBLE_DEVICES="0,1")
+    assert (tmp_path / "said").read_text() == "0 train [0,1]\n3 train [0,1]\n4 train []\n"
+    assert "--distribution=cyclic -n 5 " in (tmp_path / "srun").read_text()
 
 
 def directives(text: str) -> list[str]:
