@@ -47,6 +47,7 @@ class RunOptions:
     epochs: Positive | None = None
     steps: Positive | None = None
     interval_steps: Positive | None = None  #: steps per row of metrics; an epoch if not given
+    epoch_samples: Positive | None = None  #: the training set is repeated, or cut, to as many
     evaluate_epochs: Positive | None = None  #: epochs from one evaluation to the next; 1 if
     evaluate_steps: Positive | None = None  #: neither is given
     callbacks: list[str] = field(default_factory=list)  #: "module:function"s, given each row

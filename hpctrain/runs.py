@@ -11,7 +11,7 @@ import numpy as np
 
 from hpctrain import checkpoint, config, engines, nn, recipe, rundir, usercode, weights
 from hpctrain import world as worlds
-from hpctrain.data import Samples, Split
+from hpctrain.data import Samples, Split, resized
 from hpctrain.engines.engine import load_into
 from hpctrain.errors import UsageError
 from hpctrain.gradients.mixed import MixedReplica
@@ -35,7 +35,7 @@ def train(
 
     Collective; raises what Trainer.fit raises.
     """
-    split = world.together(lambda: spec.data.load(spec.run.seed))
+    split = world.together(lambda: resized(spec.data.load(spec.run.seed), spec.run.epoch_samples))
     world.must_agree(_fingerprint(split.train), "training data (by the hash of a few samples)")
     model = world.together(lambda: build_model(spec, split))
     workers = world.together(lambda: engines.workers_of(spec.engine, world.size))

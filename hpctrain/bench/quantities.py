@@ -24,14 +24,15 @@ def seconds(text: str, option: str) -> float:
     return _quantity(text, TIMES, option, "a time such as 2us or 1.5ms")
 
 
-def ranks(text: str) -> list[int]:
-    """Return the numbers of ranks that `text` lists, `4,64` or `2:4096` in doublings, ascending."""
-    expected = f"expected 1 to {MOST_RANKS} ranks, such as 4096, 2,4,8 or 2:65536 (doubling)"
+def ranks(text: str, option: str = "--ranks") -> list[int]:
+    """Return the numbers that `text` lists, `4,64` or `2:4096` in doublings, ascending."""
+    what = option.removeprefix("--")
+    expected = f"expected 1 to {MOST_RANKS} {what}, such as 4096, 2,4,8 or 2:65536 (doubling)"
     if not re.fullmatch(r"\d+(:\d+)?(,\d+(:\d+)?)*", text):
-        raise UsageError(f"--ranks: {expected}, seen '{text}'")
+        raise UsageError(f"{option}: {expected}, seen '{text}'")
     found = {n for part in text.split(",") for n in _doublings(*map(int, part.split(":")))}
     if not found or min(found) < 1 or max(found) > MOST_RANKS:
-        raise UsageError(f"--ranks: {expected}, seen '{text}'")
+        raise UsageError(f"{option}: {expected}, seen '{text}'")
     return sorted(found)
 
 

@@ -10,7 +10,7 @@ COMMANDS = {
     name: partial(load, name, name)
     for name in (
         *("train", "launch", "netlab", "evaluate", "report", "checkpoint", "bench", "tune"),
-        *("doctor", "slurm"),
+        *("doctor", "scale", "slurm"),
     )
 }
 

@@ -14,6 +14,7 @@ from hpctrain.data.mnist import MnistOptions
 from hpctrain.data.npy import NpyOptions
 from hpctrain.data.npz import NpzOptions
 from hpctrain.data.prefetch import Prefetch, worth_reading_ahead
+from hpctrain.data.resized import resized
 from hpctrain.data.sampler import Sampler, order, share
 from hpctrain.data.text import TextOptions
 
@@ -35,6 +36,7 @@ __all__ = [
     "in_pieces",
     "order",
     "read",
+    "resized",
     "share",
     "worth_reading_ahead",
 ]

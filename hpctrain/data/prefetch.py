@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from hpctrain.data.augment import Augmented
 from hpctrain.data.dataset import Dataset, Samples
+from hpctrain.data.resized import Resized
 from hpctrain.errors import HpctrainError
 
 T = TypeVar("T")
@@ -31,7 +32,9 @@ def worth_reading_ahead(samples: Samples) -> int:
 
 
 def _in_memory(samples: Samples) -> bool:
-    return isinstance(samples.samples if isinstance(samples, Augmented) else samples, Dataset)
+    while isinstance(samples, Augmented | Resized):
+        samples = samples.samples
+    return isinstance(samples, Dataset)
 
 
 class _Read(NamedTuple):

@@ -1,0 +1,53 @@
+"""`hpctrain scale`: how a recipe scales, from one command to a plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpctrain.scaling.changes import MODES
+from hpctrain.scaling.places import PLACES
+
+EPILOG = """\b
+Examples:
+  hpctrain scale digits --ranks 1,2 --mode strong --out studies/digits
+  hpctrain scale my.toml --ranks 1:64 --mode weak --set engine.kind=allreduce
+  hpctrain scale mnist --nodes 1,2,4 --on netlab --link 1gbit
+  hpctrain scale my.toml --nodes 1,2,4,8 --ranks-per-node 4 --on slurm --out studies/mine
+
+Strong scaling shares the recipe's batch among all ranks; weak scaling gives as much to each. The
+same command on the same folder runs only what is missing, and may add sizes and repeats. Exit
+codes: 0 all sizes measured; 1 something is missing, which the table names; 2 refused before
+anything ran. See docs/scaling.md.
+"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("recipe", metavar="RECIPE")
+@click.option("--ranks", metavar="N,...", help="Ranks in all: 1,2,4; 1:64 doubles.")
+@click.option("--nodes", metavar="N,...", help="Nodes, or hosts of a netlab.")
+@click.option("--ranks-per-node", type=int, metavar="R", help="On each node; 1 unless given.")
+@click.option(
+    "--mode", type=click.Choice(MODES), default="strong", show_default=True, help="What is fixed."
+)
+@click.option(
+    "--on", type=click.Choice(PLACES), default="local", show_default=True, help="Where trials run."
+)
+@click.option("--link", metavar="SPEED", help="Of a netlab's links; 1gbit unless given.")
+@click.option("--repeats", type=int, default=3, show_default=True, metavar="N", help="Per size.")
+@click.option("--steps", type=int, metavar="N", help="Timed per trial; by default some 2 s.")
+@click.option("--set", "sets", multiple=True, metavar="TABLE.KEY=VALUE", help="Change the recipe.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Default: runs/scale-RECIPE-MODE-TIME.",
+)
+@click.pass_context
+def scale(context: click.Context, /, **words: Any) -> None:
+    """Measure how RECIPE scales: a table, fits, plots and a report, from trials on many sizes."""
+    from hpctrain.scaling import product  # `--help` stays quick
+
+    context.exit(product.scale(words))

@@ -1,0 +1,142 @@
+"""From a recipe to the recipe of a trial: the same steps, and nothing beside them.
+
+    warm-up          timed                                      tail
+    | row | row | row | row | row | row | row | row | row | ... | 1 step, evaluation, checkpoint |
+
+A row of metrics is made every `interval` steps. The first two do not count, since caches, buffers
+and branch predictors are cold there; the last step does not, since the model is evaluated and saved
+behind it. All else that interrupts steps is left out, and the user is told of each change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+
+from hpctrain import engines, recipe
+from hpctrain.errors import UsageError
+from hpctrain.recipe import Recipe
+from hpctrain.scaling.sizes import Size
+
+INTERVALS, WARM_UP = 10, 2  #: rows of metrics that count, and before them
+#: The order of an epoch's samples is drawn at once; more would cost memory and seconds.
+MOST_SAMPLES = 1 << 24
+MODES = ("strong", "weak")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long a trial is: rows of `interval` steps each."""
+
+    interval: int
+
+    @staticmethod
+    def of(steps: int) -> Timing:
+        """Return the timing with `steps` timed steps or a few more."""
+        return Timing(-(-steps // INTERVALS))
+
+    @property
+    def first(self) -> int:
+        """The step at which the timed part begins."""
+        return WARM_UP * self.interval
+
+    @property
+    def last(self) -> int:
+        """The step at which it ends."""
+        return (WARM_UP + INTERVALS) * self.interval
+
+    @property
+    def total(self) -> int:
+        """All steps."""
+        return self.last + 1
+
+
+def base_batch(spec: Recipe, mode: str, sizes: list[Size]) -> int:
+    """Return the samples of a step: of all ranks in strong scaling, of each in weak scaling.
+
+    Where the recipe says it the other way: in strong scaling each worker of the largest size has
+    what the recipe gives to a rank; in weak scaling each has what it gives to all.
+    """
+    given = spec.batch.batch or spec.batch.batch_per_rank or 0
+    if mode == "strong" and spec.batch.batch is None:
+        return given * workers(spec, max(sizes))
+    return given
+
+
+def workers(spec: Recipe, size: Size) -> int:
+    """Return how many ranks of `size` compute gradients; raise UsageError where it cannot be."""
+    try:
+        return engines.workers_of(spec.engine, size.ranks)
+    except UsageError as error:
+        raise UsageError(f"{size.said}: {error}") from None
+
+
+def must_divide(spec: Recipe, mode: str, batch: int, sizes: list[Size]) -> None:
+    """Raise UsageError where ranks would have uneven shares of a batch: the largest counts."""
+    for size in sizes:
+        n = workers(spec, size)
+        if mode == "strong" and batch % n:
+            near = batch // n * n or n
+            raise UsageError(
+                f"{size.said}: a batch of {batch} is not divisible by {n} workers, and uneven "
+                f"shares would be timed as bad scaling; take --set optimizer.batch={near}, other "
+                "sizes, or --mode weak"
+            )
+
+
+def trial(spec: Recipe, mode: str, batch: int, size: Size, timing: Timing) -> Recipe:
+    """Return the recipe of a trial of `size`."""
+    tables = deepcopy(spec.tables)
+    for name in ("early_stop", "trace"):
+        tables.pop(name, None)
+    tables["checkpoint"] = {"keep": 1}
+    run = tables["run"]
+    for key in ("epochs", "evaluate_epochs", "callbacks"):
+        run.pop(key, None)
+    of_step = batch if mode == "strong" else batch * workers(spec, size)
+    run |= {
+        "steps": timing.total,
+        "interval_steps": timing.interval,
+        "evaluate_steps": timing.total,
+        "epoch_samples": of_step * min(timing.total, max(1, MOST_SAMPLES // of_step)),
+    }
+    optimizer = tables["optimizer"]
+    for key in recipe.BATCH_KEYS:
+        optimizer.pop(key, None)
+    if mode == "strong":
+        optimizer.pop("base_batch", None)
+    optimizer["batch" if mode == "strong" else "batch_per_rank"] = batch
+    return recipe.check(tables)
+
+
+def told(spec: Recipe, mode: str, batch: int, timing: Timing, threads: int | None) -> Iterator[str]:
+    """Yield what a trial does otherwise than the recipe, a sentence each."""
+    length = f"{spec.run.epochs} epochs" if spec.run.epochs else f"{spec.run.steps} steps"
+    yield (
+        f"{timing.total} steps in place of {length}: {timing.first} to warm up, "
+        f"{timing.last - timing.first} timed, 1 behind them"
+    )
+    yield "evaluation and a checkpoint only behind the last timed step"
+    yield "the training set is repeated, so that all batches are full and no epoch ends on the way"
+    key = "batch" if mode == "strong" else "batch_per_rank"
+    if getattr(spec.batch, key) != batch:
+        seen = f"batch = {spec.batch.batch}"
+        if spec.batch.batch is None:
+            seen = f"batch_per_rank = {spec.batch.batch_per_rank}"
+        yield f"{mode} scaling: {key} = {batch} in place of {seen}"
+    if left := list(_left_out(spec)):
+        yield f"left out: {', '.join(left)}"
+    if threads is not None:
+        yield f"OMP_NUM_THREADS={threads} at every size, so that a rank is the same everywhere"
+
+
+def _left_out(spec: Recipe) -> Iterator[str]:
+    if spec.run.callbacks:
+        yield "callbacks"
+    if spec.early_stop:
+        yield "early stop"
+    if spec.trace.enabled:
+        yield "trace"
+    if spec.checkpoint.keep_best:
+        yield "keep_best"

@@ -1,0 +1,97 @@
+"""What became of each trial, read from its files: summary.json and metrics.jsonl, nothing else.
+
+A row of metrics tells rank 0's clock and what each rank has spent since the start; the difference
+of two rows is an interval. Of a trial counts the median over its timed intervals: what came between
+once (another process, a page fault) does not, what is there in most of them does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from hpctrain import rundir
+from hpctrain.scaling.changes import INTERVALS, Timing
+
+TIMES = ("compute_s", "wire_s", "wait_s")
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Medians of one trial; seconds are those of a step, means over ranks but for `step_s`."""
+
+    samples_per_s: float
+    step_s: float
+    compute_s: float
+    wire_s: float
+    wait_s: float
+    algorithm: str | None
+    hosts: tuple[str, ...]
+
+    @property
+    def other_s(self) -> float:
+        """What is neither compute nor wait: reading data, rows of metrics, the loop itself."""
+        return max(0.0, self.step_s - self.compute_s - self.wait_s)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A trial that is not there, and why."""
+
+    reason: str
+
+
+def trial(folder: Path, timing: Timing) -> Trial | Gap:
+    """Return what the run in `folder` tells, a Gap where it is not there or not whole."""
+    try:
+        summary = rundir.read_summary(folder)
+        rows = rundir.rows(folder)
+    except (OSError, ValueError) as error:
+        return Gap(f"its files cannot be read: {error}")
+    if summary is None or summary.get("status") != "done":
+        return Gap(_reason(folder, summary))
+    found = list(intervals(rows, timing))
+    if len(found) != INTERVALS:
+        why = ": it was resumed on the way" if rows and rows[-1]["since_step"] else ""
+        return Gap(f"{len(found)} timed rows in {rundir.METRICS}, expected {INTERVALS}{why}")
+    step_s = {name: median(one[name] for one in found) for name in ("step_s", *TIMES)}
+    rate = median(one["samples_per_s"] for one in found)
+    hosts = tuple(summary.get("hosts") or ())
+    return Trial(rate, **step_s, algorithm=summary.get("algorithm"), hosts=hosts)
+
+
+def intervals(rows: Sequence[Row], timing: Timing) -> Iterator[dict[str, float]]:
+    """Yield samples/s and seconds per step of each timed interval."""
+    for before, row in pairwise(rows):
+        whole = row["steps"] == timing.interval and row["since_step"] == before["since_step"]
+        if whole and timing.first < row["step"] <= timing.last:
+            spent = {
+                name: fmean(row["ranks"][name]) - fmean(before["ranks"][name]) for name in TIMES
+            } | {"step_s": row["wall_s"] - before["wall_s"]}
+            each = {name: seconds / timing.interval for name, seconds in spent.items()}
+            yield each | {"samples_per_s": row["samples_per_s"]}
+
+
+def _reason(folder: Path, summary: dict[str, Any] | None) -> str:
+    """Return why a trial is not done: the summary's words, else the last line that was said."""
+    if summary and summary.get("reason"):
+        return f"{summary['status']}: {summary['reason']}"
+    said = [line.strip() for line in spoken(folder) if line.strip()]
+    ours = [line for line in said if "hpctrain: " in line]
+    return (ours or said or ["not run yet"])[-1]
+
+
+def log_of(folder: Path) -> Path:
+    """Return the file with what a trial said: beside its folder, which must be new to it."""
+    return folder.with_name(f"{folder.name}.log")
+
+
+def spoken(folder: Path) -> list[str]:
+    """Return the lines that a trial said."""
+    log = log_of(folder)
+    return log.read_text(errors="replace").splitlines() if log.exists() else []

@@ -1,0 +1,51 @@
+"""What a study leaves in its folder; written whole or not at all, from files, at any time."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpctrain.errors import UsageError
+from hpctrain.scaling import show
+from hpctrain.scaling.results import Result, to_json
+from hpctrain.scaling.study import replace_file
+
+log = logging.getLogger(__name__)
+MISSING = (
+    "no plots and no report.html: they are drawn with matplotlib and jinja2; run: "
+    "pip install 'hpctrain[report]', then the same command again"
+)
+
+
+def can_draw() -> bool:
+    """Return whether plots and the report can be made here; say so where they cannot."""
+    try:
+        import hpctrain.scaling.page  # late: only drawing needs them
+        import hpctrain.scaling.plots  # noqa: F401
+    except ImportError:
+        log.warning(MISSING)
+        return False
+    return True
+
+
+def write(where: Path, found: Result, changes: Sequence[str], drawn: bool) -> list[Path]:
+    """Write JSON, CSV and, where they can be `drawn`, plots and the report; return their paths."""
+    files = {
+        "scaling.json": (json.dumps(to_json(found), indent=1) + "\n").encode(),
+        "scaling.csv": show.to_csv(found.rows).encode(),
+    }
+    if drawn:
+        from hpctrain.scaling.page import PAGE, page
+        from hpctrain.scaling.plots import plots
+
+        images = plots(found)
+        pngs = {name: data for name, data in images.items() if name.endswith(".png")}
+        files |= {**images, PAGE: page(found, pngs, changes).encode()}
+    try:
+        for name, content in files.items():
+            replace_file(where / name, content)
+    except OSError as error:
+        raise UsageError(f"--out {where} cannot be written: {error.strerror}") from None
+    return [where / name for name in files]

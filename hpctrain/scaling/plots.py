@@ -1,0 +1,185 @@
+"""A study drawn: throughput and efficiency over the sizes; where the time of a step goes.
+
+Filled marks were measured, with their intervals; hollow ones share cores; dashed lines with white
+marks are predicted. Colours are those of Okabe and Ito (2008), as in all plots of hpctrain.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure  # not pyplot, which would look for a screen
+from matplotlib.ticker import (
+    EngFormatter,
+    FixedLocator,
+    FuncFormatter,
+    LogLocator,
+    NullLocator,
+    PercentFormatter,
+)
+
+from hpctrain.report.plots import BLACK, BLUE, GREY, ORANGE, VERMILION
+from hpctrain.scaling.results import Result, Row
+from hpctrain.scaling.show import GAP, MEASURED, PREDICTED, title
+
+FORMATS = ("png", "svg")
+
+
+def plots(found: Result) -> dict[str, bytes]:
+    """Return {file name: PNG or SVG}; none where nothing was measured."""
+    if not found.of(MEASURED):
+        return {}
+    figures = {"scaling": scaling(found), "time": time(found)}
+    return {f"{name}.{kind}": _bytes(figures[name], kind) for name in figures for kind in FORMATS}
+
+
+def scaling(found: Result) -> Figure:
+    """Draw samples/s and efficiency over ranks or nodes, beside the ideal."""
+    figure = Figure((11, 4.6), layout="constrained")
+    rate, efficiency = figure.subplots(1, 2)
+    for axes, key in ((rate, "samples_per_s"), (efficiency, "efficiency")):
+        _ideal(axes, found, key)
+        _predictions(axes, found, key)
+        _points(axes, found, key)
+        _gaps(axes, found)
+        _sizes_axis(axes, found)
+        axes.grid(alpha=0.3)
+    _log_rate(rate)
+    rate.set_ylabel("throughput [samples/s]")
+    efficiency.set_ylabel("efficiency [% of ideal]")
+    efficiency.yaxis.set_major_formatter(PercentFormatter(1, symbol=""))
+    efficiency.set_ylim(0, max(1.1, efficiency.get_ylim()[1]))
+    handles, labels = rate.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize="small")
+    figure.suptitle(_plain(title(found)))
+    return figure
+
+
+def time(found: Result) -> Figure:
+    """Draw the time of a step per size, stacked: compute, exposed wire, the rest."""
+    rows = [row for row in found.rows if row["kind"] != GAP]
+    figure = Figure((max(6.0, 1.1 * len(rows) + 3), 4.6), layout="constrained")
+    axes = figure.subplots()
+    x = np.arange(len(rows))
+    floor = np.zeros(len(rows))
+    parts = {"compute_s": ("compute", BLUE), "wait_s": ("wait (exposed wire)", ORANGE),
+             "other_s": ("other (reading, bookkeeping)", GREY)}  # fmt: skip
+    for key, (label, color) in parts.items():
+        height = np.array([max(row[key], 0.0) for row in rows])
+        for bar, row in zip(axes.bar(x, height, 0.6, floor, color=color, label=label), rows,
+                            strict=True):  # fmt: skip
+            if row["kind"] == PREDICTED:
+                bar.set(alpha=0.45, hatch="//", edgecolor="white")
+        floor += height
+    wire = [(i, row["wire_s"]) for i, row in enumerate(rows) if row.get("wire_s")]
+    if wire:
+        at, seconds = (np.array(column) for column in zip(*wire, strict=True))
+        axes.hlines(seconds, at - 0.3, at + 0.3, color=BLACK, linewidth=1.5,
+                    label="wire (may overlap compute)")  # fmt: skip
+    axes.set_xticks(x, [_label(row, found) for row in rows])
+    axes.set_xlabel(_unit(found))
+    axes.set_ylabel("time of a step, mean over ranks")
+    axes.yaxis.set_major_formatter(EngFormatter(unit="s"))
+    axes.set_ylim(0, 1.08 * max(floor.max(), *(row.get("wire_s") or 0.0 for row in rows)))
+    axes.grid(alpha=0.3, axis="y")
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+    axes.set_title(_plain(title(found)), fontsize="medium")
+    return figure
+
+
+def _points(axes: Axes, found: Result, key: str) -> None:
+    """Draw what was measured: filled marks, hollow ones where ranks share cores."""
+    for shared, label in ((False, "measured, 95 % interval"), (True, "measured, oversubscribed")):
+        rows = [r for r in found.of(MEASURED) if (r["ranks_per_core"] > 1) == shared]
+        if rows:
+            style: dict[str, Any] = {"markerfacecolor": "white"} if shared else {}
+            spread = [row[f"{key}_ci95"] or 0.0 for row in rows]
+            # On a logarithmic axis an interval that reaches below zero would have no end.
+            below = [min(s, 0.9 * row[key]) for s, row in zip(spread, rows, strict=True)]
+            axes.errorbar(_at(rows, found), _values(rows, key), [below, spread], color=BLUE,
+                          marker="s" if shared else "o", linestyle="" if shared else "-",
+                          capsize=4, label=label, **style)  # fmt: skip
+
+
+def _predictions(axes: Axes, found: Result, key: str) -> None:
+    """Draw the dashed line from the last size that the model was fitted to."""
+    rows = found.of(PREDICTED)
+    if rows:
+        apart = [r for r in found.of(MEASURED) if r["ranks_per_core"] == 1 and r["ranks"] > 1]
+        line = [*apart[-1:], *rows]
+        axes.plot(_at(line, found), _values(line, key), "--", color=VERMILION, marker="D",
+                  markerfacecolor="white", markevery=slice(len(line) - len(rows), None),
+                  label="predicted (alpha-beta model)")  # fmt: skip
+
+
+def _ideal(axes: Axes, found: Result, key: str) -> None:
+    base = found.of(MEASURED)[0]
+    sizes = [row for row in found.rows if row["ranks"] >= base["ranks"]]
+    values = [base[key] * (1 if key == "efficiency" else row["ranks"] / base["ranks"])
+              for row in sizes]  # fmt: skip
+    pairs = sorted(set(zip(_at(sizes, found), values, strict=True)))
+    axes.plot(*zip(*pairs, strict=True), ":", color=BLACK, linewidth=1.2, label="ideal")
+
+
+def _gaps(axes: Axes, found: Result) -> None:
+    for i, row in enumerate(found.of(GAP)):
+        label = "gap: failed, see the table" if i == 0 else None
+        axes.axvspan(*(_at([row], found)[0] * factor for factor in (0.93, 1.07)), color=GREY,
+                     alpha=0.5, linewidth=0, label=label)  # fmt: skip
+
+
+def _sizes_axis(axes: Axes, found: Result) -> None:
+    at = sorted(set(_at(found.rows, found)))
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(at))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.set_xlim(at[0] / 1.25, at[-1] * 1.25)
+    axes.set_xlabel(_unit(found))
+
+
+def _log_rate(axes: Axes) -> None:
+    """Make the axis of rates logarithmic, with ticks at 1, 2 and 5 times powers of ten."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _at(rows: Sequence[Row], found: Result) -> list[int]:
+    return [row["nodes" if found.study.by_nodes else "ranks"] for row in rows]
+
+
+def _unit(found: Result) -> str:
+    if found.study.by_nodes:
+        return f"nodes, {found.study.sizes[0].per_node} ranks on each"
+    apart = all(size.per_node == 1 for size in found.study.sizes) and len(found.study.sizes) > 1
+    return "ranks, each on a node of its own" if apart else "ranks"
+
+
+def _label(row: Row, found: Result) -> str:
+    size = f"{_at([row], found)[0]}"
+    if row["kind"] == PREDICTED:
+        return f"{size}\npredicted"
+    return f"{size}\noversubscribed" if row["ranks_per_core"] > 1 else size
+
+
+def _values(rows: Sequence[Row], key: str) -> list[float]:
+    return [row[key] for row in rows]
+
+
+def _plain(text: str) -> str:
+    """Return a title in which a dollar sign begins no formula."""
+    return text.replace("$", r"\$")
+
+
+def _bytes(figure: Figure, kind: str) -> bytes:
+    file = io.BytesIO()
+    # An SVG without its date is the same for the same study.
+    figure.savefig(file, format=kind, dpi=130, metadata={"Date": None} if kind == "svg" else None)
+    return file.getvalue()

@@ -1,0 +1,151 @@
+"""`hpctrain scale`: from what was typed to a study that is run, collected, shown and kept."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from hpctrain import machine, recipe, rundir, runs
+from hpctrain.cluster.launch import Mpi
+from hpctrain.errors import UsageError
+from hpctrain.gradients.precision import master
+from hpctrain.recipe import Recipe
+from hpctrain.scaling import changes, conduct, output, places, show, sizes
+from hpctrain.scaling.results import Result, result
+from hpctrain.scaling.study import Folder, Study, claimed, joined
+from hpctrain.scaling.teller import Teller
+
+log = logging.getLogger(__name__)
+GAPS = 1  #: the exit code of a study in which something is missing
+Words = Mapping[str, Any]
+
+
+def scale(words: Words) -> int:
+    """Run what is missing of the study that `words` ask for; return the exit code.
+
+    Raises UsageError before anything is run.
+    """
+    spec = recipe.load(words["recipe"], words["sets"])
+    asked = study_of(spec, words)
+    where = words["out"] or rundir.default_path(f"scale-{asked.name}-{asked.mode}")
+    drawn = output.can_draw()
+    with ExitStack() as stack:
+        folder = stack.enter_context(claimed(where))
+        study = joined(asked, folder.known(), where)
+        folder.save(study)
+        study = _measured(folder, study, spec)
+        found = collected(folder, study)
+        told = list(changes.told(spec, study.mode, study.batch, study.timing, study.threads))
+        files = output.write(where, found, told, drawn)
+    _show(found, files)
+    return GAPS if any(row.get("repeats_missing") for row in found.rows) else 0
+
+
+def study_of(spec: Recipe, words: Words) -> Study:
+    """Return the study that `words` ask for; raise UsageError where it cannot be."""
+    on, mode = words["on"], words["mode"]
+    link = words["link"] or ("1gbit" if on == "netlab" else None)
+    some = sizes.parse(words["ranks"], words["nodes"], words["ranks_per_node"], on)
+    for option in ("repeats", "steps"):
+        if words[option] is not None and words[option] < 1:
+            raise UsageError(f"--{option}: expected 1 or more, seen {words[option]}")
+    batch = changes.base_batch(spec, mode, some)
+    changes.must_divide(spec, mode, batch, some)
+    mpi = places.must_work(on, some, link)
+    cores = None if on == "slurm" else len(os.sched_getaffinity(0))
+    return Study(
+        name=spec.run.name,
+        mode=mode,
+        on=on,
+        link=link,
+        sizes=tuple(some),
+        repeats=words["repeats"],
+        tables=spec.tables,
+        batch=batch,
+        gradient_bytes=_gradient_bytes(spec),
+        machine=_facts(mpi),
+        threads=_threads(cores, max(some).ranks),
+        cores=cores,
+        steps=words["steps"],
+    )
+
+
+def _gradient_bytes(spec: Recipe) -> int:
+    """Return the bytes of a gradient, as it is summed."""
+    model = runs.build_model(spec, spec.data.load(spec.run.seed))
+    count = sum(math.prod(one.shape) for one in model.parameters.values())
+    return int(count * master(spec.run.precision).itemsize)
+
+
+def _threads(cores: int | None, most: int) -> int | None:
+    """Return the BLAS threads of a rank: as many as it has cores where there are `most` ranks."""
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    if said.isdigit() and int(said):
+        return int(said)
+    return None if cores is None else max(1, cores // most)
+
+
+def _facts(mpi: Mpi | None) -> dict[str, Any]:
+    """Return the facts of this machine that results depend on."""
+    facts = machine.facts([os.uname().nodename], "none")
+    for name in ("cores_per_rank", "blas_threads", "hosts"):  # of this process: no rank
+        facts.pop(name)
+    facts.pop("date")  # a study may go on another day
+    return facts | {"mpi": f"{mpi.vendor} {mpi.version}" if mpi else "Slurm's ranks tell"}
+
+
+def _measured(folder: Folder, study: Study, spec: Recipe) -> Study:
+    """Run what is missing; return the study, whose steps are known now."""
+    missing = len(conduct.missing(folder, study)) if study.steps else 1
+    if not missing:
+        return study
+    with Teller(f"{study.name}, {study.mode} scaling", missing) as teller:
+        if study.steps is None:
+            study = conduct.piloted(folder, study, spec, teller)
+            folder.save(study)
+        _say(spec, study)
+        teller.expect(len(conduct.missing(folder, study)))
+        conduct.links(folder, study, teller)
+        for _ in conduct.trials(folder, study, spec, teller):
+            pass
+    return study
+
+
+def _say(spec: Recipe, study: Study) -> None:
+    for sentence in changes.told(spec, study.mode, study.batch, study.timing, study.threads):
+        log.info("# %s", sentence)
+    for size in study.sizes:
+        if study.share(size) > 1:
+            log.warning(
+                "%s: oversubscribed, %.3g ranks share a core: told in the table, and left out of "
+                "fits where other sizes do",
+                size.said,
+                study.share(size),
+            )
+
+
+def collected(folder: Folder, study: Study) -> Result:
+    """Return what the files of all trials tell."""
+    found = {
+        size: [conduct.trial(folder, study, repeat, size) for repeat in range(study.repeats)]
+        for size in study.sizes
+    }
+    return result(study, found, conduct.wires(folder, study))
+
+
+def _show(found: Result, files: Sequence[Path]) -> None:
+    """Print the table, the fits and where files are, on stdout."""
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(show.table(found))
+    for name, text in show.facts(found).items():
+        click.echo(f"{name}: {text}")
+    click.echo(f"written: {', '.join(map(str, files))}")

@@ -1,0 +1,200 @@
+"""From trials to the rows of a study: a row per size, then rows that are predicted.
+
+Each repeat is one pass over all sizes; so speed-up and efficiency are ratios within a repeat, whose
+mean and interval are told: what slowed a whole pass down cancels out. With rate r in samples/s on
+P ranks, and the smallest size that was measured as base,
+
+    speed-up = r(P) / r(base)          efficiency = speed-up x base / P
+
+in strong scaling and in weak scaling alike, where r(P) belongs to a larger problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from hpctrain.scaling import laws
+from hpctrain.scaling.collect import Gap, Trial
+from hpctrain.scaling.forecast import Model, Seen, fitted
+from hpctrain.scaling.sizes import Size
+from hpctrain.scaling.student import Estimate, estimate
+from hpctrain.scaling.study import Study
+from hpctrain.tuning.loggp import Wire
+
+Row = dict[str, Any]
+Wires = tuple[Wire | None, Wire | None]  #: in a node, between nodes
+BEYOND = (2, 4, 8)  #: predicted sizes, as multiples of the largest that the model was fitted to
+PARTS = ("step_s", "compute_s", "wire_s", "wait_s", "other_s")
+
+
+@dataclass(frozen=True)
+class Result:
+    """All that is known of a study; `rows` are dicts, as JSON and CSV have them."""
+
+    study: Study
+    rows: list[Row]
+    law: str  #: amdahl or gustafson
+    serial: Estimate | None  #: fraction, None with less than two sizes
+    model: Model | None
+    hosts: tuple[str, ...]
+
+    def of(self, kind: str) -> list[Row]:
+        """Return the rows that are measured, a gap, or predicted."""
+        return [row for row in self.rows if row["kind"] == kind]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A size with its trials by repeat."""
+
+    size: Size
+    trials: Mapping[int, Trial]
+    share: float
+
+    def mean(self, name: str) -> float:
+        """Return the mean over trials."""
+        return fmean(getattr(one, name) for one in self.trials.values())
+
+    @property
+    def seen(self) -> Seen:
+        """What a forecast is fitted to."""
+        times = {name: self.mean(name) for name in PARTS[:-1]}
+        last = self.trials[max(self.trials)]
+        return Seen(self.size, **times, algorithm=last.algorithm, share=self.share)
+
+
+def result(
+    study: Study, found: Mapping[Size, Sequence[Trial | Gap]], wires: Wires = (None, None)
+) -> Result:
+    """Return the result of the trials `found`, of each size one per repeat."""
+    sizes = []
+    for size in study.sizes:
+        trials = {i: one for i, one in enumerate(found[size]) if isinstance(one, Trial)}
+        if trials:
+            sizes.append(Measured(size, trials, study.share(size)))
+    strong = study.mode == "strong"
+    seen = [one.seen for one in sizes]
+    rows = [
+        _measured(one, sizes[0]) | _backcast(study, seen[:i], one, wires)
+        for i, one in enumerate(sizes)
+    ]
+    rows += [_gap(size) for size in study.sizes if size not in {one.size for one in sizes}]
+    rows.sort(key=lambda row: (row["ranks"], row["nodes"]))
+    for row in rows:
+        gaps = [one for one in found[Size(row["ranks"], row["nodes"])] if isinstance(one, Gap)]
+        row |= {"repeats_missing": len(gaps), "reason": gaps[0].reason if gaps else None}
+    model = _model(study, seen, wires)
+    beyond = _predicted(study, model, sizes) if model else []
+    hosts = sorted({h for one in sizes for t in one.trials.values() for h in t.hosts})
+    law = "amdahl" if strong else "gustafson"
+    return Result(study, [*rows, *beyond], law, _serial(sizes, strong), model, tuple(hosts))
+
+
+def _model(study: Study, seen: Sequence[Seen], wires: Wires) -> Model | None:
+    """Return the model of `seen`; None for regimes whose steps are no all-reduce of a gradient."""
+    if study.tables.get("engine", {}).get("kind", "allreduce") != "allreduce":
+        return None
+    return fitted(seen, study.gradient_bytes, study.mode == "strong", *wires)
+
+
+def _measured(one: Measured, base: Measured) -> Row:
+    rate = estimate([trial.samples_per_s for trial in one.trials.values()])
+    pairs = sorted(one.trials.keys() & base.trials.keys())
+    speed_ups = [one.trials[i].samples_per_s / base.trials[i].samples_per_s for i in pairs] or [
+        rate.mean / base.mean("samples_per_s")  # no repeat in which both are there
+    ]
+    each = base.size.ranks / one.size.ranks
+    return {
+        "kind": "measured",
+        "ranks": one.size.ranks,
+        "nodes": one.size.nodes,
+        "repeats": len(one.trials),
+        **_estimated("samples_per_s", rate),
+        **_estimated("speed_up", _of_base(one, base, speed_ups)),
+        **_estimated("efficiency", _of_base(one, base, [ratio * each for ratio in speed_ups])),
+        **{name: one.mean(name) for name in PARTS},
+        "algorithm": one.seen.algorithm,
+        "ranks_per_core": one.share,
+    }
+
+
+def _of_base(one: Measured, base: Measured, ratios: Sequence[float]) -> Estimate:
+    """Return the estimate of `ratios`; the base's own is 1 by definition, without an interval."""
+    return Estimate(1.0, None, len(ratios)) if one is base else estimate(ratios)
+
+
+def _estimated(name: str, found: Estimate) -> Row:
+    return {name: found.mean, f"{name}_ci95": found.half}
+
+
+def _backcast(study: Study, smaller: Sequence[Seen], one: Measured, wires: Wires) -> Row:
+    """Return what smaller sizes alone would have predicted: how far to trust the rest."""
+    model = _model(study, smaller, wires)
+    if model is None:
+        return {}
+    step_s = model.forecast(one.size, one.share).step_s
+    return {"predicted_step_s": step_s, "prediction_error": step_s / one.mean("step_s") - 1}
+
+
+def _gap(size: Size) -> Row:
+    return {"kind": "gap", "ranks": size.ranks, "nodes": size.nodes, "repeats": 0}
+
+
+def _predicted(study: Study, model: Model, sizes: Sequence[Measured]) -> list[Row]:
+    """Return the rows beyond the largest size whose ranks have cores of their own."""
+    apart = [one for one in sizes if one.share == 1.0 and one.size.ranks > 1]
+    last = (apart or list(sizes))[-1].size
+    beyond = [last.scaled(factor) for factor in BEYOND]
+    if study.mode == "strong":  # each rank needs a sample
+        beyond = [size for size in beyond if size.ranks <= study.batch]
+    return [_forecast(study, model, size, sizes[0]) for size in beyond]
+
+
+def _forecast(study: Study, model: Model, size: Size, base: Measured) -> Row:
+    found = model.forecast(size)
+    samples = study.batch if study.mode == "strong" else study.batch * size.ranks
+    rate = samples / found.step_s
+    speed_up = rate / base.mean("samples_per_s")
+    return {
+        "kind": "predicted",
+        "ranks": size.ranks,
+        "nodes": size.nodes,
+        "samples_per_s": rate,
+        "speed_up": speed_up,
+        "efficiency": speed_up * base.size.ranks / size.ranks,
+        "step_s": found.step_s,
+        "compute_s": found.compute_s,
+        "wait_s": found.wait_s,
+        "other_s": found.other_s,
+        "ranks_per_core": 1.0,
+    }
+
+
+def _serial(sizes: Sequence[Measured], strong: bool) -> Estimate | None:
+    """Return the serial fraction, fitted in each repeat; of sizes with cores of their own."""
+    used = [one for one in sizes if one.share == 1.0]
+    if len(used) < 2:
+        return None
+    law: Callable[..., float] = laws.amdahl if strong else laws.gustafson
+    key = "step_s" if strong else "samples_per_s"
+    ranks = [one.size.ranks for one in used]
+    whole = sorted(set.intersection(*(set(one.trials) for one in used)))
+    fractions = [law(ranks, [getattr(one.trials[i], key) for one in used]) for i in whole]
+    return estimate(fractions or [law(ranks, [one.mean(key) for one in used])])
+
+
+def to_json(found: Result) -> dict[str, Any]:
+    """Return what scaling.json holds."""
+    study, model = found.study, found.model
+    wire = {"alpha_s": model.alpha_s, "beta_s_per_byte": model.beta_s} if model else {}
+    return {
+        "machine": study.machine | {"hosts_seen": list(found.hosts)},
+        "study": {k: v for k, v in asdict(study).items() if k != "machine"},
+        "confidence": "95 %, Student's t over repeats",
+        "law": {"name": found.law, "serial_fraction": found.serial and asdict(found.serial)},
+        "model": {**wire, **asdict(model)} if model else None,
+        "rows": found.rows,
+    }

@@ -1,0 +1,57 @@
+"""Confidence intervals of means of a few repeats, after Student (1908).
+
+With mean m and standard deviation s of n repeats the interval is m -+ t s / sqrt(n), where t is
+exceeded in either direction by 5 % of Student's distribution with v = n - 1 degrees of freedom. Its
+probability of |T| < t has a closed form in the angle x = arctan(t / sqrt(v)):
+
+    v odd     2/pi (x + sin x (cos x + 2/3 cos^3 x + ... + (2 4 .. v-3)/(3 5 .. v-2) cos^(v-2) x))
+    v even    sin x (1 + 1/2 cos^2 x + ... + (1 3 .. v-3)/(2 4 .. v-2) cos^(v-2) x)
+
+Source: Abramowitz and Stegun, "Handbook of mathematical functions", 1964, 26.7.3 and 26.7.4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from statistics import fmean, stdev
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean of `count` repeats, and half of its interval; None where one repeat tells none."""
+
+    mean: float
+    half: float | None
+    count: int
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Return the mean of `values` and its interval of 95 % confidence."""
+    n = len(values)
+    half = quantile(n - 1) * stdev(values) / math.sqrt(n) if n > 1 else None
+    return Estimate(fmean(values), half, n)
+
+
+@cache
+def quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
+    """Return t with P(|T| < t) = `confidence` for `freedom` degrees, by halving the angle."""
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        angle = (low + high) / 2
+        low, high = (angle, high) if within(angle, freedom) < confidence else (low, angle)
+    return math.tan(low) * math.sqrt(freedom)
+
+
+def within(angle: float, freedom: int) -> float:
+    """Return P(|T| < t) for t = sqrt(freedom) tan(angle)."""
+    sine, cosine, odd = math.sin(angle), math.cos(angle), freedom % 2
+    total, term = 0.0, cosine if odd else 1.0
+    for i in range(1 + odd, freedom, 2):
+        total += term
+        term *= i / (i + 1) * cosine**2
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total

@@ -1,0 +1,175 @@
+"""What a study is, and its folder: who may write there, which study it holds.
+
+DIR/study.json               what is asked, and what was decided once: batch, steps, threads
+DIR/recipes/SIZE.toml        the recipe of each size, made for timing
+DIR/trials/SIZE/repeat-0/    what `hpctrain train` leaves; beside it repeat-0.log, what it said
+DIR/links/SIZE/link.json     single messages between two ranks, of `hpctrain bench p2p`
+DIR/pilots/SIZE/             short runs that told how long a step takes
+DIR/scaling.{json,csv,png,svg}, time.{png,svg}, report.html      made again from the files above
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hpctrain import rundir
+from hpctrain.errors import UsageError
+from hpctrain.scaling.changes import Timing
+from hpctrain.scaling.sizes import Size, oversubscribed
+
+FILE, FORMAT = "study.json", 1
+#: What makes it another study; all else may grow from call to call, or was decided once.
+SAME = ("name", "mode", "on", "link", "tables", "machine")
+
+
+@dataclass(frozen=True)
+class Study:
+    """One recipe on several sizes; `steps` is None until a pilot has told how long they take."""
+
+    name: str
+    mode: str  #: strong or weak
+    on: str  #: local, netlab or slurm
+    link: str | None  #: of a netlab
+    sizes: tuple[Size, ...]
+    repeats: int
+    tables: dict[str, Any]  #: the recipe as the user has it
+    batch: int  #: of all ranks in strong scaling, of each worker in weak scaling
+    gradient_bytes: int
+    machine: dict[str, Any]  #: facts; with Slurm those of the login node
+    threads: int | None = None  #: BLAS threads of a rank; None: Slurm's affair
+    cores: int | None = None  #: that all sizes share; None where each node has its own
+    steps: int | None = None  #: timed steps per trial
+    job: dict[str, Any] = field(default_factory=dict)  #: what Slurm is asked for
+
+    @property
+    def timing(self) -> Timing:
+        """How long a trial is."""
+        return Timing.of(self.steps or 0)
+
+    @property
+    def by_nodes(self) -> bool:
+        """Whether sizes are told by their nodes: each has as many ranks, and several."""
+        return len({s.per_node for s in self.sizes}) == 1 and self.sizes[0].per_node > 1
+
+    def share(self, size: Size) -> float:
+        """Return how many ranks of `size` share a core; 1 where each has its own."""
+        return oversubscribed(size, self.cores, self.threads or 1)
+
+
+class Folder:
+    """The folder of a study, held for this process alone."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def trial(self, size: Size, repeat: int) -> Path:
+        """Return the folder of one trial."""
+        return self.path / "trials" / size.name / f"repeat-{repeat}"
+
+    def pilot(self, size: Size) -> Path:
+        """Return the folder of a run that tells how long a step takes."""
+        return self.path / "pilots" / size.name
+
+    def link(self, size: Size) -> Path:
+        """Return the folder of the messages between two ranks of `size`."""
+        return self.path / "links" / size.name
+
+    def recipe(self, size: Size, text: str) -> Path:
+        """Write the recipe of `size`; return its path."""
+        path = self.path / "recipes" / f"{size.name}.toml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    def save(self, study: Study) -> None:
+        """Write study.json whole or not at all."""
+        text = json.dumps({"format": FORMAT, **asdict(study)}, indent=1)
+        replace_file(self.path / FILE, (text + "\n").encode())
+
+    def known(self) -> Study | None:
+        """Return the study that lies here, None if there is none yet."""
+        path = self.path / FILE
+        return read(path) if path.exists() else None
+
+
+def read(path: Path) -> Study:
+    """Return the study of study.json at `path`; raise UsageError if it cannot be read."""
+    try:
+        told = json.loads(path.read_text())
+        if told.pop("format") != FORMAT:
+            raise UsageError(f"{path}: made by another version; name a new folder with --out")
+        sizes = tuple(Size(**one) for one in told.pop("sizes"))
+        return Study(sizes=sizes, **told)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}; name a new folder with --out") from None
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[Folder]:
+    """Make the folder of a study and hold it; the kernel gives it back however we end.
+
+    Raises UsageError if something else lies there, if another process holds it, or if it cannot
+    be written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        names = sorted(one.name for one in path.iterdir() if one.name != rundir.LOCK)
+        if names and FILE not in names:
+            raise UsageError(f"--out {path} is in use, and by no study: it holds {names[0]}, ...")
+        lock = os.open(path / rundir.LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise UsageError(f"--out {path} cannot be written: {error.strerror}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise UsageError(f"--out {path}: another `hpctrain scale` works on it") from None
+    try:
+        yield Folder(path)
+    finally:
+        os.close(lock)
+
+
+def joined(asked: Study, known: Study | None, where: Path) -> Study:
+    """Return the study to go on with: `known`, with the sizes and repeats that `asked` adds.
+
+    Raises UsageError where the folder `where` holds another study.
+    """
+    if known is None:
+        return asked
+    for name in SAME:
+        before, now = (json.loads(json.dumps(getattr(one, name))) for one in (known, asked))
+        if before != now:
+            raise UsageError(
+                f"--out {where} holds another study: {_differing(name, before, now)}. Name a new "
+                "folder, or ask for the same"
+            )
+    if asked.steps not in (None, known.steps):
+        raise UsageError(
+            f"--out {where} holds another study: trials of {known.steps} timed steps, now "
+            f"{asked.steps}. Name a new folder, or leave out --steps"
+        )
+    sizes = tuple(sorted({*known.sizes, *asked.sizes}))
+    repeats = max(known.repeats, asked.repeats)
+    return replace(known, sizes=sizes, repeats=repeats, job=asked.job)
+
+
+def _differing(name: str, before: Any, now: Any) -> str:
+    if not isinstance(before, dict):
+        return f"{name} was {before}, now {now}"
+    keys = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k))
+    return "; ".join(f"{name}.{k} was {before.get(k)}, now {now.get(k)}" for k in keys[:3])
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write `path` whole or not at all."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_bytes(content)
+    os.replace(aside, path)
