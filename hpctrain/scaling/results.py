@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from hpctrain.scaling import laws
@@ -58,10 +58,14 @@ class Measured:
         """Return the mean over trials."""
         return fmean(getattr(one, name) for one in self.trials.values())
 
+    def median(self, name: str) -> float:
+        """Return the median over trials."""
+        return median(getattr(one, name) for one in self.trials.values())
+
     @property
     def seen(self) -> Seen:
-        """What a forecast is fitted to."""
-        times = {name: self.mean(name) for name in PARTS[:-1]}
+        """What a forecast is fitted to: medians, which one disturbed repeat does not move."""
+        times = {name: self.median(name) for name in PARTS[:-1]}
         last = self.trials[max(self.trials)]
         return Seen(self.size, **times, algorithm=last.algorithm, share=self.share)
 
@@ -136,7 +140,7 @@ def _backcast(study: Study, smaller: Sequence[Seen], one: Measured, wires: Wires
     if model is None:
         return {}
     step_s = model.forecast(one.size, one.share).step_s
-    return {"predicted_step_s": step_s, "prediction_error": step_s / one.mean("step_s") - 1}
+    return {"predicted_step_s": step_s, "prediction_error": step_s / one.median("step_s") - 1}
 
 
 def _gap(size: Size) -> Row:

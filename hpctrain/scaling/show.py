@@ -59,10 +59,8 @@ def _numbers(row: Row) -> list[str]:
 
 
 def seconds(value: float | None) -> str:
-    """Return seconds with their unit, a dash for none; what is negative is less than predicted."""
-    if value is None:
-        return "-"
-    return f"-{time(-value)}" if value < 0 else "0 us" if value == 0 else time(value)
+    """Return seconds with their unit, a dash for none."""
+    return "-" if value is None else time(value) if value > 1e-9 else "0 us"
 
 
 def within(row: Row, name: str, form: str) -> str:
@@ -84,7 +82,7 @@ def remarks(row: Row) -> Iterator[str]:
         yield f"oversubscribed: {row['ranks_per_core']:.3g} ranks per core"
     if "prediction_error" in row:
         error, step = row["prediction_error"], time(row["predicted_step_s"])
-        yield f"predicted from smaller sizes: {step} a step ({error:+.1%})"
+        yield f"from smaller sizes {step} was predicted ({error:+.1%})"
 
 
 def facts(found: Result) -> dict[str, str]:

@@ -84,7 +84,7 @@ class Folder:
     def recipe(self, size: Size, text: str) -> Path:
         """Write the recipe of `size`; return its path."""
         path = self.path / "recipes" / f"{size.name}.toml"
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         return path
 

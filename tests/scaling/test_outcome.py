@@ -1,0 +1,258 @@
+"""From made-up trials to tables, files and plots; gaps; what runs in which order, and again."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from studies import SPEC, Times, runner, study, write
+
+from hpctrain import rundir
+from hpctrain.scaling import collect, conduct, laws, output, places, plots, product, show
+from hpctrain.scaling.changes import Timing
+from hpctrain.scaling.collect import Gap, Trial
+from hpctrain.scaling.page import page
+from hpctrain.scaling.results import result
+from hpctrain.scaling.sizes import Size
+from hpctrain.scaling.study import Folder
+from hpctrain.scaling.teller import Teller
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+SERIAL = 0.2
+
+
+def amdahl(ranks, repeat=0):
+    """Return a step with the serial fraction SERIAL, all of it exposed wire; repeats drift."""
+    drift, step = 1 + 0.01 * repeat, 1e-2 / laws.amdahl_speed_up(SERIAL, ranks)
+    wait = 2e-3 * (1 - 1 / ranks)
+    return Times(*(drift * one for one in (step, step - wait - 1e-4, wait, wait)))
+
+
+def gustafson(ranks, repeat=0):
+    step = 1e-2 * ranks / laws.gustafson_speed_up(SERIAL, ranks)
+    return Times(step, 9.5e-3, step - 1e-2, step - 1e-2)
+
+
+def trials(of, times, gaps=()):
+    """Return made-up trials by size, without files."""
+    found = {}
+    for size in of.sizes:
+        each = [times(size.ranks, repeat) for repeat in range(of.repeats)]
+        batch = of.batch * (1 if of.mode == "strong" else size.ranks)
+        found[size] = [
+            Gap(f"why {repeat}")
+            if (size.ranks, repeat) in gaps
+            else Trial(batch / t.step_s, **vars(t), hosts=("a",))
+            for repeat, t in enumerate(each)
+        ]  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("mode, times", [("strong", amdahl), ("weak", gustafson)])
+def test_the_serial_fraction_of_trials(mode, times):
+    of = study((1, 2, 4, 8), mode)
+    found = result(of, trials(of, times))
+    assert found.serial.mean == pytest.approx(SERIAL)
+    assert found.serial.half == pytest.approx(0, abs=1e-9)  # each repeat tells the same
+    for row in found.of("measured"):
+        law = laws.amdahl_speed_up if mode == "strong" else laws.gustafson_speed_up
+        assert row["speed_up"] == pytest.approx(law(SERIAL, row["ranks"]))
+        assert row["efficiency"] == pytest.approx(row["speed_up"] / row["ranks"])
+
+
+def test_a_pass_that_was_slow_as_a_whole_does_not_blur_efficiency():
+    of = study()
+    rows = result(of, trials(of, amdahl)).of("measured")
+    assert rows[2]["samples_per_s_ci95"] > 10
+    assert rows[2]["efficiency_ci95"] == pytest.approx(0, abs=1e-9)
+
+
+def test_intervals_are_those_of_student():
+    of = replace(study(), sizes=(Size(1),))
+    one = Times(1e-2, 9e-3)
+    rows = result(of, trials(of, lambda _, i: replace(one, step_s=128 / (9 + i)))).rows
+    assert rows[0]["samples_per_s"] == pytest.approx(10)
+    exact = 0.95 * math.sqrt(2 / (1 - 0.95**2)) / math.sqrt(3)  # rates 9, 10, 11
+    assert rows[0]["samples_per_s_ci95"] == pytest.approx(exact)
+
+
+def test_what_shares_cores_is_told_and_left_out_of_the_law():
+    of = replace(study((1, 2, 4)), cores=2)
+    slow = result(of, trials(of, lambda n, i: amdahl(n) if n < 4 else Times(1.0, 0.9)))
+    assert slow.serial.mean == pytest.approx(SERIAL)
+    assert [row.get("ranks_per_core") for row in slow.rows[:3]] == [1, 1, 2]
+    assert "oversubscribed: 2 ranks per core" in "".join(show.remarks(slow.rows[2]))
+    assert [row["ranks"] for row in slow.of("predicted")] == [4, 8, 16]  # beyond 2, not beyond 4
+
+
+def test_predictions_are_said_to_be_such():
+    of = study()
+    found = result(of, trials(of, amdahl))
+    assert [row["ranks"] for row in found.of("predicted")] == [8, 16, 32]
+    assert all("predicted" in list(show.remarks(row)) for row in found.of("predicted"))
+    assert "prediction_error" in found.rows[2]
+    assert "prediction_error" not in found.rows[1]  # one rank alone tells nothing of two
+    asynchronous = {"engine": {"kind": "ps-async"}}
+    assert not result(replace(of, tables=asynchronous), trials(of, amdahl)).of("predicted")
+    few = replace(of, batch=8)
+    assert [row["ranks"] for row in result(few, trials(few, amdahl)).of("predicted")] == [8]
+
+
+def text_of(found):
+    out = io.StringIO()
+    Console(file=out, width=200).print(show.table(found))
+    facts = [f"{name}: {text}" for name, text in show.facts(found).items()]
+    return out.getvalue() + "\n".join(facts) + "\n"
+
+
+def with_gaps():
+    """Return a study with a size that failed, one repeat that failed, and one without cores."""
+    of = replace(study((1, 2, 4, 8)), cores=4)
+    return result(of, trials(of, amdahl, {(4, 2), *((2, i) for i in range(3))}))
+
+
+@pytest.mark.parametrize("mode, times", [("strong", amdahl), ("weak", gustafson), ("gaps", None)])
+def test_golden_tables(mode, times):
+    of = study((1, 2, 4, 8), mode)
+    found = with_gaps() if times is None else result(of, trials(of, times))
+    assert text_of(found) == (GOLDEN / f"scaling-{mode}.txt").read_text()
+
+
+def test_gaps_are_named_and_the_rest_is_drawn():
+    found = with_gaps()
+    assert [row["ranks"] for row in found.of("gap")] == [2]
+    said = {row["ranks"]: "; ".join(show.remarks(row)) for row in found.rows}
+    assert "gap: why 0" in said[2]
+    assert "1 of its repeats missing: why 2" in said[4]
+    assert plots.plots(found).keys() == {"scaling.png", "scaling.svg", "time.png", "time.svg"}
+    assert "1 of 4 sizes could not be measured" in page(found, {}, [])
+
+
+def test_nothing_was_measured():
+    of = study()
+    found = result(of, trials(of, amdahl, {(n, i) for n in (1, 2, 4) for i in range(3)}))
+    assert plots.plots(found) == {}
+    assert "Nothing was measured yet" in page(found, {}, [])
+    assert [row["kind"] for row in found.rows] == ["gap"] * 3
+
+
+def test_files_hold_all_of_it(tmp_path):
+    of = study()
+    found = result(of, trials(of, amdahl))
+    names = {path.name for path in output.write(tmp_path, found, ["as it is"], drawn=True)}
+    assert names == {path.name for path in tmp_path.iterdir()}  # and nothing half written
+    told = json.loads((tmp_path / "scaling.json").read_text())
+    assert (told["machine"]["cpu"], len(told["rows"])) == ("made up", 6)
+    assert told["law"]["serial_fraction"]["mean"] == pytest.approx(SERIAL)
+    rows = list(csv.DictReader((tmp_path / "scaling.csv").read_text().splitlines()))
+    assert [row["kind"] for row in rows] == ["measured"] * 3 + ["predicted"] * 3
+    assert float(rows[1]["samples_per_s"]) == pytest.approx(found.rows[1]["samples_per_s"])
+    html = (tmp_path / "report.html").read_text()
+    assert html.count("data:image/png;base64,") == 2
+    assert "as it is" in html
+
+
+def test_names_are_no_markup(tmp_path):
+    of = replace(study(), name="<b>$x_1$ [bold]</b>")
+    found = result(of, trials(of, amdahl))
+    assert "&lt;b&gt;" in page(found, {}, []) and "<b>" not in page(found, {}, [])
+    assert plots.plots(found)
+    output.write(tmp_path, found, [], drawn=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"scaling.json", "scaling.csv"}
+
+
+def test_only_timed_rows_count(tmp_path):
+    times = Times(2e-3, 1e-3, 5e-4, 8e-4)
+    write(tmp_path / "run", Timing.of(100), times, 128, ranks=2)
+    found = collect.trial(tmp_path / "run", Timing.of(100))
+    assert found.samples_per_s == pytest.approx(64_000)
+    seen = (found.step_s, found.compute_s, found.wire_s, found.wait_s, found.other_s)
+    assert seen == pytest.approx((2e-3, 1e-3, 5e-4, 8e-4, 2e-4))
+
+
+def cut(run):
+    rows = (run / rundir.METRICS).read_text().splitlines()
+    (run / rundir.METRICS).write_text("\n".join(rows[:5]))
+
+
+def resumed(run):
+    rows = [row | {"since_step": 50 * (row["step"] > 50)} for row in rundir.rows(run)]
+    (run / rundir.METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def stopped(run):
+    told = {"status": "stopped", "reason": "stopped at step 7 as asked"}
+    rundir.write_summary(run, told)
+
+
+GAPS = {
+    "cut": (cut, "3 timed rows in metrics.jsonl, expected 10"),
+    "resumed": (resumed, "9 timed rows .* it was resumed on the way"),
+    "stopped": (stopped, "stopped: stopped at step 7 as asked"),
+    "torn": (lambda run: (run / rundir.SUMMARY).write_text("{"), "cannot be read"),
+    "no summary": (lambda run: (run / rundir.SUMMARY).unlink(), "not run yet"),
+}
+
+
+@pytest.mark.parametrize("kind", GAPS)
+def test_trials_that_do_not_count(kind, tmp_path):
+    spoil, reason = GAPS[kind]
+    write(tmp_path / "run", Timing.of(100), Times(2e-3, 1e-3), 128, ranks=2)
+    spoil(tmp_path / "run")
+    found = collect.trial(tmp_path / "run", Timing.of(100))
+    assert isinstance(found, Gap)
+    assert re.search(reason, found.reason)
+
+
+def conducted(folder, of, monkeypatch, times=amdahl, failing=()):
+    """Run a study whose trials take no time; return what was called, in order."""
+    calls = []
+    monkeypatch.setattr(places, "run", runner(of, times, calls, failing))
+    with Teller("a study", 1) as teller:
+        list(conduct.trials(folder, of, SPEC, teller))
+    return calls
+
+
+def test_sizes_take_turns_and_nothing_runs_twice(tmp_path, monkeypatch):
+    of, folder = study(), Folder(tmp_path)
+    calls = conducted(folder, of, monkeypatch)
+    assert calls == [(repeat, ranks) for repeat in range(3) for ranks in (1, 2, 4)]
+    assert conducted(folder, of, monkeypatch) == []
+    (folder.trial(Size(2), 1) / rundir.SUMMARY).unlink()
+    assert conducted(folder, of, monkeypatch) == [(1, 2)]
+    assert conducted(folder, replace(of, repeats=4), monkeypatch) == [(3, n) for n in (1, 2, 4)]
+    found = product.collected(folder, of)
+    assert found.serial.mean == pytest.approx(SERIAL)
+
+
+def test_a_size_that_fails_is_left_at_that(tmp_path, monkeypatch):
+    of, folder = study(), Folder(tmp_path)
+    calls = conducted(folder, of, monkeypatch, failing=(2,))
+    assert calls == [(0, 1), (0, 2), (0, 4), (1, 1), (1, 4), (2, 1), (2, 4)]
+    found = product.collected(folder, of)
+    assert [row["reason"] for row in found.of("gap")] == ["hpctrain: no such thing on this size"]
+    again = conducted(folder, of, monkeypatch)  # what was wrong may be mended by then
+    assert again == [(0, 2), (1, 2), (2, 2)]
+
+
+@pytest.mark.parametrize("step_s, steps", [(1e-3, 2000), (1e-5, 3000), (1.0, 20)])
+def test_a_pilot_tells_how_many_steps_to_time(step_s, steps, tmp_path, monkeypatch):
+    calls = []
+    times = lambda ranks, repeat: Times(step_s / ranks, step_s / ranks / 2)  # noqa: E731
+    monkeypatch.setattr(places, "run", runner(study(), times, calls))
+    with Teller("a study", 1) as teller:
+        found = conduct.piloted(Folder(tmp_path), study(steps=None), SPEC, teller)
+    assert (found.steps, calls) == (steps, [("pilot", 1), ("pilot", 4)])
+
+
+def test_a_trial_that_takes_too_long_is_ended(tmp_path):
+    code = places.run(["sleep", "60"], tmp_path / "log", None, limit_s=0.2)
+    assert code == 1
+    assert "ended after 0.2 s" in (tmp_path / "log").read_text()

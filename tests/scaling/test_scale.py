@@ -1,0 +1,73 @@
+"""`hpctrain scale` on real ranks: killed half-way and called again; a size that fails; a netlab."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+
+import pytest
+from conftest import Completed
+
+from hpctrain.cluster.netlab import refusal
+
+pytestmark = pytest.mark.processes
+SMALL = ("--steps", 20, "--repeats", 1, "--out", "study")
+
+
+def rows(folder):
+    return list(csv.DictReader((folder / "scaling.csv").read_text().splitlines()))
+
+
+def test_killed_half_way_and_called_again(start, tmp_path):
+    words = ("-m", "hpctrain", "scale", "digits", "--ranks", "1,2", *SMALL)
+    first = start(*words)
+    first.until("1 rank, repeat 1 of 1: ")
+    first.kill()
+    study = tmp_path / "study"
+    assert not (study / "scaling.csv").exists()
+    done = study / "trials/00001-ranks-00001-nodes/repeat-0/summary.json"
+    before = done.stat().st_mtime_ns
+    again: Completed = start(*words).finish()
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert done.stat().st_mtime_ns == before  # what was there was not run again
+    assert "2 ranks, repeat 1 of 1" in again.stderr and "1 rank, repeat" not in again.stderr
+    assert "Amdahl's law: serial fraction" in again.stdout
+    found = rows(study)
+    assert [row["kind"] for row in found[:2]] == ["measured"] * 2
+    assert found[2]["kind"] == "predicted"
+    summed = [float(found[1][name]) for name in ("compute_s", "wait_s", "other_s")]
+    assert sum(summed) == pytest.approx(float(found[1]["step_s"]), rel=1e-6)
+    assert not list(study.rglob("checkpoints"))
+    for name in ("scaling.png", "scaling.svg", "time.png", "time.svg", "report.html"):
+        assert (study / name).stat().st_size > 1000
+    machine = json.loads((study / "scaling.json").read_text())["machine"]
+    assert machine["mpi"].startswith(("Open MPI", "MPICH"))
+
+
+def test_a_size_that_fails_is_a_gap_and_another_study_is_refused(hpctrain, tmp_path):
+    slow = ("--set", "faults.slow_rank=1", "--set", "faults.slow_factor=1.0")
+    words = ("scale", "digits", "--ranks", "1,2", "--mode", "weak", *slow, *SMALL)
+    done = hpctrain(*words)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 rank, repeat 1 of 1: hpctrain: [faults] slow_rank" in done.stderr
+    found = rows(tmp_path / "study")
+    assert [row["kind"] for row in found[:2]] == ["gap", "measured"]
+    assert "slow_rank: expected less than 1" in found[0]["reason"]
+    other = hpctrain(*words, "--set", "faults.slow_factor=2.0")
+    assert other.returncode == 2
+    assert "holds another study: tables.faults was" in other.stderr
+
+
+@pytest.mark.full
+def test_hosts_of_a_netlab(hpctrain, tmp_path):
+    if shutil.which("tc") is None or (reason := refusal()):
+        pytest.skip(reason or "needs tc")
+    words = ("scale", "digits", "--nodes", "1,2,4", "--on", "netlab", "--mode", "weak", *SMALL)
+    done = hpctrain(*words, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows(tmp_path / "study")
+    assert [(row["kind"], row["nodes"]) for row in found[:3]] == [("measured", n) for n in "124"]
+    told = json.loads((tmp_path / "study/scaling.json").read_text())
+    assert told["machine"]["hosts_seen"] == ["h1", "h2", "h3", "h4"]
+    assert told["model"]["beta_s_per_byte"] > 6e-9  # no faster than the link
