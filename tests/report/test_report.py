@@ -5,15 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import re
-import shutil
-import subprocess
 import sys
 from html.parser import HTMLParser
 from io import BytesIO
 
 import numpy as np
 import pytest
-from matplotlib import colors, image
+from browser import BROWSER, LOOK, browse, painted
+from matplotlib import image
 
 from hpctrain import rundir
 from hpctrain.commands.report import report
@@ -120,11 +119,6 @@ def test_report(kind, tmp_path):
         assert painted(image.imread(BytesIO(png)), plots.BLUE) > 10
 
 
-def painted(picture: np.ndarray, color: str) -> int:
-    """Return how many pixels of `picture`, float (height, width, 3 or 4) in 0 .. 1, are `color`."""
-    return int((np.abs(picture[..., :3] - colors.to_rgb(color)).max(axis=-1) < 0.02).sum())
-
-
 #: histograms as written in rows -> gradients by staleness
 HISTOGRAMS = [
     ([None, {"0": 2}, {"0": 3, "2": 1}], [[0, 0, 0], [2, 0, 0], [3, 0, 1]]),
@@ -208,27 +202,6 @@ def test_the_extra_is_named_where_it_is_missing(missing, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(UsageError, match=r"pip install 'hpctrain\[report\]'"):
         report.callback(tmp_path, None)
-
-
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
-    "--disable-background-networking --disable-component-update --enable-logging=stderr"
-)
-# What the page itself may not have: a script, which tells how wide each picture came out.
-LOOK = """<script>addEventListener("load", () => {
-document.title = [...document.images].map(one => one.alt + "=" + one.naturalWidth).join(" ")
-})</script>"""
-
-
-def browse(folder, *arguments):
-    """Return what the browser prints, and what its console says; each time a new profile."""
-    profile = f"--user-data-dir={folder / 'profile'}-{len(list(folder.iterdir()))}"
-    done = subprocess.run(
-        [BROWSER, *FLAGS.split(), profile, *map(str, arguments)],
-        check=True, timeout=60, capture_output=True, text=True,
-    )  # fmt: skip
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
 @pytest.mark.full

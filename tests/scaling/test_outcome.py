@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from browser import BROWSER, LOOK, browse, painted
+from matplotlib import image
 from rich.console import Console
 from studies import SPEC, Times, runner, study, write
 
@@ -256,3 +258,21 @@ def test_a_trial_that_takes_too_long_is_ended(tmp_path):
     code = places.run(["sleep", "60"], tmp_path / "log", None, limit_s=0.2)
     assert code == 1
     assert "ended after 0.2 s" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
+def test_the_report_in_a_browser(tmp_path):
+    output.write(tmp_path, with_gaps(), ["as it is"], drawn=True)
+    shot, written = tmp_path / "shot.png", tmp_path / "report.html"
+    screen = ("--window-size=1200,2400", f"--screenshot={shot}")
+    assert browse(tmp_path, *screen, written.as_uri())[1] == []
+    picture = image.imread(shot)
+    # A page without its images would have text, but none of the colours of the plots.
+    drawn = (plots.BLUE, plots.ORANGE, plots.VERMILION)
+    assert [color for color in drawn if painted(picture, color) < 50] == []
+    looked = tmp_path / "looked.html"
+    looked.write_text(re.sub("<meta http-equiv=[^>]*>", LOOK, written.read_text()))
+    dom, said = browse(tmp_path, "--dump-dom", looked.as_uri())
+    widths = dict(re.findall(r"(\w+\.png)=(\d+)", dom))
+    assert (widths.keys(), said) == ({"scaling.png", "time.png"}, [])
