@@ -21,11 +21,11 @@ from hpctrain.nn.dropout import Dropout
 
 cupy = pytest.importorskip("cupy")
 
-SGD, ADAMW, LARS, LAMB, NORMS, GELU, PHILOX, BF16, LARGEST, ORTHONORMAL = (
+SGD, ADAMW, LARS, LAMB, NORMS, GELU, PHILOX, BF16, LARGEST, ORTHONORMAL, WINDOWS = (
     import_module(f"hpctrain.{name}")
     for name in ("optim.sgd", "optim.adamw", "optim.lars", "optim.lamb", "optim.norms",
                  "nn.activations", "nn.philox", "collectives.bfloat16",
-                 "gradients.compress.largest", "gradients.compress.orthonormal")
+                 "gradients.compress.largest", "gradients.compress.orthonormal", "nn.windows")
 )  # fmt: skip
 #: function -> arrays and numbers that it takes
 FUSED = {
@@ -136,7 +136,11 @@ def test_sixteen_bits_have_products():
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_kernels_compile(dtype):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
     assert compiled(written(PHILOX.SOURCE, dtype))
+    for width in (1, 16 // np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize):
+        for far in (False, True):
+            assert compiled(WINDOWS.source(dtype, width, far))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -197,3 +201,18 @@ def test_bfloat16_has_the_bits_of_the_host(a_gpu):
     BF16.narrow(x, here)
     BF16.narrow(cupy.asarray(x), there)
     assert (there.get() == here).all()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("channels", "kernel", "stride", "padding"), [(16, 3, 1, 1), (3, 5, 2, 2)])
+def test_convolution_is_that_of_the_host(a_gpu, dtype, channels, kernel, stride, padding):
+    draw, layer = np.random.default_rng(0).standard_normal, nn.Conv2d(8, kernel, stride, padding)
+    x = draw((4, 17, 16, channels)).astype(dtype)
+    p = {n: draw(one.shape).astype(dtype) for n, one in layer.parameters(x.shape[1:]).items()}
+    told = []
+    for to in (np.asarray, cupy.asarray):
+        here, g = ({n: to(a.copy()) for n, a in p.items()} for _ in range(2))
+        y, saved = layer.forward(here, to(x), None)
+        told.append([y, layer.backward(here, g, saved, y, True), *g.values()])
+    for found, wanted in zip(told[1], told[0], strict=True):
+        np.testing.assert_allclose(cupy.asnumpy(found), wanted, rtol=1e-3, atol=1e-2)

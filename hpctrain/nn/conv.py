@@ -7,7 +7,8 @@ Every window of the image becomes a row, and the kernel a matrix:
 
 With channels last, a row of a window is one run of memory, y leaves the product in its final
 order, and no array is transposed on either way. The price: `columns` is kernel^2 / stride^2 times
-as large as x, and is kept for the way back.
+as large as x, and is kept for the way back. A GPU makes it, and takes it apart, in one kernel each;
+see windows.py.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.errors import UsageError
+from hpctrain.nn import windows
 from hpctrain.nn.layer import Key, Parameter, Shape, at_least, he_normal, sum_rows, zeros
 from hpctrain.xp import Array, namespace, narrow, on_device
 
@@ -94,43 +96,45 @@ class Conv2d:
         return self._image(p["weight"], dy, shape) if want_dx else None
 
     def _columns(self, x: Array) -> Array:
-        n, _, _, c = x.shape
+        (n, _, _, c), k = x.shape, self.kernel
         oh, ow, _ = self.output_shape(x.shape[1:])
-        xp, k = namespace(x), self.kernel
+        if self._is_product:
+            return x.reshape(n * oh * ow, c)
+        if on_device(x):
+            return windows.columns(x, (oh, ow), k, self.stride, self.padding)
         if self.padding:
             x = _pad(x, self.padding)
         a, b, d, e = x.strides
         strides = (a, b * self.stride, d * self.stride, b, d, e)
-        windows = xp.lib.stride_tricks.as_strided(x, (n, oh, ow, k, k, c), strides)
-        return windows.reshape(n * oh * ow, k * k * c)
+        seen = np.lib.stride_tricks.as_strided(x, (n, oh, ow, k, k, c), strides)
+        return seen.reshape(n * oh * ow, k * k * c)
+
+    @property
+    def _is_product(self) -> bool:
+        """Whether each window is one pixel, and each pixel one window."""
+        return (self.kernel, self.stride, self.padding) == (1, 1, 0)
 
     def _image(self, weight: Array, dy: Array, shape: Shape) -> Array:
         """Add to each pixel of dx what every window that saw it sends back."""
-        (n, h, w, c), q, xp = shape, self.padding, namespace(dy)
+        (n, h, w, c), q = shape, self.padding
         oh, ow, _ = self.output_shape(shape[1:])
-        x = xp.zeros((n, h + 2 * q, w + 2 * q, c), np.float32 if dy.itemsize == 2 else dy.dtype)
-        for index, part in self._parts(weight, dy, (n, oh, ow, c)):
-            x[index] += part
-        return narrow(x[:, q : q + h, q : q + w], dy)
-
-    def _parts(self, weight: Array, dy: Array, shape: Shape) -> Iterator[tuple[tuple, Array]]:
-        """Yield what each place of the kernel sends back, with the pixels that it goes to."""
         if on_device(dy):  # one large product instead of many
             every = dy @ weight.reshape(-1, self.outputs).T
-            every = every.reshape(*shape[:3], self.kernel * self.kernel, shape[3])
-            for i, j, index in places(self.kernel, self.stride, *shape[1:3]):
-                yield index, every[..., i * self.kernel + j, :]
-            return
-        part = namespace(dy).empty((len(dy), shape[3]), dy.dtype)
+            if self._is_product:
+                return every.reshape(shape)
+            return windows.image(every, shape, (oh, ow), self.kernel, self.stride, q)
+        x = np.zeros((n, h + 2 * q, w + 2 * q, c), np.float32 if dy.itemsize == 2 else dy.dtype)
+        part = np.empty((len(dy), c), dy.dtype)
         # One product per place of the kernel: the part is still in the cache when it is added,
         # which the kernel^2 times larger gradient of all columns would not be.
-        for i, j, index in places(self.kernel, self.stride, *shape[1:3]):
-            namespace(dy).matmul(dy, weight[i, j].T, out=part)
-            yield index, part.reshape(shape)
+        for i, j, index in places(self.kernel, self.stride, oh, ow):
+            np.matmul(dy, weight[i, j].T, out=part)
+            x[index] += part.reshape(n, oh, ow, c)
+        return narrow(x[:, q : q + h, q : q + w], dy)
 
 
-def _pad(x: Array, q: int) -> Array:
+def _pad(x: np.ndarray, q: int) -> np.ndarray:
     n, h, w, c = x.shape
-    padded = namespace(x).zeros((n, h + 2 * q, w + 2 * q, c), x.dtype)
+    padded = np.zeros((n, h + 2 * q, w + 2 * q, c), x.dtype)
     padded[:, q : q + h, q : q + w] = x
     return padded

@@ -91,6 +91,31 @@ def orthonormal(grid, block, x, starts, rows, factors, rank) -> None:
         a[...] = np.linalg.qr(a)[0]
 
 
+def _windows(x, kernel, stride, oh, ow):
+    """Return the view (n, oh, ow, kernel, kernel, c) of the windows of padded images."""
+    a, b, d, e = x.strides
+    strides = (a, b * stride, d * stride, b, d, e)
+    shape = (len(x), oh, ow, kernel, kernel, x.shape[3])
+    return np.lib.stride_tricks.as_strided(x, shape, strides)
+
+
+def columns(grid, block, out, x, h, w, channels, oh, ow, kernel, stride, padding, count) -> None:
+    assert out.size % count == 0 and x.shape[1:3] == (h, w) and x.shape[3] % channels == 0
+    padded = np.pad(x, ((0, 0), (padding, padding), (padding, padding), (0, 0)))
+    out[...] = _windows(padded, kernel, stride, oh, ow).reshape(out.shape)
+
+
+def image(grid, block, dx, rows, h, w, channels, oh, ow, kernel, stride, padding, count) -> None:
+    assert dx.size % count == 0 and dx.shape[1:3] == (h, w) and dx.shape[3] % channels == 0
+    n, _, _, c = dx.shape
+    wide = np.float32 if dx.itemsize == 2 else dx.dtype
+    padded = np.zeros((n, h + 2 * padding, w + 2 * padding, c), wide)
+    rows = rows.reshape(n, oh, ow, kernel, kernel, c)
+    for i, j in np.ndindex(int(kernel), int(kernel)):
+        _windows(padded, kernel, stride, oh, ow)[:, :, :, i, j] += rows[:, :, :, i, j]
+    dx[...] = padded[:, padding : padding + h, padding : padding + w]
+
+
 def nothing(grid, block, *args) -> None:
     """What only another kernel has use for."""
 
@@ -117,6 +142,8 @@ KERNELS = {
     "take_largest": take_largest,
     "add_pairs": add_pairs,
     "orthonormal": orthonormal,
+    "columns": columns,
+    "image": image,
     **COMBINED,
     **IN_16_BITS,
 }
