@@ -1,0 +1,281 @@
+"""docs/deploy: what can be told of containers and manifests where no engine runs them.
+
+The manifest is held against the fields of MPIJob (Kubeflow, v2beta1) and of the pods in it
+(Kubernetes, core/v1) that their documentation names; Dockerfile and definition are parsed.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+yaml = pytest.importorskip("yaml", reason="comes with the extra `test`")
+
+ROOT = Path(__file__).parent.parent
+DEPLOY = ROOT / "docs" / "deploy"
+MANIFEST = (DEPLOY / "mpijob.yaml").read_text()
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
+DEFINITION = (DEPLOY / "hpctrain.def").read_text()
+
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
+Quantity = Annotated[str, Field(pattern=r"^\d+(\.\d+)?(m|[kMGT]i?)?$")]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[int, Field(ge=0)]
+
+
+class Strict(BaseModel):
+    """A table with no other fields than those it names."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Resources(Strict):
+    limits: dict[Literal["cpu", "memory", "nvidia.com/gpu"], Quantity | Count]
+    requests: dict[Literal["cpu", "memory", "nvidia.com/gpu"], Quantity | Count] = {}
+
+
+class Mount(Strict):
+    name: Name
+    mountPath: Annotated[str, Field(pattern=r"^/")]
+    readOnly: bool = False
+
+
+class TcpSocket(Strict):
+    port: Port
+
+
+class Probe(Strict):
+    tcpSocket: TcpSocket
+    initialDelaySeconds: Seconds = 0
+    periodSeconds: Count = 10
+
+
+class SecurityContext(Strict):
+    runAsUser: Count
+    runAsGroup: Count | None = None
+
+
+class Variable(Strict):
+    name: str
+    value: str
+
+
+class Container(Strict):
+    name: Name
+    image: str
+    command: list[str]
+    args: list[str] = []
+    env: list[Variable] = []
+    securityContext: SecurityContext | None = None
+    readinessProbe: Probe | None = None
+    resources: Resources | None = None
+    volumeMounts: list[Mount] = []
+
+
+class Claim(Strict):
+    claimName: Name
+    readOnly: bool = False
+
+
+class EmptyDir(Strict):
+    medium: Literal["", "Memory"] = ""
+    sizeLimit: Quantity | None = None
+
+
+class Volume(Strict):
+    name: Name
+    persistentVolumeClaim: Claim | None = None
+    emptyDir: EmptyDir | None = None
+
+
+class Pod(Strict):
+    containers: Annotated[list[Container], Field(min_length=1)]
+    volumes: list[Volume] = []
+    terminationGracePeriodSeconds: Seconds = 30
+
+
+class Template(Strict):
+    spec: Pod
+
+
+class Replicas(Strict):
+    replicas: Count
+    restartPolicy: Literal["Never", "OnFailure"] = "Never"
+    template: Template
+
+
+class Kinds(Strict):
+    Launcher: Replicas
+    Worker: Replicas
+
+
+class RunPolicy(Strict):
+    cleanPodPolicy: Literal["All", "Running", "None"] = "Running"
+    ttlSecondsAfterFinished: Seconds | None = None
+    activeDeadlineSeconds: Count | None = None
+    backoffLimit: Seconds | None = None
+    suspend: bool = False
+
+
+class Spec(Strict):
+    slotsPerWorker: Count = 1
+    mpiImplementation: Literal["OpenMPI", "Intel", "MPICH"] = "OpenMPI"
+    sshAuthMountPath: Annotated[str, Field(pattern=r"^/")] = "/root/.ssh"
+    launcherCreationPolicy: Literal["AtStartup", "WaitForWorkersReady"] = "AtStartup"
+    runLauncherAsWorker: bool = False
+    runPolicy: RunPolicy = RunPolicy()
+    mpiReplicaSpecs: Kinds
+
+
+class Metadata(Strict):
+    name: Name
+    namespace: Name | None = None
+    labels: dict[str, str] = {}
+
+
+class MpiJob(Strict):
+    apiVersion: Literal["kubeflow.org/v2beta1"]
+    kind: Literal["MPIJob"]
+    metadata: Metadata
+    spec: Spec
+
+
+def manifest(text: str = MANIFEST) -> MpiJob:
+    return MpiJob(**yaml.safe_load(text))
+
+
+def test_manifest_fits_the_schema_and_itself():
+    spec = manifest().spec
+    assert spec.mpiReplicaSpecs.Launcher.replicas == 1
+    ranks = spec.slotsPerWorker * spec.mpiReplicaSpecs.Worker.replicas
+    for part in (spec.mpiReplicaSpecs.Launcher, spec.mpiReplicaSpecs.Worker):
+        pod = part.template.spec
+        volumes = {volume.name for volume in pod.volumes}
+        assert {mount.name for one in pod.containers for mount in one.volumeMounts} == volumes
+        for volume in pod.volumes:
+            assert (volume.persistentVolumeClaim is None) != (volume.emptyDir is None)
+    (launcher,) = spec.mpiReplicaSpecs.Launcher.template.spec.containers
+    assert launcher.args[:3] == ["-n", str(ranks), "hpctrain"]
+    assert spec.sshAuthMountPath in DOCKERFILE
+    (worker,) = spec.mpiReplicaSpecs.Worker.template.spec.containers
+    assert f"> {worker.args[-1]}" in DOCKERFILE
+    assert f"'Port {worker.readinessProbe.tcpSocket.port}'" in DOCKERFILE
+
+
+BROKEN = {
+    "v2beta1": "v1",
+    "slotsPerWorker: 4": "slotsPerWorker: four",
+    "slotsPerWorker: ": "slotsPerWorkers: ",
+    "MPICH\n": "mpich\n",
+    "Running\n": "Sometimes\n",
+    "port: 2222": "port: 0",
+    "1Gi": "1 GiB",
+    "name: launcher": "name: the_launcher",
+    "claimName": "claim",
+    "    Worker:": "    Workers:",
+}
+
+
+@pytest.mark.parametrize("good", BROKEN)
+def test_schema_finds_what_is_broken(good):
+    assert good in MANIFEST
+    with pytest.raises(ValidationError):
+        manifest(MANIFEST.replace(good, BROKEN[good]))
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    """Return (instruction, its words) of a Dockerfile, continued lines joined."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    return [(*line.split(maxsplit=1),) for line in joined.splitlines()]  # type: ignore[misc]
+
+
+KNOWN = ["FROM", "ARG", "WORKDIR", "COPY", "RUN", "USER", "CMD", "ENV", "ENTRYPOINT", "LABEL"]
+
+
+def test_dockerfile():
+    said = instructions(DOCKERFILE)
+    assert {name for name, _ in said} <= {*KNOWN}
+    stages = [words.split() for name, words in said if name == "FROM"]
+    assert len(stages) == 2 and stages[0][1:] == ["AS", "build"]
+    defined = {words.partition("=")[0] for name, words in said if name == "ARG"}
+    for name, words in said:
+        assert {*re.findall(r"\$\{(\w+)\}", words)} <= defined
+        if name == "COPY":
+            must_exist(words)
+        if name == "RUN":
+            shell_parses(words)
+    assert [words for name, words in said if name == "USER"] == ["mpiuser"]
+
+
+def must_exist(words: str) -> None:
+    """Assert that what COPY takes is in the checkout, or was made by the stage before."""
+    *sources, _ = words.split()
+    if sources[0].startswith("--from="):
+        assert sources == ["--from=build", "/wheels"]
+        return
+    assert all((ROOT / source).exists() for source in sources)
+
+
+def shell_parses(text: str) -> None:
+    done = subprocess.run(["sh", "-n"], input=text, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+SECTIONS = [
+    "setup",
+    "files",
+    "app",
+    "post",
+    "environment",
+    "startscript",
+    "runscript",
+    "test",
+    "labels",
+    "help",
+]
+
+
+def stages_of(text: str) -> list[dict[str, Any]]:
+    """Return the stages of an Apptainer definition: header keys, and sections by name."""
+    found: list[dict[str, Any]] = []
+    section = None
+    for line in text.splitlines():
+        if line.startswith("Bootstrap:"):
+            found.append({})
+            section = None
+        if line.startswith("%"):
+            section = line[1:]
+            found[-1][section] = ""
+        elif section:
+            found[-1][section] += line + "\n"
+        elif line.strip() and not line.startswith("#"):
+            key, colon, value = line.partition(":")
+            assert colon, line
+            found[-1][key] = value.strip()
+    return found
+
+
+def test_apptainer_definition():
+    build, final = stages_of(DEFINITION)
+    header = {"Bootstrap", "From", "Stage"}
+    for stage in (build, final):
+        assert {key.split()[0] for key in stage} <= header | {*SECTIONS}
+        assert stage["Bootstrap"] == "docker"
+        for name in ("post", "environment", "runscript", "test"):
+            shell_parses(stage.get(name, ""))
+    copied = [line.split() for line in build["files"].splitlines() if line.strip()]
+    assert all((ROOT / source).exists() for source, _ in copied)
+    assert final[f"files from {build['Stage']}"].split() == ["/wheels", "/wheels"]
+
+
+def test_both_images_build_the_wheel_of_the_same_files():
+    copied = {line.split()[0] for line in stages_of(DEFINITION)[0]["files"].splitlines() if line}
+    of_docker = [words.split()[:-1] for name, words in instructions(DOCKERFILE) if name == "COPY"]
+    assert copied == {source for sources in of_docker[:2] for source in sources}
