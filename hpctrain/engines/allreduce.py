@@ -132,7 +132,9 @@ class AllReduce:
         self._sums = sums_of(replica, options, world.rank, world.size)
         self.replica = self._sums.replica
         self._wire: Group | None = None  # of the communication thread
-        self._compressor = compress.build(options, self._sums.allreduce, replica.arena, world.size)
+        self._compressor = compress.build(
+            options, self._sums.allreduce, replica.arena, world.size, world.memory.zeros_like
+        )
         self._as_needed: AsNeeded | None = None
         self._reducer: Reducer | Shared
         self.update: Replicated | Sharded | Shared

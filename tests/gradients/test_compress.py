@@ -36,7 +36,9 @@ class Side:
         options = WireOptions(**METHODS[method], algorithm=algorithm)
         self.world, self.arena = world, arenas.make(SHAPES, dtype)
         grad = self.arena.grad
-        self.compressor = compress.build(options, ALLREDUCE[algorithm], self.arena, world.size)
+        self.compressor = compress.build(
+            options, ALLREDUCE[algorithm], self.arena, world.size, world.memory.zeros_like
+        )
         self.buckets = cut(self.arena.slots, grad.size, grad.itemsize, bucket_bytes)
         self.group = world.group_for("compressed")
         self.reducer = Reducer(grad, self.buckets, self.group, self.compressor, True)
@@ -312,6 +314,6 @@ def test_native_carries_what_is_summed_as_it_is(method):
 def test_a_ratio_that_sends_more_than_the_gradient_is_refused():
     options = WireOptions(compression="top-k", compression_ratio=0.1)
     arena = arenas.make(SHAPES, "float32")
-    compress.build(options, ALLREDUCE["ring"], arena, 9)
+    compress.build(options, ALLREDUCE["ring"], arena, 9, np.zeros_like)
     with pytest.raises(UsageError, match=r"expected less than 1/10, seen 0.1"):
-        compress.build(options, ALLREDUCE["ring"], arena, 10)
+        compress.build(options, ALLREDUCE["ring"], arena, 10, np.zeros_like)

@@ -95,16 +95,21 @@ class Compressor:
 
 
 def build(
-    options: CompressionOptions, allreduce: AllReduceFunction, arena: Arena, ranks: int
+    options: CompressionOptions,
+    allreduce: AllReduceFunction,
+    arena: Arena,
+    ranks: int,
+    zeros_like: Callable[[Array], Array],
 ) -> Compressor | None:
     """Return what reduces the gradients of `arena` by `options`; None if nothing is compressed.
 
-    Raises UsageError where more would be sent than without.
+    Collective if `zeros_like(x)` is, which gives what the wire is to see. Raises UsageError where
+    more would be sent than without.
     """
     kind = options.compression
     methods: dict[str, Callable[[], Bfloat16 | Float16 | TopK | PowerSgd]] = {
-        "bf16": lambda: Bfloat16(allreduce),
-        "fp16": lambda: Float16(allreduce),
+        "bf16": lambda: Bfloat16(allreduce, arena, zeros_like),
+        "fp16": lambda: Float16(allreduce, arena, zeros_like),
         "top-k": lambda: TopK(allreduce, arena, options.compression_ratio or 0.01, ranks),
         "powersgd": lambda: PowerSgd(allreduce, arena, options.compression_rank or 4),
     }

@@ -14,37 +14,55 @@ of 8 bytes, and send 2^e times the gradient, where 2^e P m < 2^15: even the sum 
 cannot overflow, and 2^-39 of it is still seen. A power of two costs no digits. Source of the
 scaling: Micikevicius et al., "Mixed precision training", 2018, who have one for all.
 
-On a GPU the bits are the same: two kernels per bucket beside those of the all-reduce.
+What travels lies in a plane that node neighbours see, as the gradient does. On a GPU the bits are
+the same: two kernels per bucket beside those of the all-reduce.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import frexp, isfinite
 
 import numpy as np
 
 from hpctrain.collectives import AllReduceFunction, Group
 from hpctrain.collectives import bfloat16 as bf16
-from hpctrain.collectives.group import Scratch
 from hpctrain.collectives.operations import in_float32
 from hpctrain.collectives.recursive_doubling import recursive_doubling
+from hpctrain.gradients.arena import Arena, offset_in
 from hpctrain.xp import Array, namespace, to_host
 
 LARGEST = 15  #: a sum of float16 stays below two to this power
 EXPONENT = 100  #: no gradient is multiplied by more than two to this power
 
 
+class _Small:
+    """The plane in which the buckets of an arena travel: 16 bits for each element."""
+
+    def __init__(self, arena: Arena, dtype: type, zeros_like: Callable[[Array], Array]):
+        self._grad = arena.grad
+        self._plane = zeros_like(namespace(arena.grad).empty(arena.grad.size, dtype))
+
+    def of(self, x: Array) -> Array:
+        """Return the place of bucket `x`."""
+        start = offset_in(self._grad, x)
+        return self._plane[start : start + x.size]
+
+
 class Bfloat16:
     """Sums in bfloat16."""
 
-    def __init__(self, allreduce: AllReduceFunction):
+    def __init__(
+        self, allreduce: AllReduceFunction, arena: Arena, zeros_like: Callable[[Array], Array]
+    ):
+        """Sum slices of `arena.grad`; `zeros_like` gives the memory that the wire sees."""
         self.own: dict[str, Array] = {}
         self.shared: dict[str, Array] = {}
-        self._allreduce, self._scratch = allreduce, Scratch()
+        self._allreduce, self._small = allreduce, _Small(arena, np.uint16, zeros_like)
 
     def __call__(self, group: Group, x: Array) -> None:
         """Sum flat `x` in place."""
-        small = self._scratch.beside(x, x.size, np.uint16)
+        small = self._small.of(x)
         bf16.narrow(x, small)
         self._allreduce(group, small, bf16.add)
         bf16.widen(small, x)
@@ -53,10 +71,13 @@ class Bfloat16:
 class Float16:
     """Sums in float16, scaled by a power of two."""
 
-    def __init__(self, allreduce: AllReduceFunction):
+    def __init__(
+        self, allreduce: AllReduceFunction, arena: Arena, zeros_like: Callable[[Array], Array]
+    ):
+        """Sum slices of `arena.grad`; `zeros_like` gives the memory that the wire sees."""
         self.own: dict[str, Array] = {}
         self.shared: dict[str, Array] = {}
-        self._allreduce, self._scratch = allreduce, Scratch()
+        self._allreduce, self._small = allreduce, _Small(arena, np.float16, zeros_like)
         self._add = in_float32(np.add)
 
     def __call__(self, group: Group, x: Array) -> None:
@@ -65,7 +86,7 @@ class Float16:
         if scale is None:
             x[...] = np.nan  # on all ranks: they agree on the largest
             return
-        small, xp = self._scratch.beside(x, x.size, np.float16), namespace(x)
+        small, xp = self._small.of(x), namespace(x)
         xp.multiply(x, scale, out=small)
         self._allreduce(group, small, self._add)
         xp.multiply(small, 1 / scale, out=x, dtype=x.dtype)
