@@ -54,7 +54,7 @@ class Timeline:
             return
         if self._world.rank == 0:
             _forget(self._run)
-        told = self._world.gather(f"{_kernel()} {perf_counter()!r}")
+        told = self._world.gather(f"{kernel()} {perf_counter()!r}")
         kernels, clocks = zip(*(one.rsplit(" ", 1) for one in told), strict=True)
         self._origin_s = float(clocks[0])
         self._remote = [rank for rank, kernel in enumerate(kernels) if kernel != kernels[0]]
@@ -173,7 +173,7 @@ def _answer(link: Link, rank: int, clock: Callable[[], float]) -> None:
         link.isend(np.array([clock()]), rank).wait()
 
 
-def _kernel() -> str:
+def kernel() -> str:
     """Return what tells kernels apart: all processes on one read the same clock."""
     try:
         return _KERNEL.read_text().strip()

@@ -162,7 +162,13 @@ class World:
         return "\n".join(map(": ".join, named))
 
     @contextmanager
-    def watched(self, run: Path, timeout_s: float, on_hang: Report | None = None) -> Iterator[None]:
+    def watched(
+        self,
+        run: Path,
+        timeout_s: float,
+        on_hang: Report | None = None,
+        first_step_factor: float = 10,
+    ) -> Iterator[None]:
         """Write what this rank does into the run's folder; when it hangs, end the job.
 
         `on_hang`, called on every rank, is to do so in another way than `ends.hung`.
@@ -173,7 +179,7 @@ class World:
         directory = run / "watch"
         record = self.together(lambda: self._record_in(directory))
         tell = on_hang or partial(ends.hung, self.rank, run)
-        watch = Watch(record, directory, timeout_s, tell)
+        watch = Watch(record, directory, timeout_s, tell, first_step_factor)
         before = self.record
         self._write_into(record)
         try:

@@ -247,7 +247,7 @@ def test_offsets_are_found_within_their_uncertainty():
 
 
 def test_ranks_on_other_hosts_are_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(timeline, "_kernel", lambda: str(threading.get_ident()))
+    monkeypatch.setattr(timeline, "kernel", lambda: str(threading.get_ident()))
     train(tmp_path / "run", 3)
     seen = Traced(tmp_path / "run" / timeline.MERGED)
     assert [about["clock_uncertainty_s"] > 0 for about in seen.about["ranks"]] == [0, 1, 1]

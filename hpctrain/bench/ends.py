@@ -3,21 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-from hpctrain.transport.link import Request
-
-
-class Line(Protocol):
-    """What is timed of a link, or of what stands for one."""
-
-    rank: int
-
-    def isend(self, x: Any, to: int) -> Request:
-        """Start to send `x` to rank `to`."""
-
-    def irecv(self, x: Any, source: int) -> Request:
-        """Start to fill `x` from rank `source`."""
+from hpctrain.tuning.measure import Line
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from hpctrain.collectives import all_gather_bytes
 from hpctrain.errors import UsageError
 from hpctrain.transport import gpus
 from hpctrain.transport.memory import aligned_zeros
-from hpctrain.tuning.measure import interleaved, spread
+from hpctrain.tuning.measure import interleaved, rally, spread
 from hpctrain.world import World
 
 DEVICES: dict[str, gpus.Device] = {"cpu": "cpu", "gpu": "gpu"}
@@ -135,20 +136,9 @@ def _buffer(world: World, nbytes: int, on_gpu: bool) -> xp.Array:
 
 
 def _ping_pong(ends: Ends, x: xp.Array, calls: int) -> Callable[[], None]:
-    link, peer, first = ends.link, ends.peer, ends.link.rank == ends.source
-
-    def rally() -> None:
-        if peer is None:
-            return
-        for _ in range(calls):
-            if first:
-                link.isend(x, peer).wait()
-                link.irecv(x, peer).wait()
-            else:
-                link.irecv(x, peer).wait()
-                link.isend(x, peer).wait()
-
-    return rally
+    if ends.peer is None:
+        return lambda: None
+    return partial(rally, ends.link, ends.peer, x, calls, ends.link.rank == ends.source)
 
 
 def _window(ends: Ends, x: xp.Array, calls: int) -> Callable[[], None]:

@@ -1,37 +1,67 @@
-"""`hpctrain doctor`: what is wrong, or would be slow, on this node."""
+"""`hpctrain doctor`: what is wrong, or would be slow, on this node, or in this job."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import click
 
+from hpctrain import config, launchers
 from hpctrain.errors import UsageError
+from hpctrain.transport import gpus
 
 EPILOG = """\b
 Examples:
   hpctrain doctor
   srun -N 1 -n 1 --gpus-per-node=4 hpctrain doctor --json doctor.json
+  srun hpctrain doctor --job --out /scratch/me/runs --recipe my.toml
+  mpirun -n 4 hpctrain doctor --job
+  hpctrain launch -n 4 doctor --job --json job.json
 
-Ends with 1 if something would break a run, else with 0.
+With --job all ranks take part, as they would in training: their versions, seats, clocks, cores and
+the messages between them are compared. Ends with 1 if something would break a run, else with 0.
 """
 FILE = click.Path(path_type=Path, dir_okay=False)
+DEVICES: dict[str, gpus.Device] = {"auto": "auto", "cpu": "cpu", "gpu": "gpu"}
 
 
 @click.command(epilog=EPILOG)
+@click.option("--job", is_flag=True, help="Look at all ranks of this job together.")
 @click.option("--json", "file", type=FILE, metavar="FILE", help="Keep all that was found.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR",
+              help="With --job: where results will go; by default here.")  # fmt: skip
+@click.option("--recipe", metavar="RECIPE", help="With --job: what all ranks will train.")
+@click.option("--device", metavar="DEVICE", help="With --job: auto, cpu or gpu.")
 @click.pass_context
-def doctor(context: click.Context, file: Path | None) -> None:
-    """Look at MPI, cores, memory, GPUs and network of this node; tell what to do."""
+def doctor(context: click.Context, /, job: bool, file: Path | None, **of_job: Any) -> None:
+    """Look at MPI, cores, memory, GPUs and network of this node, or this job; tell what to do."""
+    given = {name: value for name, value in of_job.items() if value is not None}
+    if given and not job:
+        raise UsageError(f"--{next(iter(given))} is of a whole job: add --job")
+    context.exit(_job(file, given) if job else _node(file))
+
+
+def _node(file: Path | None) -> int:
     from hpctrain.doctor import check, examine, show  # `--help` stays quick
 
     _write(file, {})  # refused now, rather than after a minute
     found = examine.examine()
     show.show(found, show.console())
     _write(file, found.table())
-    context.exit(check.exit_code(found.checks))
+    return check.exit_code(found.checks)
+
+
+def _job(file: Path | None, given: dict[str, Any]) -> int:
+    from hpctrain.doctor.job import examine
+
+    if "device" in given:
+        given["device"] = config.pick(DEVICES, given["device"], "--device")
+    if launchers.launched(os.environ).rank == 0:
+        _write(file, {})
+    return examine.run(examine.Asked(json=file, **given))
 
 
 def _write(file: Path | None, found: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Verdict = Literal["ok", "note", "slow", "bad"]
+VERDICTS: tuple[Verdict, ...] = ("ok", "note", "slow", "bad")  #: from best to worst
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Check:
     verdict: Verdict
     seen: str
     remedy: str = ""
+    nodes: tuple[str, ...] = ()  #: to blame, and better left out; only a job has several
 
 
 def exit_code(checks: Iterable[Check]) -> int:

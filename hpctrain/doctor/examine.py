@@ -40,6 +40,15 @@ class Hardware:
     drawn: Picture
     lines: list[str]
 
+    def table(self) -> dict[str, Any]:
+        """Return it as --json holds it."""
+        return {
+            "gpus": [asdict(card) for card in self.cards.cards],
+            "nics": [asdict(nic) for nic in self.nics],
+            "topology": asdict(self.drawn),
+            "gdr": asdict(self.gdr),
+        }
+
 
 @dataclass(frozen=True)
 class Examined:
@@ -56,10 +65,7 @@ class Examined:
             "host": self.host,
             "exit_code": exit_code(self.checks),
             "checks": [asdict(check) for check in self.checks],
-            "gpus": [asdict(card) for card in self.hardware.cards.cards],
-            "nics": [asdict(nic) for nic in self.hardware.nics],
-            "topology": asdict(self.hardware.drawn),
-            "gdr": asdict(self.hardware.gdr),
+            **self.hardware.table(),
             "gpu_paths": None if self.told is None else asdict(self.told),
         }
 
@@ -68,12 +74,20 @@ def examine() -> Examined:
     """Look at this node; raise UsageError inside a job of several ranks."""
     _refuse(launchers.launched(os.environ))
     found = hardware(socket.gethostname())
-    told = _tried() if found.cards.cards and _cupy() else None
-    checks = [_versions(), *_of_mpi(), *_of_node(found.nics)]
-    checks += gpus.checks(found.cards, found.on_bus, _cupy(), told, os.environ)
+    told = _tried() if found.cards.cards and cupy() else None
+    checks = [_versions(), *_of_mpi(), _blas(), *of_node(found, told)]
+    return Examined(socket.gethostname(), checks, found, told)
+
+
+def of_node(found: Hardware, told: Told | None) -> list[Check]:
+    """Return the checks of memory, GPUs and network, the same for all processes of a node."""
+    rdma = any(nic.rdma for nic in found.nics)
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    checks = [*node.shared_memory(), node.memlock(limit, rdma)]
+    checks += gpus.checks(found.cards, found.on_bus, cupy(), told, os.environ)
     if found.cards.cards:
         checks.append(gpus.gdr(found.gdr))
-    return Examined(socket.gethostname(), checks + network.checks(found.nics), found, told)
+    return checks + network.checks(found.nics)
 
 
 def hardware(host: str, root: Path = pci.ROOT) -> Hardware:
@@ -90,8 +104,8 @@ def _refuse(here: launchers.Launched) -> None:
     if here.size > 1:
         raise UsageError(
             f"doctor looks at one node, from one process; this is rank {here.rank} of {here.size} "
-            "that a launcher started: call `hpctrain doctor` alone, or `srun -N 1 -n 1 hpctrain "
-            "doctor`"
+            "that a launcher started: call `hpctrain doctor --job` to look at the whole job, or "
+            "`srun -N 1 -n 1 hpctrain doctor`"
         )
 
 
@@ -108,15 +122,13 @@ def _of_mpi() -> list[Check]:
     return mpi.checks(found, mpi.start(found), mpi.on_path())
 
 
-def _of_node(adapters: tuple[nics.Nic, ...]) -> list[Check]:
-    rdma = any(nic.rdma for nic in adapters)
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+def _blas() -> Check:
     cores = len(os.sched_getaffinity(0))
-    blas = node.blas(bind.asked_threads(os.environ) or cores, cores)
-    return [blas, *node.shared_memory(), node.memlock(limit, rdma)]
+    return node.blas(bind.asked_threads(os.environ) or cores, cores)
 
 
-def _cupy() -> str | None:
+def cupy() -> str | None:
+    """Return the installed CuPy's name and version, None where there is none."""
     for name in _CUPY:
         with suppress(metadata.PackageNotFoundError):
             return f"{name} {metadata.version(name)}"

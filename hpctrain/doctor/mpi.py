@@ -42,7 +42,7 @@ def checks(mpi: Mpi, started: Started | None, on_path: Mapping[str, str]) -> lis
     if started.sizes != (2, 2):
         return [*found, _not_two(mpi, started)]
     return [*found, Check("ranks", "ok", "2 ranks started and see each other"),
-            _threads(started.threads), _ulfm(mpi, started)]  # fmt: skip
+            threads(started.threads), _ulfm(mpi, started)]  # fmt: skip
 
 
 def start(mpi: Mpi) -> Started | None:
@@ -114,7 +114,8 @@ def _not_two(mpi: Mpi, started: Started) -> Check:
     return Check("ranks", "bad", seen, "the launcher must belong to the MPI that mpi4py loads")
 
 
-def _threads(level: str) -> Check:
+def threads(level: str) -> Check:
+    """Return the check of what MPI grants to threads, such as "MULTIPLE"."""
     if level == "MULTIPLE":
         return Check("threads", "ok", "MPI_THREAD_MULTIPLE")
     return Check(

@@ -40,7 +40,7 @@ def shared_memory(folder: Path = SHM, in_use: Collection[str] | None = None) -> 
     except OSError as error:
         remedy = "mount a tmpfs there; containers: --shm-size=8g or --ipc=host"
         return [Check("shared memory", "bad", f"{folder}: {error.strerror}", remedy)]
-    return [_room(folder, free), _left(folder, _mapped() if in_use is None else in_use)]
+    return [room(folder, free), _left(folder, _mapped() if in_use is None else in_use)]
 
 
 def memlock(limit: int, rdma: bool) -> Check:
@@ -58,7 +58,8 @@ def memlock(limit: int, rdma: bool) -> Check:
     )
 
 
-def _room(folder: Path, free: int) -> Check:
+def room(folder: Path, free: int) -> Check:
+    """Return the check of `free` bytes of shared memory in `folder`."""
     seen = f"{free / MIB:,.0f} MiB free in {folder}"
     if free >= ENOUGH_SHM:
         return Check("shared memory", "ok", seen)

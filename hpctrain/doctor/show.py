@@ -20,7 +20,12 @@ def show(found: Examined, console: Console) -> None:
     for line in found.hardware.lines:
         console.print(Text(line), soft_wrap=True)
     console.print(table(found.checks))
-    for check in found.checks:
+    remedies(found.checks, console)
+
+
+def remedies(checks: Sequence[Check], console: Console) -> None:
+    """Print what to do, a line each."""
+    for check in checks:
         if check.remedy and check.verdict in ("slow", "bad"):
             console.print(Text(f"{check.name}: {check.remedy}"), soft_wrap=True)
 

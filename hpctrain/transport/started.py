@@ -19,12 +19,21 @@ LEVELS = {
 }
 
 
+def ulfm() -> bool:
+    """Return whether ranks of this job can outlive a lost one."""
+    # Where it is off the functions are there all the same: Agree is then an all-reduce.
+    return os.environ.get(FT, "0") in ("1", "true")
+
+
+def level() -> str:
+    """Return what MPI, which was started, grants to threads."""
+    return LEVELS[MPI.Query_thread()]
+
+
 def main() -> None:
     """Start MPI, print a line, and end it."""
-    level = MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    # Where it is off the functions are there all the same: Agree is then an all-reduce.
-    ulfm = os.environ.get(FT, "0") in ("1", "true")
-    told = {"size": MPI.COMM_WORLD.size, "threads": LEVELS[level], "ulfm": ulfm}
+    MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    told = {"size": MPI.COMM_WORLD.size, "threads": level(), "ulfm": ulfm()}
     print(json.dumps(told) + "\n", end="", flush=True)  # one write: ranks share the pipe
     MPI.Finalize()
 

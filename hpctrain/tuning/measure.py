@@ -11,15 +11,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from hpctrain.collectives import all_gather_short
-from hpctrain.transport.link import Link
+from hpctrain.transport.link import Link, Request
 
 Around = Callable[[], AbstractContextManager[Any]]
 NOTHING_AROUND: Mapping[str, Around] = MappingProxyType({})
+
+
+class Line(Protocol):
+    """What is timed of a link, or of what stands for one."""
+
+    rank: int
+
+    def isend(self, x: Any, to: int) -> Request:
+        """Start to send `x` to rank `to`."""
+
+    def irecv(self, x: Any, source: int) -> Request:
+        """Start to fill `x` from rank `source`."""
 
 
 def timed(link: Link, function: Callable[[], Any], calls: int = 1) -> float:
@@ -34,6 +46,17 @@ def timed(link: Link, function: Callable[[], Any], calls: int = 1) -> float:
         function()
     mine = np.array([(time.perf_counter() - start) / calls])
     return float(all_gather_short(link, mine.view(np.uint8)).view(np.float64).max())
+
+
+def rally(link: Line, peer: int, x: Any, calls: int, first: bool) -> None:
+    """Send `x` to `peer` and back `calls` times; one of the two is `first`."""
+    for _ in range(calls):
+        if first:
+            link.isend(x, peer).wait()
+            link.irecv(x, peer).wait()
+        else:
+            link.irecv(x, peer).wait()
+            link.isend(x, peer).wait()
 
 
 def interleaved(

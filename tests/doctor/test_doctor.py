@@ -42,7 +42,7 @@ def test_wrong_mpirun_and_too_many_threads(hpctrain, tmp_path):
 
 
 @pytest.mark.parametrize("arguments, word", [(["--json", "/none/x"], "cannot be written"),
-                                             (["--job"], "No such option")])  # fmt: skip
+                                             (["--jobs"], "No such option")])  # fmt: skip
 @pytest.mark.processes
 def test_refused(hpctrain, arguments, word):
     done = hpctrain("doctor", *arguments, timeout=100)
@@ -55,7 +55,7 @@ def test_inside_a_job_it_is_refused(hpctrain):
     environ = {f"OMPI_COMM_WORLD_{name}": value for name, value in told.items()}
     done = hpctrain("doctor", env=environ)
     assert done.returncode == 2
-    assert "rank 0 of 2" in done.stderr
+    assert "rank 0 of 2" in done.stderr and "doctor --job" in done.stderr
 
 
 @pytest.mark.processes

@@ -212,7 +212,7 @@ def test_all_are_told_of_all(ranks, caplog, monkeypatch, gpu):
         assert verdict.same_gpu == "cuda-aware"
         assert paths in (("cuda-aware",) * 2, ("staged",) * 2)  # threads have no MPI
         assert rank or "share GPU-x of a" in caplog.text
-    assert len(caplog.records) == 1
+    assert len(caplog.records) == any(rank == 0 for _, rank, _ in found)
 
 
 @on_ranks(2, mpi=(2,))

@@ -1,0 +1,40 @@
+"""Which of many figures stick out: by median and MAD, which a few wild ones cannot move.
+
+    seconds  1.0  1.0  1.1  1.1  9.0        median 1.1, MAD 0.1; 9.0 lies beyond 1.65
+
+The limit is the median and 5 standard deviations, estimated as 1.4826 MAD, and at least half of
+the median more: what differs by less costs a run little. Lower medians are taken, so that even of
+two figures the larger one can stick out, and up to half may be slow.
+
+Source: Leys et al., "Detecting outliers: do not use standard deviation around the mean, use
+absolute deviation around the median", 2013.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median_low
+
+SIGMAS, OF_NORMAL = 5, 1.4826  # MADs of a normal distribution in its standard deviation
+LEAST = 0.5  # of the median
+
+
+@dataclass(frozen=True)
+class Usual:
+    """What is usual, and the limit above which a figure sticks out."""
+
+    median: float
+    mad: float
+    limit: float
+
+    def times(self, value: float) -> str:
+        """Return "9.2 x" the median."""
+        return f"{value / self.median:.1f} x"
+
+
+def usual(values: Sequence[float], least: float = LEAST) -> Usual:
+    """Return what is usual among `values`, one or more; the limit is at least `least` beyond."""
+    middle = median_low(values)
+    mad = median_low([abs(value - middle) for value in values])
+    return Usual(middle, mad, middle + max(SIGMAS * OF_NORMAL * mad, least * middle))

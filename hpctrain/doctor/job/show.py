@@ -1,0 +1,72 @@
+"""What people see of a job's preflight: pictures, the binding map, a row per check, remedies."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hpctrain import progress
+from hpctrain.doctor.job import seats
+from hpctrain.doctor.job.found import Found
+from hpctrain.doctor.job.hosts import listed
+from hpctrain.doctor.show import WIDTH, remedies, table
+
+MOST_RANKS = 64  # in the map; --json has all
+
+
+class Stages:
+    """A line that tells what is being done: overwritten on a terminal, one by one in a log."""
+
+    def __init__(self, speaks: bool):
+        self._speaks, self._terminal = speaks, progress.console().is_terminal
+        self._began = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """Show what begins now."""
+        if self._speaks:
+            line = f"doctor: {time.monotonic() - self._began:4.1f} s  {text}"
+            start, stop = ("\r\x1b[K", "") if self._terminal else ("", "\n")
+            print(f"{start}{line}", end=stop, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Take the line away, where it can be."""
+        if self._speaks and self._terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def show(found: Found) -> None:
+    """Print it all on stdout, wide enough for the tables where nobody watches."""
+    here = progress.console()  # under mpirun stdout may look like a terminal though it is not
+    drawn, width = here.is_terminal, here.width if here.is_terminal else WIDTH
+    console = Console(file=sys.stdout, force_terminal=drawn, width=width)
+    for line in pictures({host: one.lines for host, one in found.nodes.items()}):
+        console.print(Text(line), soft_wrap=True)
+    if found.map:
+        console.print(binding_map(found.map))
+    console.print(table(found.checks))
+    remedies(found.checks, console)
+    if found.exclude:
+        console.print(Text(f"slow or broken nodes: --exclude={found.exclude}"), soft_wrap=True)
+
+
+def pictures(lines: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the pictures of all nodes, once where they are the same."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for host, drawn in lines.items():
+        alike.setdefault(tuple(drawn[1:]), []).append(host)
+    return [line for drawn, hosts in alike.items() for line in (f"node {listed(hosts)}", *drawn)]
+
+
+def binding_map(rows: Sequence[tuple[str, ...]]) -> Table:
+    """Return the map as a table."""
+    drawn = Table(*seats.COLUMNS)
+    for row in rows[:MOST_RANKS]:
+        drawn.add_row(*map(Text, row))
+    if len(rows) > MOST_RANKS:
+        drawn.caption = f"and {len(rows) - MOST_RANKS} ranks more: --json"
+    return drawn

@@ -1,0 +1,59 @@
+"""Each all-reduce, on whole numbers whose sum is known: a wrong one trains a wrong model.
+
+Rank r gives r + 1 times the numbers i mod 1009; their sum is P (P + 1) / 2 times these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hpctrain import collectives
+from hpctrain.doctor.check import Check
+from hpctrain.errors import HpctrainError
+from hpctrain.transport.seats import named
+from hpctrain.tuning.select import auto
+from hpctrain.world import World
+
+PERIOD = 1009
+
+
+def names(world: World) -> list[str]:
+    """Return the algorithms that work on these nodes."""
+    unfit = {"null"} | ({"direct"} if len(world.main.nodes) > 1 else set())
+    return ["auto", *(name for name in collectives.ALLREDUCE if name not in unfit)]
+
+
+def wrong(world: World) -> list[str]:
+    """Return the algorithms that left another sum on this rank; collective."""
+    return [name for name in names(world) if not _right(world, name)]
+
+
+def check(found: Sequence[Sequence[str]], tried: Sequence[str]) -> Check:
+    """Return what is to be said of what was `wrong` on each rank."""
+    bad = {name: [rank for rank, one in enumerate(found) if name in one] for name in tried}
+    bad = {name: ranks for name, ranks in bad.items() if ranks}
+    if not bad:
+        return Check("sums", "ok", f"right on all ranks: {', '.join(tried)}")
+    seen = "; ".join(f"{name} is wrong on {named(ranks)}" for name, ranks in bad.items())
+    if set(bad) == {"native"}:
+        return Check("sums", "bad", f"{seen}: the MPI library's own",
+                     "take another of them: [wire] algorithm; tell the site")  # fmt: skip
+    return Check("sums", "bad", seen, "messages are damaged, or shared memory is: try MPI over "
+                 "another transport (UCX_TLS, OMPI_MCA_btl), and tell us")  # fmt: skip
+
+
+def _right(world: World, name: str) -> bool:
+    """Return whether `name` sums rightly: few numbers, as many as chunks, several segments."""
+    allreduce = auto if name == "auto" else collectives.ALLREDUCE[name]
+    right = True
+    for length in (1, world.size + 1, 100_003):
+        numbers = np.arange(length) % PERIOD
+        x = numbers * (world.rank + 1)
+        try:
+            allreduce(world.main, x, np.add)
+        except HpctrainError:  # on all ranks alike; else the watch sees who is missing
+            return False
+        right &= bool((x == numbers * (world.size * (world.size + 1) // 2)).all())
+    return right

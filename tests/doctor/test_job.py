@@ -1,0 +1,460 @@
+"""What the doctor says of a whole job: rows of planted faults, one side after the other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from ranks import on_ranks
+
+from hpctrain import collectives
+from hpctrain import world as worlds
+from hpctrain.doctor.check import Check
+from hpctrain.doctor.job import clocks, cores, folder, pings, same, seats, show, sums
+from hpctrain.doctor.job.answers import to_first
+from hpctrain.doctor.job.cores import Core
+from hpctrain.doctor.job.folder import Seen
+from hpctrain.doctor.job.found import Found
+from hpctrain.doctor.job.hosts import listed
+from hpctrain.doctor.job.outliers import usual
+from hpctrain.doctor.job.pings import Ping
+from hpctrain.doctor.job.told import Told, from_table
+from hpctrain.trace import Reading
+from hpctrain.transport.local import run_ranks
+from hpctrain.transport.seats import Seated
+
+GIB = 1 << 30
+
+
+def found(checks, name):
+    """Return verdict, what was seen and remedy of the check of that name."""
+    check = next(check for check in checks if check.name == name)
+    return check.verdict, check.seen, check.remedy
+
+
+@pytest.mark.parametrize(
+    "hosts, text",
+    [
+        ([], ""),
+        (["n1"], "n1"),
+        (["n3", "n1", "n2", "n10", "n1"], "n[1-3,10]"),
+        (["n008", "n009", "n010"], "n[008-010]"),
+        (["n08", "n9"], "n08,n9"),
+        (["r1n1", "r1n2", "r2n1", "login"], "login,r1n[1-2],r2n1"),
+        (["n1.site", "n2.site"], "n1.site,n2.site"),
+    ],
+)
+def test_nodes_as_slurm_writes_them(hosts, text):
+    assert listed(hosts) == text
+
+
+# figures -> those that stick out
+FIGURES = {
+    "alike": ([1.0, 1.1, 0.9, 1.0], []),
+    "one": ([1.0], []),
+    "one of two": ([2.0, 1.0], [2.0]),
+    "half of six": ([1, 1, 1, 9, 9, 9], [9, 9, 9]),
+    "a little more": ([1.0, 1.0, 1.0, 1.4], []),
+    "wide spread": ([1.0, 1.3, 1.6, 2.0, 2.4, 2.8, 4.0], []),
+    "one in a thousand": ([1.0] * 999 + [1.6], [1.6]),
+}
+
+
+@pytest.mark.parametrize("case", FIGURES)
+def test_outliers(case):
+    values, out = FIGURES[case]
+    assert [value for value in values if value > usual(values).limit] == out
+
+
+# ---- what must be the same on all ranks ----
+
+TOLD = Told({"python": "3.12", "MPI": "Open MPI 5"}, "", "MULTIPLE", False, "k", "ib0")
+HOSTS = ("n1", "n1", "n2", "n3")
+
+
+def ranks_of(**changed):
+    """Return what four ranks tell; `r2={...}` changes what rank 2 does."""
+    return [replace(TOLD, **changed.get(f"r{rank}", {})) for rank in range(4)]
+
+
+OTHER = {"versions": {"python": "3.11", "MPI": "Open MPI 5"}}
+# what ranks tell -> verdict, words of what was seen, blamed nodes
+VERSIONS = {
+    "the same": (ranks_of(), "ok", "python 3.12, MPI Open MPI 5", ()),
+    "one": (ranks_of(r2=OTHER), "bad", "python: 3.12, but rank 2 on n2 has 3.11", ("n2",)),
+    "rank 0 itself": (ranks_of(r0=OTHER), "bad", "3.12, but rank 0 on n1 has 3.11", ("n1",)),
+    "two": (ranks_of(r2=OTHER, r3=OTHER), "bad", "ranks 2-3 on n[2-3] have 3.11", ("n2", "n3")),
+    "none": (ranks_of(r3={"versions": {"python": "3"}}), "bad", "but rank 3 on n3 has none",
+             ("n3",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", VERSIONS)
+def test_versions(case):
+    told, verdict, words, nodes = VERSIONS[case]
+    check = same.versions(told, HOSTS)
+    assert (check.verdict, check.nodes) == (verdict, nodes)
+    assert words in check.seen
+    assert bool(check.remedy) == (verdict == "bad")
+
+
+HASH, GONE = {"recipe": "a" * 64}, {"recipe": "refused: recipe x: No such file"}
+ALL = {f"r{rank}": HASH for rank in range(4)}
+# what ranks tell -> verdict, words
+RECIPES = {
+    "the same": (ranks_of(**ALL), "ok", "SHA-256 aaaaaaaaaaaa on all"),
+    "another": (ranks_of(**ALL | {"r1": {"recipe": "b" * 64}}), "bad", "rank 1 on n1 has bbbb"),
+    "none there": (ranks_of(**ALL | {"r3": GONE}), "bad", "rank 3 on n3 has refused: recipe x"),
+    "nowhere": (ranks_of(**dict.fromkeys(ALL, GONE)), "bad", "refused: recipe x: No such"),
+}
+
+
+@pytest.mark.parametrize("case", RECIPES)
+def test_recipes(case):
+    told, verdict, words = RECIPES[case]
+    (check,) = same.recipe(told, HOSTS)
+    assert check.verdict == verdict
+    assert words in check.seen
+
+
+def test_no_recipe_was_asked_for():
+    assert same.recipe(ranks_of(), HOSTS) == []
+
+
+def test_two_machines_of_one_name():
+    (check,) = same.machines(ranks_of(r1={"kernel": "other"}), HOSTS)
+    assert (check.verdict, "n1 is the name of 2 machines" in check.seen) == ("bad", True)
+    assert same.machines(ranks_of(), HOSTS) == []
+
+
+FINE, TINY = Check("shm", "ok", "9 GiB"), Check("shm", "bad", "1 MiB", "grow it")
+# checks of nodes -> verdict, what was seen, blamed nodes
+NODES = {
+    "alike": ({"n1": FINE, "n2": FINE}, "ok", "9 GiB", ()),
+    "one": ({"n1": FINE, "n2": TINY, "n3": FINE}, "bad", "n2: 1 MiB", ("n2",)),
+    "all": ({"n1": TINY, "n2": TINY}, "bad", "1 MiB", ()),
+    "figures": ({"n1": FINE, "n2": replace(FINE, seen="8 GiB")}, "ok", "9 GiB; 1 more like it", ()),
+    "two kinds": (
+        {"n1": TINY, "n2": TINY, "n3": replace(TINY, seen="2 MiB"), "n4": FINE},
+        "bad", "n[1-2]: 1 MiB; n3: 2 MiB", ("n1", "n2", "n3"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NODES)
+def test_checks_of_all_nodes_as_one_row(case):
+    by_node, *wanted = NODES[case]
+    (check,) = same.merged({node: [one] for node, one in by_node.items()})
+    assert [check.verdict, check.seen, check.nodes] == wanted
+    assert bool(check.remedy) == (check.verdict == "bad")
+
+
+# ---- seats ----
+
+SEAT = Seated("n1", "srun", 0, "0", 2, 1)
+NEXT = replace(SEAT, local_rank=1, cores="1")
+ON_GPU, BESIDE = replace(SEAT, gpu="G0", gpus=2), replace(NEXT, gpu="G0", gpus=2)
+# seats -> name of a check, verdict, words of what was seen, of the remedy
+SEATS = {
+    "a core each": ([SEAT, NEXT], "cores", "ok", "its own", ""),
+    "alone": ([SEAT], "ranks", "note", "start as many as will train", "srun"),
+    "ranks": ([SEAT, NEXT], "ranks", "ok", "2 ranks on 1 node, by srun", ""),
+    "doubled GPU": ([ON_GPU, BESIDE], "GPUs shared", "bad", "ranks 0-1 share G0 of n1",
+                    "--gpu-bind=none"),
+    "one GPU": ([replace(ON_GPU, gpus=1), replace(BESIDE, gpus=1)], "GPUs", "note",
+                "ranks 0-1 of n1 share G0", ""),
+    "a GPU each": ([ON_GPU, replace(BESIDE, gpu="G1")], "GPUs", "ok", "its own", ""),
+    "oversubscribed BLAS": ([SEAT, replace(NEXT, blas_threads=64)], "BLAS threads", "bad",
+                            "64 BLAS threads on 1 core", "OMP_NUM_THREADS"),
+    "one core": ([SEAT, replace(NEXT, cores="0")], "cores shared", "bad", "all run on core 0",
+                 "--cpus-per-task"),
+    "a daemon's": ([SEAT, replace(NEXT, local_rank=0)], "local ranks", "bad", "SLURM_LOCALID",
+                   "srun --mpi=pmix"),
+    "too many ranks": ([replace(SEAT, cores="0-1", local_rank=n) for n in range(3)], "cores",
+                       "slow", "share 2 cores: they take turns", "fewer ranks"),
+    "not bound": ([replace(SEAT, cores="0-1", local_rank=None)] * 2, "cores", "note",
+                  "not bound", "hpctrain launch"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SEATS)
+def test_seats(case):
+    of, name, verdict, words, remedy = SEATS[case]
+    said = found(seats.checks(of), name)
+    assert said[0] == verdict
+    assert words in said[1]
+    assert remedy in said[2]
+
+
+def test_the_map():
+    rows = seats.rows([SEAT, replace(NEXT, host="n2"), replace(ON_GPU, host="n2")], ["", "a", "b"])
+    assert rows[0] == ("0", "n1", "0", "0", "1", "-", "-")
+    assert rows[2] == ("2", "n2", "1", "0", "1", "G0", "b")
+
+
+# ---- the output folder ----
+
+GOOD = Seen(9 * GIB, 0.001)
+# what nodes found -> name of a check, verdict, words, blamed nodes
+FOLDERS = {
+    "room": ({"n1": GOOD}, "disk", "ok", "9.0 GiB free", ()),
+    "little": ({"n1": GOOD, "n2": Seen(GIB // 2, 0.001)}, "disk", "slow", "0.5 GiB free", ()),
+    "full": ({"n1": Seen(0, None, "No space left on device")}, "disk", "bad", "0.0 GiB", ()),
+    "refused": ({"n1": Seen(0, None, "No space left on device")}, "output folder", "bad",
+                "n1: /x: No space left", ()),
+    "refused on one": ({"n1": GOOD, "n2": Seen(9, None, "Read-only file system")}, "output folder",
+                       "bad", "n2: /x: Read-only", ("n2",)),
+    "not one": ({"n1": GOOD, "n2": replace(GOOD, shared=False)}, "output folder", "bad",
+                "n2 does not see what rank 0 wrote", ()),
+    "fast": ({"n1": GOOD, "n2": replace(GOOD, fsync_s=0.02)}, "file system", "ok", "median 1.0 ms",
+             ()),
+    "one slow": ({"n1": GOOD, "n2": replace(GOOD, fsync_s=0.3)}, "file system", "slow",
+                 "n2: up to 300 ms", ("n2",)),
+    "all slow": ({"n1": replace(GOOD, fsync_s=2.0)}, "file system", "slow", "up to 2000 ms", ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_output_folder(case, tmp_path):
+    nodes, name, verdict, words, blamed = FOLDERS[case]
+    (check,) = (one for one in folder.checks(Path("/x"), nodes) if one.name == name)
+    assert (check.verdict, check.nodes) == (verdict, blamed)
+    assert words in check.seen
+    assert bool(check.remedy) == (verdict != "ok")
+
+
+def test_a_folder_is_looked_at_and_left_as_it_was(tmp_path):
+    place = folder.there(tmp_path / "runs" / "new")
+    assert place == tmp_path
+    marked, word = folder.mark(place)
+    seen = folder.look(place, marked, word)
+    assert (seen.fault, seen.shared) == ("", True)
+    assert seen.free > 0 and seen.fsync_s > 0
+    assert not folder.look(place, marked, "another word").shared
+    folder.remove(marked)
+    assert not folder.look(place, marked, word).shared
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def full(tmp_path, monkeypatch):
+    """A folder on a file system without room: a small tmpfs, or what looks like one."""
+    place = tmp_path / "full"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", place]).returncode
+    if mounted:
+        usage = folder.shutil.disk_usage(place)._replace(free=0)
+        monkeypatch.setattr(folder.shutil, "disk_usage", lambda _: usage)
+
+        def refuse(*_):
+            raise OSError(28, os.strerror(28))
+
+        monkeypatch.setattr(folder.os, "write", refuse)
+        yield place
+        return
+    (place / "filler").write_bytes(bytes(60 << 10))
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_full_disk(full):
+    checks = folder.checks(full, {"n1": folder.look(full, "", "")})
+    assert found(checks, "disk")[0] == "bad"
+    assert "No space left on device" in found(checks, "output folder")[1]
+    assert "--out" in found(checks, "output folder")[2]
+
+
+# ---- cores and clocks ----
+
+
+def test_every_core_of_a_machine_is_tried_once():
+    free = replace(SEAT, cores="0-4")
+    assert cores.dealt([free, free], "aa") == [[0, 2, 4], [1, 3]]
+    assert cores.dealt([SEAT, NEXT], "aa") == [[0], [1]]
+    assert cores.dealt([SEAT, SEAT, replace(SEAT, host="n2")], "aab") == [[0], [], [0]]
+
+
+def test_speed_of_cores():
+    fine = [Core(rank, f"n{rank}", 7, 0.030, 1.0) for rank in range(4)]
+    assert cores.check(fine).verdict == "ok"
+    check = cores.check([*fine, Core(4, "n9", 3, 0.060, 0.49)])
+    assert (check.verdict, check.nodes) == ("slow", ("n9",))
+    for words in ("median 30.0 ms", "core 3 of n9 (rank 4): 2.0 x", "given 49% of its time"):
+        assert words in check.seen
+    assert "ps -eLo psr" in check.remedy
+    assert "a slow core" in cores.check([*fine, Core(4, "n9", 3, 0.060, 1.0)]).seen
+    assert cores.check([]).verdict == "note"
+
+
+def test_a_core_is_tried_and_left():
+    before = os.sched_getaffinity(0)
+    (one,) = cores.tried(0, "n1", [min(before), 100_000])
+    assert one.core == min(before)
+    assert one.seconds > 0 and 0 < one.share <= 1.1
+    assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize(
+    "behind, verdict, words, nodes",
+    [
+        ({"n1": 0.0, "n2": 0.001}, "ok", "1.0 ms at most", ()),
+        ({"n1": 0.0, "n2": -0.5}, "note", "n2 is 0.5 s ahead of rank 0's", ()),
+        ({"n1": 0.0, "n2": 0.2, "n3": 7.0}, "slow", "n3 is 7.0 s behind rank 0's", ("n3",)),
+    ],
+)
+def test_clocks(behind, verdict, words, nodes):
+    check = clocks.check({node: Reading(0.0, s, 1e-5) for node, s in behind.items()})
+    assert (check.verdict, check.nodes) == (verdict, nodes)
+    assert words in check.seen
+
+
+@on_ranks(3, mpi=(3,))
+def test_clocks_are_read_once_per_kernel(ranks):
+    readings = ranks(lambda world: (world.rank, clocks.reading(world, "aba")))
+    for rank, one in readings:
+        assert abs(one.offset_s) < 1.0
+        assert (one.uncertainty_s > 0) == (rank == 1)
+
+
+# ---- messages ----
+
+
+@pytest.mark.parametrize("size", range(1, 10))
+def test_everybody_meets_everybody_once(size):
+    met = []
+    for round_ in range(size - 1 + size % 2):
+        partners = [pings.partner(rank, round_, size) for rank in range(size)]
+        for rank, other in enumerate(partners):
+            assert other is None or (other != rank and partners[other] == rank)
+            met += [(rank, other)] if other is not None and rank < other else []
+    assert sorted(met) == list(combinations(range(size), 2))
+
+
+@pytest.mark.parametrize("layout", ["aaaa", "aabb", "abc", "aabbb", "ab"])
+def test_all_pairs_are_measured(layout):
+    def body(link):
+        return pings.all_pairs(worlds.over_threads(link, [f"n{name}" for name in layout]))
+
+    measured = [one for some in run_ranks(len(layout), body) for one in some]
+    local = [layout[:rank].count(name) for rank, name in enumerate(layout)]
+    wanted = [
+        (a, b, layout[a] == layout[b])
+        for a, b in combinations(range(len(layout)), 2)
+        if layout[a] == layout[b] or local[a] == local[b]
+    ]
+    assert sorted((one.a, one.b, one.inside) for one in measured) == wanted
+    assert all(one.small_s > 0 and one.large_s > 0 for one in measured)
+
+
+@on_ranks(3, mpi=(3,))
+def test_pairs_over_mpi(ranks):
+    measured = [(one.a, one.b) for some in ranks(pings.all_pairs) for one in some]
+    assert measured == [(a, b) for a, b in combinations(range(3), 2) if (a, b) in measured]
+
+
+def links(hosts, slow=(), inside=False, times=9.0):
+    """Return the pings of all pairs; those of `slow` ranks or pairs take `times` as long."""
+    return [
+        Ping(a, b, inside, 2e-6, 1e-4 * (times if {a, b, (a, b)} & set(slow) else 1))
+        for a, b in combinations(range(len(hosts)), 2)
+    ]
+
+
+FOUR = ("n1", "n2", "n3", "n4")
+# pings, hosts -> verdict, words, blamed nodes
+LINKS = {
+    "alike": (links(FOUR), FOUR, "ok", "6 pairs: 8 B median 2.0 us (MAD 0.0), 1 MiB median 10,000",
+              ()),
+    "a slow node": (links(FOUR, [2]), FOUR, "bad", "1 MiB: rank 2 on n3 takes 9.0 x at best",
+                    ("n3",)),
+    "of three": (links(FOUR[:3], [0]), FOUR[:3], "bad", "rank 0 on n1 takes 9.0 x", ("n1",)),
+    "a bit slow": (links(FOUR, [3], times=2.0), FOUR, "slow", "rank 3 on n4 takes 2.0 x", ("n4",)),
+    "a slow link": (links(FOUR, [(0, 3)]), FOUR, "bad", "ranks 0 and 3 (n1, n4) take 9.0 x", ()),
+    "two nodes": (links(FOUR[:2]), FOUR[:2], "ok", "1 pair: ", ()),
+    "inside": (links(("n1",) * 4, [1], True), ("n1",) * 4, "slow", "rank 1 on n1", ("n1",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LINKS)
+def test_slow_links_are_named(case):
+    measured, hosts, verdict, words, nodes = LINKS[case]
+    (check,) = pings.checks(measured, hosts, crowded=False)
+    assert (check.verdict, check.nodes) == (verdict, nodes)
+    assert words in check.seen
+    assert bool(check.remedy) == (verdict != "ok")
+
+
+def test_ranks_that_take_turns_are_not_judged():
+    (check,) = pings.checks(links(FOUR, [2]), FOUR, crowded=True)
+    assert (check.verdict, "not judged" in check.seen) == ("note", True)
+
+
+# ---- sums ----
+
+
+@on_ranks(1, 2, 3, 5, mpi=(1, 3))
+def test_sums_are_right(ranks):
+    wrong = ranks(sums.wrong)
+    assert not any(wrong)
+    assert sums.check(wrong, ["ring"]).verdict == "ok"
+
+
+@on_ranks(3, mpi=(3,))
+def test_a_wrong_sum_is_named(ranks, monkeypatch):
+    def off_by_one(group, x, op):
+        collectives.tree(group, x, op)
+        x[-1:] += group.link.rank == 1
+
+    monkeypatch.setitem(collectives.ALLREDUCE, "ring", off_by_one)
+    wrong = ranks(lambda world: world.gather(",".join(sums.wrong(world))))
+    assert all(one == ["", "ring", ""] for one in wrong)
+    check = sums.check([[], ["ring"], []], ["auto", "ring"])
+    assert (check.verdict, "ring is wrong on rank 1" in check.seen) == ("bad", True)
+    assert "the MPI library's own" in sums.check([["native"]], ["native"]).seen
+
+
+def test_direct_is_left_out_where_there_are_several_nodes():
+    body = lambda link: sums.names(worlds.over_threads(link, ("a", "b")))  # noqa: E731
+    assert all("direct" not in names and "ring" in names for names in run_ranks(2, body))
+
+
+# ---- answers, and what is shown ----
+
+
+@on_ranks(1, 3, mpi=(3,))
+def test_rank_0_hears_all(ranks):
+    said = ranks(lambda world: (world.rank, to_first(world.link, {"is": "ä" * world.rank})))
+    for rank, heard in said:
+        assert heard == ([] if rank else [{"is": "ä" * r} for r in range(ranks.size)])
+
+
+def test_what_is_shown(capsys):
+    drawn = [replace(TOLD, lines=(f"node {host}", "  NUMA 0, cores 0-3: -")) for host in FOUR]
+    told = [from_table({**vars(one), "checks": []}) for one in drawn]
+    faults = [
+        Check("links", "bad", "rank 1", "look", ("n2",)),
+        Check("x", "slow", "y", "z", ("n3",)),
+    ]
+    job = Found(FOUR, (SEAT,) * 4, told, faults)
+    show.show(job)
+    out = capsys.readouterr().out
+    assert out.count("NUMA 0") == 1
+    assert "node n[1-4]\n" in out
+    assert "links: look\n" in out
+    assert out.endswith("--exclude=n[2-3]\n")
+    table = job.table()
+    assert (table["exit_code"], table["exclude"]) == (1, "n[2-3]")
+    assert table["ranks"][3]["cores"] == "0"
+
+
+def test_not_all_nodes_are_left_out():
+    assert Found(("n1",), checks=[Check("x", "bad", "", "", ("n1",))]).exclude == ""
+
+
+def test_a_long_map_is_cut():
+    rows = [("0",) * len(seats.COLUMNS)] * (show.MOST_RANKS + 2)
+    assert show.binding_map(rows).caption == "and 2 ranks more: --json"
