@@ -11,7 +11,7 @@ from hpctrain.hardware.nics import Nic, fastest
 def checks(found: Sequence[Nic]) -> list[Check]:
     """Return what is to be said of the adapters."""
     if not found:
-        return [Check("network", "note", "no adapter in /sys/class: this node is alone")]
+        return [Check("network", "note", "no adapter of hardware in /sys/class")]
     best = fastest(tuple(found))
     seen = ", ".join(map(told, found))
     rows = [Check("network", "ok" if best else "note", seen)]
