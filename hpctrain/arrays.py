@@ -32,9 +32,10 @@ from hpctrain.errors import UsageError
 from hpctrain.tuning.select import allreduce_named, auto, bound, prepared
 from hpctrain.watch import noticed
 from hpctrain.world import World, init
-from hpctrain.xp import namespace, on_device
+from hpctrain.xp import Array, namespace, on_device
 
 SIGNATURE_BYTES = 64
+ELSEWHERE = " of GPU "  # in what is said of an array that lies on another than its rank computes on
 RESULTS = ("in-place", "shared")  # of a bound call
 _calls = ready.calls
 
@@ -243,16 +244,34 @@ def _rank(root: int, world: World) -> int:
 
 def _compare(world: World, check: bool, call: str, x: np.ndarray) -> None:
     """Compare call, shape and dtype over all ranks; raise UsageError that names whoever differs."""
-    if not check or world.size == 1:
+    if not check:
         return
-    kind = f"{x.dtype.name}{' of a GPU' if on_device(x) else ''}"
-    said = f"{x.size} {kind} {call}".encode()[:SIGNATURE_BYTES].ljust(SIGNATURE_BYTES)
+    text = f"{x.size} {x.dtype.name}{_where(x, world)} {call}".encode()
+    said = text[:SIGNATURE_BYTES].ljust(SIGNATURE_BYTES)
     rows = collectives.all_gather_short(world.link, np.frombuffer(said, np.uint8))
-    if (rows == rows[0]).all():
+    if ELSEWHERE.encode() not in rows.tobytes() and (rows == rows[0]).all():
         return
     words = [bytes(row).decode().strip() for row in rows]
+    elsewhere = [f"rank {rank} has {one}" for rank, one in enumerate(words) if ELSEWHERE in one]
+    if elsewhere:
+        raise UsageError(
+            f"expected arrays on the GPU of their rank, and that one current; "
+            f"{', '.join(elsewhere[:8])}: make them where ht.init() has made the GPU current, or "
+            "under `with cupy.cuda.Device(world.gpu.ordinal):`"
+        )
     wrong = [f"rank {rank} has {one}" for rank, one in enumerate(words) if one != words[0]]
     raise UsageError(
         "length, dtype and call must be the same on all ranks; "
         f"rank 0 has {words[0]}, but {', '.join(wrong[:8])}"
     )
+
+
+def _where(x: Array, world: World) -> str:
+    """Return in which memory `x` lies, in a few words; ELSEWHERE in them if not in the rank's."""
+    if not on_device(x):
+        return ""
+    there, current = x.data.device_id, namespace(x).cuda.runtime.getDevice()
+    own = current if world.gpu is None else world.gpu.ordinal
+    if there == own == current:
+        return " of a GPU"
+    return f"{ELSEWHERE}{there}, not of its own {own}" + f", current {current}" * (own != current)

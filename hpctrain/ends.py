@@ -1,16 +1,28 @@
-"""How a job ends before its time: at once, on all ranks, after somebody has said why."""
+"""How a job ends before its time: at once, on all ranks, after somebody has said why.
+
+Where all ranks fail alike, each shows where: the causes may differ. Not so where a GPU has too
+little memory, which is said in one line, and by one rank: they speak in the order of their ranks,
+and whoever has spoken ends the job.
+"""
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from hpctrain import rundir
 from hpctrain.errors import HungError
 from hpctrain.watch import dump_stacks, write_report
+from hpctrain.xp import shortage
 
-SPEAK_FIRST_S = 3.0  #: how long whoever reports a hang first is given to say so
+log = logging.getLogger(__name__)
+#: How long whoever is first to report a hang, or a want of memory, is given to say so.
+SPEAK_FIRST_S = 3.0
+SAME_FAULT_S = 0.5  #: in which every rank may say what it has seen before one ends the job
+IN_TURN_S = 2.0  #: in which all ranks speak that are short of memory, one after the other
 
 
 def abort(code: int) -> None:
@@ -18,6 +30,19 @@ def abort(code: int) -> None:
     from hpctrain.transport import mpi
 
     mpi.abort(code)
+
+
+def say(error: BaseException, who: str, rank: int = 0, size: int = 1) -> None:
+    """Say on stderr what has ended `rank` of `size`, called `who`; then it may end the job."""
+    short = shortage(error)
+    if short is not None:
+        time.sleep(IN_TURN_S * rank / size)
+        _print(f"hpctrain: {who}: {short}")
+        log.debug("where it was asked for:", exc_info=error)
+        return
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    _print("\n".join(f"[{who}] {line}" for line in lines))
+    time.sleep(SAME_FAULT_S if size > 1 else 0)
 
 
 def hung(rank: int, run: Path | None, report: str) -> None:
@@ -37,7 +62,11 @@ def hung(rank: int, run: Path | None, report: str) -> None:
 
 
 def _speak(run: Path | None, report: str) -> None:
-    print(report, file=sys.stderr, flush=True)
+    _print(report)
     told = {"status": "hung", "exit_code": HungError.exit_code, "reason": report}
     if run is not None:
         rundir.write_summary(run, told)
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -13,6 +13,10 @@ class UsageError(HpctrainError, ValueError):
     exit_code = 2
 
 
+class GpuMemoryError(HpctrainError):
+    """A rank found too little memory for its GPU; tells how much was asked for and is free."""
+
+
 class TransportError(HpctrainError):
     """A message that did not arrive as agreed; names the rank, the peer and both sizes."""
 

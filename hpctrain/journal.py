@@ -171,16 +171,19 @@ class Journal:
                 progress.console().print(progress.closing_table(summary, where, text))
         return summary
 
-    def fail_alone(self, error: BaseException) -> None:
-        """Write what can be told by a rank that fails while the others know nothing of it."""
+    def fail_alone(self, error: BaseException) -> bool:
+        """Write what can be told by a rank that fails while the others know nothing of it.
+
+        Returns whether it was the first to do so, as far as it can tell.
+        """
         self._bar.close(self._row_step)
         self._timeline.end_alone()
-        if self.run is not None:
-            who = f"rank {self.world.rank} on {self.world.host}"
-            reason = f"{who}: {type(error).__name__}: {error}"
-            told = {"status": "failed", "exit_code": 1, "reason": reason, "recipe": self.name}
-            with contextlib.suppress(OSError):  # a full disk, say: the error itself is to be seen
-                rundir.write_summary(self.run, told)
+        who = f"rank {self.world.rank} on {self.world.host}, step {self.world.trace.step}"
+        reason = f"{who}: {type(error).__name__}: {error}"
+        told = {"status": "failed", "exit_code": 1, "reason": reason, "recipe": self.name}
+        with contextlib.suppress(OSError):  # a full disk, say: the error itself is to be seen
+            return self.run is None or rundir.write_first_summary(self.run, told)
+        return True
 
     def _summary(self, status: str, exit_code: int, reason: str | None) -> dict[str, Any]:
         world, engine, step = self.world, self.engine, self._row_step
@@ -198,6 +201,7 @@ class Journal:
             "workers": engine.workers,
             "servers": engine.servers,
             "hosts": sorted(set(world.hosts)),
+            "gpus": sorted({place.gpu for place in world.places} - {""}),
             "epochs": step / self.sampler.steps_per_epoch,
             "steps": step,
             "steps_redone": self.steps_redone,

@@ -9,8 +9,7 @@ counts by itself: there it is 1 over the worker's own targets.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from itertools import count
@@ -24,7 +23,7 @@ from hpctrain.callbacks import Callbacks, Row
 from hpctrain.data import Prefetch, Sampler, Samples, in_pieces, share
 from hpctrain.engines import Engine, Flags, Task, replay
 from hpctrain.engines.apart import for_any_engine
-from hpctrain.errors import HpctrainError, SaveError, Stopped, TrainingError, UsageError
+from hpctrain.errors import Stopped, TrainingError, UsageError
 from hpctrain.gradients.blocks import NOTHING, in_order
 from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.journal import Journal
@@ -276,22 +275,3 @@ def _counted(arrays: Mapping[str, np.ndarray], ratio: float) -> dict[str, np.nda
         name: np.rint(x * ratio).astype(x.dtype) if name.endswith("optimizer.step") else x
         for name, x in arrays.items()
     }
-
-
-@contextmanager
-def told(journal: Journal) -> Iterator[None]:
-    """See to it that the summary tells how a run ended, also where it ended badly."""
-    try:
-        yield
-    except Stopped as error:
-        journal.finish("stopped", error.exit_code, str(error))
-        raise
-    except (TrainingError, SaveError) as error:  # raised on all ranks
-        journal.finish("failed", error.exit_code, str(error))
-        raise
-    except UsageError as error:  # out of a user's code, on this rank: the time to refuse is over
-        journal.fail_alone(error)
-        raise HpctrainError(str(error)) from error
-    except BaseException as error:
-        journal.fail_alone(error)
-        raise

@@ -15,6 +15,7 @@ import fcntl
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -124,7 +125,21 @@ def write_summary(run: Path, summary: Mapping[str, Any]) -> None:
 
 def write_json(path: Path, table: Mapping[str, Any]) -> None:
     """Write a file of JSON whole or not at all."""
-    _replace(path, json.dumps(table, indent=2) + "\n")
+    _replace(path, _as_text(table))
+
+
+def write_first_summary(run: Path, summary: Mapping[str, Any]) -> bool:
+    """Write summary.json unless there is one; return whether this rank was the first."""
+    aside = _aside(run / SUMMARY, _as_text(summary))
+    try:
+        os.link(aside, run / SUMMARY)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without links
+        write_summary(run, summary)
+    finally:
+        os.unlink(aside)
+    return True
 
 
 def read_summary(run: Path) -> dict[str, Any] | None:
@@ -133,13 +148,22 @@ def read_summary(run: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
+def _as_text(summary: Mapping[str, Any]) -> str:
+    return json.dumps(summary, indent=2) + "\n"
+
+
 def _replace(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    os.replace(_aside(path, text), path)
+
+
+def _aside(path: Path, text: str) -> Path:
+    """Return a file of our own beside `path` that holds `text`."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}")
     with open(aside, "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(aside, path)
+    return aside
 
 
 def _parsed(line: str) -> dict[str, Any] | None:

@@ -22,18 +22,21 @@ from hpctrain.gradients.precision import Precision, replica_of
 from hpctrain.gradients.replica import Replica
 from hpctrain.gradients.slowed import Slowed
 from hpctrain.journal import Journal
-from hpctrain.loop import Loop, Plan, told
+from hpctrain.loop import Loop, Plan
 from hpctrain.metrics import Metric
 from hpctrain.optim import Optimizer
+from hpctrain.outcome import told
 from hpctrain.recipe import CheckpointOptions, Recipe
 from hpctrain.stop import StopRequest
 from hpctrain.trace import TraceOptions
 from hpctrain.world import World
+from hpctrain.xp import shortage_told
 
 
 class Trainer:
     """A model, an optimizer and an engine, ready to be trained; every rank makes its own."""
 
+    @shortage_told()
     def __init__(
         self,
         model: nn.Model,
@@ -53,7 +56,8 @@ class Trainer:
         are told of each row of metrics; see `hpctrain.callbacks`. `faults`: what is to slow ranks
         down; see `hpctrain.faults`. `init`: the folder of a run or a checkpoint, or a .safetensors
         file, whose weights are taken to begin with. Raises UsageError
-        on all ranks if engine, faults or `init` do not fit, or if ranks have different models.
+        on all ranks if engine, faults or `init` do not fit, or if ranks have different models, and
+        GpuMemoryError, on the rank itself, where its GPU has too little memory.
         """
         self.world = world or worlds.init()
         self.seed, self.rate, self.callbacks = seed, optimizer.rate, callbacks

@@ -9,8 +9,6 @@ import atexit
 import os
 import socket
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -36,8 +34,6 @@ from hpctrain.watch import Record, Watch, record_path
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 300.0
-#: Where all ranks fail alike, each is given this long to say so before one ends the job.
-SAME_FAULT_S = 0.5
 Report = Callable[[str], None]  #: is given the text that names the ranks of a hung job
 
 
@@ -251,11 +247,11 @@ def finish() -> None:
 
 def fail_alone(error: BaseException) -> None:
     """Show where this rank failed, and end the job: the others wait for it."""
-    who = f"rank {_world.rank} on {_world.host}" if _world else "before MPI was started"
-    lines = "".join(traceback.format_exception(error)).splitlines()
-    print("\n".join(f"[{who}] {line}" for line in lines), file=sys.stderr, flush=True)
-    if _world is not None and _world.size > 1:
-        time.sleep(SAME_FAULT_S)
+    if _world is None:
+        ends.say(error, "before MPI was started")
+        return
+    ends.say(error, f"rank {_world.rank} on {_world.host}", _world.rank, _world.size)
+    if _world.size > 1:
         ends.abort(error.exit_code if isinstance(error, HpctrainError) else 1)
 
 

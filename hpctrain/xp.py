@@ -8,6 +8,7 @@ word here that does nothing to arrays of the host.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,6 +16,8 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
+
+from hpctrain.errors import GpuMemoryError
 
 Array = Any  #: a numpy.ndarray or a cupy.ndarray; no type says "either" without importing CuPy
 Event = Any  #: how far a device has come with its work, as `event` returns it; None: no device
@@ -130,8 +133,7 @@ def fetch(x: Array) -> Callable[[], np.ndarray]:
 
 def pinned_like(x: Array) -> np.ndarray:
     """Return memory of the host for `x` of a device, whose copies to it hold up nobody."""
-    memory = namespace(x).cuda.alloc_pinned_memory(max(x.nbytes, 1))
-    return np.frombuffer(memory, x.dtype, x.size).reshape(x.shape)
+    return np.frombuffer(pinned(x.nbytes), x.dtype, x.size).reshape(x.shape)
 
 
 def event(x: Array) -> Event:
@@ -196,3 +198,69 @@ def allow_tf32() -> None:
 def zeros(length: int, dtype: Any) -> Array:
     """Return zeros (length,) on the device that is current in this thread."""
     return sys.modules["cupy"].zeros(length, dtype)
+
+
+def pinned(nbytes: int) -> Any:
+    """Return memory of the host, at least a byte, that a device copies from and to by itself.
+
+    Raises GpuMemoryError where there is none left.
+    """
+    cupy = sys.modules["cupy"]
+    try:
+        return cupy.cuda.alloc_pinned_memory(max(nbytes, 1))
+    except (cupy.cuda.runtime.CUDARuntimeError, MemoryError) as error:
+        if shortage(error) is None:
+            raise
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        raise GpuMemoryError(
+            f"out of pinned host memory, by which GPU arrays travel: {nbytes:,} bytes asked, "
+            f"{free:,} free on the host. Take fewer ranks per node, or ask for more memory, locked "
+            "memory, too (ulimit -l)"
+        ) from error
+
+
+#: What CuPy, CUDA and cuBLAS say where a device has too little memory.
+_SHORT = re.compile(
+    r"Out of memory allocating ([\d,]+) bytes"
+    r"|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|CUBLAS_STATUS_ALLOC_FAILED"
+)
+
+
+def shortage(error: BaseException, asked: int | None = None) -> GpuMemoryError | None:
+    """Return what is to be said of an `error` for want of memory on a device; None of any other.
+
+    `asked`: how many bytes, where CUDA does not tell.
+    """
+    if isinstance(error, GpuMemoryError):
+        return error
+    found = _SHORT.search(str(error))
+    if found is None or "cupy" not in sys.modules:
+        return None
+    wanted = found[1] or ("a number of" if asked is None else f"{asked:,}")
+    return GpuMemoryError(
+        f"{_room()}: {wanted} bytes asked. Take a smaller batch or more [optimizer] "
+        "micro_batches, [run] precision = 'bf16', or fewer ranks per GPU"
+    )
+
+
+@contextmanager
+def shortage_told() -> Iterator[None]:
+    """Raise GpuMemoryError for what CuPy or CUDA raises for want of memory within the block."""
+    try:
+        yield
+    except Exception as error:
+        if (short := shortage(error)) is None:
+            raise
+        raise short from error
+
+
+def _room() -> str:
+    """Return how much memory the current device has left, and how much of it is this process's."""
+    cupy = sys.modules["cupy"]
+    try:
+        device, (free, whole) = cupy.cuda.runtime.getDevice(), cupy.cuda.runtime.memGetInfo()
+    except cupy.cuda.runtime.CUDARuntimeError:  # no room for what CUDA itself needs
+        return "out of memory on a GPU that does not tell how much is free"
+    held = cupy.get_default_memory_pool().total_bytes()
+    told = f"{free:,} of {whole:,} bytes free, {held:,} held by this rank's arrays"
+    return f"GPU {device} is out of memory ({told})"

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +90,10 @@ class Job:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Start `python ARGS`, under the mpiexec of this environment when `ranks` is given."""
+    """Start `python ARGS`, under the mpiexec of this environment when `ranks` is given.
+
+    `flags` are for mpiexec.
+    """
     jobs: list[Job] = []
 
     def start(
@@ -98,8 +101,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         ranks: int | None = None,
         env: Mapping[str, str] | None = None,
         cwd: Path = tmp_path,
+        flags: Sequence[str] = (),
     ) -> Job:
-        launcher = [] if ranks is None else [str(BIN / "mpiexec"), "-n", str(ranks)]
+        launcher = [] if ranks is None else [str(BIN / "mpiexec"), *flags, "-n", str(ranks)]
         command = [*launcher, sys.executable, *map(str, args)]
         jobs.append(Job(command, env or {}, cwd, tmp_path / f"job-{len(jobs)}"))
         return jobs[-1]

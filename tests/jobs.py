@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +60,12 @@ class Training:
             return watch.read(watch.record_path(self.out / "watch", rank)).step >= step
         except (OSError, ValueError):
             return False
+
+
+def on_fakes(**options: object) -> dict[str, str]:
+    """Return the variables under which `python -m fakes` runs hpctrain on stand-ins for GPUs."""
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    return {"PYTHONPATH": path, "HPCTRAIN_FAKES": json.dumps(options)}
 
 
 def carriers(mark: str) -> list[psutil.Process]:

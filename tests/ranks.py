@@ -57,7 +57,7 @@ def on_gpus(world: World, nodes: str = "", gpus: str = "", verdict: Verdict = ST
     local = nodes[: world.rank].count(nodes[world.rank])
     return World(
         world.link, tuple(nodes), local, transport=world.transport, verdict=verdict,
-        gpu=Gpu(0, places[world.rank].gpu, ""), places=places,
+        gpu=Gpu(cupy.cuda.runtime.getDevice(), places[world.rank].gpu, ""), places=places,
     )  # fmt: skip
 
 

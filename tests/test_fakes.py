@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import fakes
 import numpy as np
@@ -182,6 +183,32 @@ def test_memory_ends():
 
         with pytest.raises(cupy.cuda.memory.OutOfMemoryError, match="allocating 4,000 bytes"):
             cupy.zeros(1000, np.float32)
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="cudaErrorMemoryAllocation"):
+            cupy.cuda.runtime.malloc(4000)
+    with fakes.installed(pinned_bytes=1000):
+        import cupy
+
+        kept = cupy.cuda.alloc_pinned_memory(600)
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="cudaErrorMemoryAllocation"):
+            cupy.cuda.alloc_pinned_memory(600)
+        del kept
+        assert cupy.cuda.alloc_pinned_memory(600)
+
+
+def test_hidden_pointers_lead_nowhere_else():
+    with fakes.installed(hidden=True):
+        import cupy
+
+        x, n = cupy.asarray(HOST), HOST.nbytes
+        there = cupy.cuda.runtime.malloc(n)
+        cupy.cuda.runtime.memcpy(there, x[1:].data.ptr, n - 16, cupy.cuda.runtime.memcpyDefault)
+        memory = cupy.cuda.UnownedMemory(there, n, None)
+        y = cupy.ndarray((2, 4), np.float32, cupy.cuda.MemoryPointer(memory, 0))
+        assert ((y + 1).get() == HOST[1:] + 1).all()
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        maps = [line.split()[0].split("-") for line in lines]
+        for pointer in (x.data.ptr, there):
+            assert not any(int(a, 16) <= pointer < int(b, 16) for a, b in maps)
 
 
 READ = """

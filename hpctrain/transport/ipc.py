@@ -31,10 +31,10 @@ from typing import Any
 import numpy as np
 import numpy.typing
 
-from hpctrain.errors import UsageError
+from hpctrain.errors import GpuMemoryError
 from hpctrain.transport.link import Link
 from hpctrain.transport.memory import Gather, Place
-from hpctrain.xp import Array
+from hpctrain.xp import Array, shortage
 
 log = logging.getLogger(__name__)
 PAGE_BYTES, HEADER_BYTES, TOKEN_BYTES = 2 << 20, 512, 16
@@ -78,7 +78,7 @@ class Arenas:
         """Return zeros (length,) of this rank's own on its GPU, which all neighbours see.
 
         Where nothing can be shared they are this rank's alone, and `place` says None. Raises
-        UsageError on all ranks where the memory of one of them does not suffice.
+        GpuMemoryError on all ranks where the memory of one of them does not suffice.
         """
         dtype = np.dtype(dtype)
         self._free_what_is_gone()
@@ -129,23 +129,28 @@ class Arenas:
         return self._xp.ndarray((length,), dtype, cuda.MemoryPointer(memory, 0))
 
     def _allocated(self, nbytes: int) -> int:
-        """Return the address of zeros; raise UsageError on all ranks where one has too few."""
+        """Return the address of zeros; raise GpuMemoryError on all ranks where one has too few."""
         runtime, size = self._xp.cuda.runtime, _pages(nbytes + HEADER_BYTES) * PAGE_BYTES
-        self._xp.get_default_memory_pool().free_all_blocks()  # what CuPy keeps is not free for us
-        try:
-            address, short = runtime.malloc(size), ""
-        except (runtime.CUDARuntimeError, MemoryError):
-            free, whole = runtime.memGetInfo()
-            address = 0
-            short = f"GPU out of memory: asked {size} bytes, of {whole} there are {free} free"
+        address, short = self._malloc(size)
         told = [one.decode() for one in self._gather(short.encode())]
         if any(told):
             runtime.free(address)
-            named = [f"node rank {rank}: {text}" for rank, text in enumerate(told) if text]
-            raise UsageError("; ".join(named))
+            named = [f"local rank {rank}: {text}" for rank, text in enumerate(told) if text]
+            raise GpuMemoryError("; ".join(named))
         runtime.memset(address, 0, size)
         runtime.deviceSynchronize()
         return int(address)
+
+    def _malloc(self, size: int) -> tuple[int, str]:
+        """Return the address of memory of our own; 0 where there is none, and what to say then."""
+        runtime = self._xp.cuda.runtime
+        self._xp.get_default_memory_pool().free_all_blocks()  # what CuPy keeps is not free for us
+        try:
+            return runtime.malloc(size), ""
+        except runtime.CUDARuntimeError as error:
+            if (short := shortage(error, size)) is None:
+                raise
+            return 0, str(short)
 
     def _shared(self, address: int, nbytes: int) -> _Region | None:
         """Return the allocation as all ranks see it, None if one of them cannot."""

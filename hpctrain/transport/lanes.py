@@ -161,6 +161,14 @@ def must_be_here(x: Array) -> None:
         raise UsageError(f"expected a contiguous array, seen strides {x.strides} of {x.shape}")
 
 
+def _must_be_ours(x: Array) -> bool:
+    """Return whether `x` is a device array; raise UsageError if it is one that cannot travel."""
+    if isinstance(x, np.ndarray):
+        return False
+    must_be_here(x)
+    return True
+
+
 class Lanes:
     """All lanes of one link; used by one thread at a time, like the link."""
 
@@ -181,6 +189,8 @@ class Lanes:
 
     def sendrecv(self, x: Array, to: int, inbox: Array, source: int) -> None:
         """Send `x` and fill `inbox`, both at once."""
+        for one in (x, inbox):
+            _must_be_ours(one)  # before anything is asked for: whoever catches this may go on
         receive, send = self.irecv(inbox, source), self.isend(x, to)
         receive.wait()
         send.wait()
@@ -225,9 +235,8 @@ class Lanes:
 
     def _transfer(self, x: Array, peer: int, post: Callable, staged: type) -> Any:
         link = self._link
-        on_gpu = not isinstance(x, np.ndarray)
+        on_gpu = _must_be_ours(x)
         if on_gpu:
-            must_be_here(x)
             link.host = None  # what follows must not overtake
         pointer = self._by_pointer(peer, x.nbytes)
         if on_gpu and not pointer:

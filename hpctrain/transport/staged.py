@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hpctrain.xp import namespace
+from hpctrain.xp import namespace, pinned
 
 SMALLEST_BYTES, LARGEST_BYTES, SEGMENTS = 256 << 10, 4 << 20, 32
 SLOTS = 3  # one is filled while one is on the wire and one waits for it
@@ -121,7 +121,7 @@ class Staging:
 
     def _pinned(self, size: int) -> Slot:
         # Never given back: to allocate pinned memory stops the whole device for milliseconds.
-        memory = self._cuda.alloc_pinned_memory(size)
+        memory = pinned(size)
         return Slot(memory.ptr, np.frombuffer(memory, np.uint8, size), size)
 
 

@@ -20,7 +20,7 @@ from hpctrain.collectives.gathers import broadcasts, doubling, joined_by
 from hpctrain.collectives.linear import all_to_all, gather, scatter
 from hpctrain.collectives.ordered import Tree, sum_of_blocks
 from hpctrain.collectives.ring import plain_ring
-from hpctrain.errors import TransportError, UsageError
+from hpctrain.errors import GpuMemoryError, TransportError, UsageError
 from hpctrain.transport import ipc
 from hpctrain.transport.local import run_ranks
 from hpctrain.transport.paths import Verdict
@@ -329,7 +329,9 @@ def test_out_of_memory_names_rank_and_bytes():
             if world.rank == 1:
                 hold = here(np.zeros(32 << 20, np.uint8))
             world.link.barrier()
-            with pytest.raises(UsageError, match="asked 35651584 bytes, of 67108864 there are"):
+            with pytest.raises(
+                GpuMemoryError, match=r"local rank 1: GPU 0 .* 35,651,584 bytes asked"
+            ):
                 world.memory.gpu.zeros(8 << 20, np.float32)
             return world.rank == 0 or hold.size
 

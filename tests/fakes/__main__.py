@@ -1,15 +1,38 @@
 """`python -m fakes ARGS`: the command line of hpctrain on a machine with stand-ins for GPUs.
 
-HPCTRAIN_FAKES holds the options of `fakes.installed`, as JSON.
+HPCTRAIN_FAKES holds the options of `fakes.installed`, as JSON. Under "ranks" it may have others for
+some ranks, by their number; with "cupy": null there is none.
 """
 
 import json
 import os
+import sys
+from contextlib import nullcontext
 
 import fakes
+from hpctrain import launchers
+from hpctrain.transport import gpus
+
+
+def options() -> dict:
+    """Return the options of this rank."""
+    found = json.loads(os.environ.get("HPCTRAIN_FAKES", "{}"))
+    own = found.pop("ranks", {}).get(str(launchers.launched(os.environ).rank), {})
+    return {**found, **own}
+
+
+def machine():
+    """Return the context in which hpctrain is to run."""
+    asked = options()
+    if "cupy" in asked:
+        sys.modules["cupy"] = asked.pop("cupy")
+        return nullcontext(fakes.Machine(**asked))
+    return fakes.installed(**asked)
+
 
 if __name__ == "__main__":
-    with fakes.installed(**json.loads(os.environ.get("HPCTRAIN_FAKES", "{}"))):
+    with machine() as stand_in:
+        gpus.driver_cuda = lambda: stand_in.driver or None  # whose library is not here
         from hpctrain.cli import main
 
         main()

@@ -36,7 +36,7 @@ class ndarray:
                 _spoil(host)
         else:
             span = memptr.mem.size - (memptr.ptr - memptr.mem.ptr)
-            raw = (ctypes.c_char * span).from_address(memptr.ptr)
+            raw = (ctypes.c_char * span).from_address(machine().host(memptr.ptr))
             host = np.ndarray(shape, dtype, raw, strides=strides, order=order or "C")
             keeper, device = memptr, memptr.device_id
         self._fill(host, keeper, device)
@@ -70,7 +70,7 @@ class ndarray:
 
     @property
     def _address(self) -> int:
-        return self._host.__array_interface__["data"][0]
+        return self._host.__array_interface__["data"][0] - machine().away
 
     @property
     def __cuda_array_interface__(self) -> dict:

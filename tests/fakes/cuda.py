@@ -44,7 +44,7 @@ class Device:
 
     @property
     def mem_info(self):
-        return machine().memory_bytes - machine().used(self.id), machine().memory_bytes
+        return machine().room(self.id)
 
     @property
     def pci_bus_id(self) -> str:

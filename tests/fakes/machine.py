@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import numpy as np
 
 ALIGN_BYTES = 512  # of all that CUDA hands out
+AWAY = 1 << 45  # below a host address: where nothing lies
 
 
 class CUDARuntimeError(RuntimeError):
@@ -50,16 +51,22 @@ class Machine:
         ipc_within: bool = False,
         name: str = "Stand-in",
         driver: int = 13000,
+        pinned_bytes: int = 1 << 40,
+        hidden: bool = False,
     ):
         """`devices` None: no driver. `lazy`: work runs when somebody waits for its stream.
 
         `peers`: devices reach each other's memory; `ipc`: handles can be had; `ipc_within`: a
         process may open its own, which CUDA refuses, so that threads can stand for processes.
-        `driver`: the newest CUDA it knows, 1000 for each; CuPy is built for 13000.
+        `driver`: the newest CUDA it knows, 1000 for each; CuPy is built for 13000. `memory_bytes`:
+        of each device; `pinned_bytes`: of the host, all together. `hidden`: pointers lead nowhere
+        for anybody but the stand-in, so that an MPI that is given one crashes.
         """
         self.devices, self.lazy, self.memory_bytes = devices, lazy, memory_bytes
         self.peers, self.ipc, self.ipc_within, self.name = peers, ipc, ipc_within, name
         self.driver = 0 if devices is None else driver
+        self.pinned_bytes, self.away = pinned_bytes, AWAY if hidden else 0
+        self.limits: dict[int, int] = {}  # of devices that have less memory than the others
         self.counts: Counter[str] = Counter()
         self.lock = threading.RLock()
         self.here = threading.local()  # the current device, and streams, of each thread
@@ -101,6 +108,10 @@ class Machine:
             nbytes, device = self.regions[start]
             return (start, nbytes, device) if address < start + max(nbytes, 1) else None
 
+    def host(self, address: int) -> int:
+        """Return where the host finds what lies at `address`, of the host or of a device."""
+        return address if self.region(address) is None else address + self.away
+
     def is_pinned(self, address: int) -> bool:
         return any(start <= address < start + n for start, n in list(self.pinned.items()))
 
@@ -108,11 +119,17 @@ class Machine:
         with self.lock:
             return sum(n for n, d in self.regions.values() if d == device)
 
+    def room(self, device: int) -> tuple[int, int]:
+        """Return the bytes that are free on a device, and all that it has."""
+        whole = self.limits.get(device, self.memory_bytes)
+        return max(whole - self.used(device), 0), whole
+
     def must_fit(self, nbytes: int, device: int) -> None:
-        used = self.used(device)
-        if used + nbytes > self.memory_bytes:
+        """Raise what CuPy's pool raises where a device has no room for `nbytes`."""
+        if nbytes > self.room(device)[0]:
             raise OutOfMemoryError(
-                f"Out of memory allocating {nbytes:,} bytes (allocated so far: {used:,} bytes)."
+                f"Out of memory allocating {nbytes:,} bytes (allocated so far: "
+                f"{self.used(device):,} bytes)."
             )
 
     def allocate(self, nbytes: int) -> np.ndarray:
@@ -126,8 +143,9 @@ class Machine:
 
     def own(self, x: np.ndarray) -> None:
         """Take the memory of `x`, which owns it, for that of the current device while it lives."""
-        self.register(x.ctypes.data, x.nbytes, self.device)
-        weakref.finalize(x, self.forget, x.ctypes.data)
+        address = x.ctypes.data - self.away
+        self.register(address, x.nbytes, self.device)
+        weakref.finalize(x, self.forget, address)
 
     def must_have_devices(self) -> None:
         if self.driver < 13000:

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import struct
+import weakref
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from fakes.streams import by_pointer, get_current_stream, null_stream
 
 HOST_TO_HOST, HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE, DEFAULT = range(5)
 HANDLE_BYTES = 64
+NO_MEMORY = "cudaErrorMemoryAllocation: out of memory"
 _HANDLE = struct.Struct("<qqqq")  # process, descriptor, bytes, device
 _held: dict[int, tuple[mmap.mmap, int | None]] = {}  # by address: pages, and their descriptor
 _opened: dict[bytes, list[int]] = {}  # by handle: address, how often it was opened
@@ -55,9 +57,16 @@ class PinnedMemoryPointer(mmap.mmap):
     """cupy.cuda.PinnedMemoryPointer: host memory, as a buffer and by its address."""
 
     def __new__(cls, size):
+        if sum(machine().pinned.values()) + size > machine().pinned_bytes:
+            raise CUDARuntimeError(2, NO_MEMORY)
         self = super().__new__(cls, -1, max(size, 1))
-        self.ptr, self.mem = _address_of(self), self
+        self.ptr = _address_of(self)
         machine().pinned[self.ptr] = max(size, 1)
+        weakref.finalize(self, machine().pinned.pop, self.ptr, None)
+        return self
+
+    @property
+    def mem(self):  # no attribute: memory is to go as soon as nobody holds it
         return self
 
     def size(self) -> int:  # mmap's word, CuPy's method
@@ -76,14 +85,14 @@ def hostAlloc(size, flags=0) -> int:
 
 
 def freeHost(ptr) -> None:
-    machine().pinned.pop(ptr)
     _held.pop(ptr)
 
 
 def malloc(size) -> int:
     """cudaMalloc: memory that other processes can open."""
     machine().must_have_devices()
-    machine().must_fit(size, machine().device)
+    if size > machine().room(machine().device)[0]:
+        raise CUDARuntimeError(2, NO_MEMORY)
     descriptor = os.memfd_create("device")
     os.truncate(descriptor, max(size, 1))
     pages = mmap.mmap(descriptor, max(size, 1))
@@ -147,7 +156,8 @@ def memcpy(dst, src, size, kind) -> None:
 def memcpyAsync(dst, src, size, kind, stream) -> None:
     _count(dst, src, size, kind)
     where = by_pointer(stream)
-    where.put(lambda: ctypes.memmove(dst, src, size))
+    to, source = machine().host(dst), machine().host(src)
+    where.put(lambda: ctypes.memmove(to, source, size))
     host = {HOST_TO_DEVICE: src, DEVICE_TO_HOST: dst}.get(kind)
     if host is not None and not machine().is_pinned(host):
         machine().count("pageable")
@@ -164,7 +174,8 @@ def memset(ptr, value, size) -> None:
 
 def memsetAsync(ptr, value, size, stream) -> None:
     _must_be_device(ptr)
-    by_pointer(stream).put(lambda: ctypes.memset(ptr, value, size))
+    address = machine().host(ptr)
+    by_pointer(stream).put(lambda: ctypes.memset(address, value, size))
 
 
 def pageable_or_pinned(x: np.ndarray) -> bool:
@@ -201,7 +212,7 @@ def _open(process, descriptor, nbytes, device) -> int:
 
 
 def _hold(pages, descriptor, nbytes=None, device=None) -> int:
-    address = _address_of(pages)
+    address = _address_of(pages) - machine().away
     _held[address] = (pages, descriptor)
     here = machine().device if device is None else device
     machine().register(address, len(pages) if nbytes is None else nbytes, here)

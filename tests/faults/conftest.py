@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import Job
-from jobs import MARK, NEVER, SMALL, Training, carriers, sets, trap
+from jobs import MARK, NEVER, SMALL, Training, carriers, on_fakes, sets, trap
 from ranks import run_on
 
 from hpctrain import data, recipe, runs
@@ -34,15 +34,26 @@ def mark(tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def begin(start: Callable[..., Job], tmp_path: Path, mark: str) -> Callable[..., Training]:
-    """Start `hpctrain train ARGS --out DIR` on ranks, under mpiexec or `hpctrain launch`."""
+    """Start `hpctrain train ARGS --out DIR` on ranks, under mpiexec or `hpctrain launch`.
+
+    With `gpus`, options of `fakes.installed`, on stand-ins for GPUs.
+    """
     shutil.copy(HERE / "traps.py", tmp_path)  # found in the folder where the job is started
 
     def begin(
-        *args: object, ranks: int | None = 2, launch: bool = False, out: str = "run"
+        *args: object,
+        ranks: int | None = 2,
+        launch: bool = False,
+        out: str = "run",
+        gpus: dict[str, object] | None = None,
     ) -> Training:
-        command = ["-m", "hpctrain", *(["launch", "-n", ranks] if launch else [])]
+        command = ["-m", "hpctrain" if gpus is None else "fakes"]
+        command += ["launch", "-n", ranks] if launch else []
         command += ["train", *(args or ["digits"]), "--out", out]
         env = {MARK: mark, "OMP_NUM_THREADS": "1"}
+        if gpus is not None:
+            command += ["--device", "gpu"]
+            env |= on_fakes(**gpus)
         job = start(*command, ranks=None if launch else ranks, env=env)
         return Training(job, tmp_path / out)
 

@@ -71,7 +71,16 @@ def full():
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 13, 1 << 13))
 
 
+def short():
+    """Let the stand-in for our GPU have no more memory than is used, from now on."""
+    import fakes
+
+    gpu = fakes.machine_now()
+    gpu.memory_bytes = gpu.used(gpu.device) // 2
+
+
 SPRING = {
+    "short": short,
     "raise": lambda: raises(RuntimeError("the model broke")),
     "refuse": lambda: raises(UsageError("seen on one rank only")),
     "leave": lambda: sys.exit(0),

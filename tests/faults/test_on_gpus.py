@@ -1,0 +1,247 @@
+"""Ranks that are real processes, on stand-ins for GPUs: whole runs, and what goes wrong on them."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from functools import partial
+
+import pytest
+from jobs import EVERY, MARK, NEVER, on_fakes, sets, trap
+from ranks import run_on
+
+from hpctrain import recipe, rundir, runs
+from hpctrain.cluster import launch
+from hpctrain.watch.record import REPORT
+
+pytestmark = pytest.mark.processes
+
+SAVES = sets(checkpoint_every_steps=5, checkpoint_every_epochs="")
+PLAIN = [*sets(run_epochs=1), *trap("none", 0, NEVER)]
+# Ranks, options of the machine, arguments -> a word of what is said
+RUNS = {
+    "one process": (None, {}, [], ""),
+    "allreduce": (2, {"hidden": True}, [], "auto (direct-shared)"),
+    "no handles": (2, {"ipc": False, "hidden": True}, [], "CUDA IPC is refused between the ranks"),
+    "gossip": (2, {"hidden": True}, ["--engine", "gossip"], "gossip on 2 ranks"),
+    "ps-sync": (2, {"hidden": True}, ["--engine", "ps-sync"], "ps-sync on 2 ranks"),
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_run_ends_where_cores_end(digits, undisturbed, kind):
+    """All of MPI's memory is the host's: a pointer of the stand-in's would crash it."""
+    ranks, machine, args, said = RUNS[kind]
+    job = digits(*PLAIN, *args, ranks=ranks, gpus=machine)
+    ended = job.finish()
+    assert ended.returncode == 0, ended.stderr
+    summary = job.summary
+    assert f"{summary['algorithm']} {ended.stderr}".count(said) == 1 or not said, ended.stderr
+    if kind != "gossip":  # in which it counts who comes first
+        engine = sets(engine_kind=args[1]) if args else []
+        wanted = undisturbed(*PLAIN, *engine, ranks=ranks or 1)
+        assert summary["params_sha256"] == wanted["params_sha256"]
+        assert wanted["gpus"] == []
+    assert (summary["gpus"], summary["status"]) == (["GPU-number-0"], "done")
+
+
+OTHERS = """
+import json, sys
+import fakes
+holds = fakes.installed(hidden=True)
+holds.__enter__()
+from hpctrain import recipe, runs, world
+for number, engine in enumerate(sys.argv[1].split()):
+    spec = recipe.load("digits", [f"engine.kind={engine}", "run.device=gpu", *sys.argv[2:]])
+    runs.train(spec, world.init("gpu"), Path(f"run-{number}"), False)
+"""
+ENGINES = ("local-sgd", "ps-async", "easgd")  #: with one worker, or one partner, runs repeat
+
+
+def test_the_other_engines(start, mark, small, tmp_path):
+    """One job trains them, one after the other."""
+    keys = [*small, *sets(run_epochs=1)][1::2]
+    code = f"from pathlib import Path{OTHERS}"
+    env = {MARK: mark, **on_fakes()}
+    ended = start("-c", code, " ".join(ENGINES), *keys, ranks=2, env=env).finish()
+    assert ended.returncode == 0, ended.stderr
+    for number, engine in enumerate(ENGINES):
+        summary = rundir.read_summary(tmp_path / f"run-{number}")
+        assert (summary["status"], summary["gpus"]) == ("done", ["GPU-number-0"]), engine
+        spec = recipe.load("digits", [f"engine.kind={engine}", *keys])
+        body = partial(runs.train, spec, out=tmp_path / engine, resume=False)
+        assert run_on("threads", 2, body)[0]["params_sha256"] == summary["params_sha256"], engine
+
+
+# What is asked of the machine -> what is said
+NO_GPU = {
+    "no driver": ({"devices": None}, "no GPU: this machine has no NVIDIA driver"),
+    "none visible": ({"devices": 0}, "CUDA finds no GPU (cudaErrorNoDevice"),
+    "an older driver": (
+        {"driver": 12040},
+        "uninstall cupy-cuda13x; pip install 'hpctrain[cuda12x]'",
+    ),
+    "no CuPy": ({"cupy": None, "driver": 12040}, "needs CuPy: pip install 'hpctrain[cuda12x]'"),
+}
+
+
+@pytest.mark.parametrize("lacking", NO_GPU)
+def test_no_gpu(begin, lacking):
+    machine, said = NO_GPU[lacking]
+    ranks = 2 if lacking == "an older driver" else None
+    job = begin("digits", ranks=ranks, gpus=machine)
+    ended = job.finish()
+    assert (ended.returncode, "Traceback" in ended.stderr) == (2, False), ended.stderr
+    assert ended.stderr.count(said) == 1 and ended.stderr.count("hpctrain: ") == 1, ended.stderr
+    assert not job.out.exists()
+
+
+# Which rank is short of memory, from which step on
+SHORT = {"in a step": (1, 7), "on all ranks": (EVERY, 7), "before the first": (1, -1)}
+
+
+@pytest.mark.parametrize("when", SHORT)
+def test_out_of_memory(digits, when):
+    rank, step = SHORT[when]
+    job = digits(*SAVES, *trap("short", rank, step), gpus={})
+    ended = job.finish()
+    assert ended.returncode == 1, ended.stderr
+    assert ended.seconds < 20
+    (said,) = re.findall(r"hpctrain: rank (\d) on \S+: (GPU 0 is out of memory .*)", ended.stderr)
+    assert re.search(r"\([\d,]+ of [\d,]+ bytes free, .*\): [\d,]+ bytes asked. Take a", said[1])
+    assert rank == EVERY or said[0] == str(rank)
+    assert "Traceback" not in ended.stderr
+    if step < 0:
+        assert not job.out.exists()
+    else:
+        assert (job.summary["status"], job.steps) == ("failed", [5])
+        assert job.summary["reason"].startswith(f"rank {said[0]} on ")
+        assert said[1] in job.summary["reason"]
+
+
+SUMS = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+import fakes
+holds = fakes.installed(hidden=True)
+holds.__enter__()
+import cupy
+import hpctrain as ht
+from hpctrain.collectives.direct import direct
+
+world = ht.init("gpu")
+x = world.memory.zeros_like(cupy.zeros(100_000))
+with world.watched(Path(sys.argv[1]), timeout_s=1):
+    for step in range(3):
+        world.record.step = step  # the limit does not hold in the first
+        x.fill(1)
+        direct(world.main, x, np.add)
+        assert (x.get() == world.size).all() and world.main.host_bytes == 0
+        print(f"step {step}\\n", end="", flush=True)
+        if world.rank == 1 and step == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+print("never comes here")
+"""
+#: What keeps a launcher from ending the neighbours of a rank that was killed.
+SURVIVORS = {"MPICH": ["-disable-auto-cleanup"], "Open MPI": ["--enable-recovery"]}
+
+
+@pytest.mark.parametrize("survive", [False, True], ids=["ended", "left alone"])
+def test_a_rank_whose_memory_neighbours_map_is_killed(start, mark, tmp_path, survive):
+    """They end by their launcher or, where it lets them live, by the watch, which names it."""
+    before = set(os.listdir("/dev/shm"))
+    env = {MARK: mark, **on_fakes()}
+    flags = SURVIVORS[launch.find_mpi().vendor] if survive else []
+    job = start("-c", SUMS, tmp_path / "run", ranks=3, env=env, flags=flags)
+    ended = job.finish()
+    assert ended.returncode != 0
+    assert ended.seconds < 20
+    assert ended.stdout.count("step 1") == 3
+    assert "step 2" not in ended.stdout and "never comes here" not in ended.stdout
+    if survive:
+        # Hydra may lose what is said last, where it leaves processes alone.
+        told = (tmp_path / "run" / "watch" / REPORT).read_text()
+        assert "rank 1 on" in told.split("the job waits for:")[1].split("these wait:")[0]
+    limit = time.monotonic() + 5  # other tests run meanwhile, whose files go at once
+    while left := [n for n in set(os.listdir("/dev/shm")) - before if "hpctrain" in n]:
+        assert time.monotonic() < limit, left
+        time.sleep(0.02)
+
+
+CALLS = """
+import sys
+import numpy as np
+import fakes
+holds = fakes.installed(devices=2, hidden=True, lazy=True)
+machine = holds.__enter__()
+import cupy
+import hpctrain as ht
+from hpctrain import arrays
+from hpctrain.collectives import ALLREDUCE
+from hpctrain.errors import UsageError
+
+world = ht.init(sys.argv[1])
+mine, size = world.rank, world.size
+calls = {
+    **{name: lambda x, name=name: ht.allreduce(x, algorithm=name)
+       for name in ("auto", *ALLREDUCE) if name not in ("null", "nccl")},
+    "mean": lambda x: ht.allreduce(x, "mean"),
+    "unchecked": lambda x: ht.allreduce(x, check=False),
+    "bound": lambda x: arrays.bind(x)(),
+    "reduce": ht.reduce,
+    "broadcast": lambda x: ht.broadcast(x, root=size - 1),
+    "reduce_scatter": ht.reduce_scatter,
+    "all_gather": ht.all_gather,
+    "gather": ht.gather,
+    "scatter": ht.scatter,
+    "all_to_all": ht.all_to_all,
+}
+host = (np.arange(400 * 1000 * size, dtype=np.float32) % 1000 + mine).reshape(size, -1)
+for name, call in calls.items():
+    for n in (3, host.shape[1]):
+        y = np.ascontiguousarray(host[:, :n])
+        x = cupy.asarray(y)
+        for a, b in zip((x, call(x)), (y, call(y))):
+            assert (a is None) == (b is None), name
+            assert b is None or a.get().tobytes() == b.tobytes(), name
+assert machine.counts["implicit"] == 0
+
+def refused(call, *words):
+    try:
+        call()
+    except UsageError as error:
+        assert [word for word in words if word not in str(error)] == [], error
+    else:
+        raise AssertionError(words)
+
+wrong = [rank for rank, own in enumerate(world.gather(str(world.gpu))) if "gpu 1" not in own]
+says = [f"rank {rank} has 5 float64 of GPU 1, not of its own 0" for rank in wrong]
+assert wrong
+with cupy.cuda.Device(1):
+    x = cupy.ones(5)
+    if world.gpu:
+        refused(lambda: ht.broadcast(x), *(f"{one}, current 1" for one in says))
+refused(lambda: ht.allreduce(x), *says, "ht.init()")
+if world.gpu is None:  # there all ranks raise
+    refused(lambda: ht.allreduce(x, check=False), "rank's GPU 0, seen one on GPU 1", "ht.init()")
+world.link.barrier()
+print("all right")
+"""
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+def test_arrays_of_gpus_given_to_an_mpi_that_knows_none(start, mark, device):
+    """They are staged; those that lie on another GPU than their rank's are named on all ranks."""
+    env = {MARK: mark, **on_fakes()}
+    ended = start("-c", CALLS, device, ranks=3, env=env).finish()
+    assert (ended.returncode, ended.stdout.count("all right")) == (0, 3), ended.stderr
+
+
+def test_such_an_mpi_crashes_on_their_pointers(start, mark):
+    """Otherwise the test above would show nothing."""
+    env = {MARK: mark, "HPCTRAIN_GPU_PATH": "cuda-aware", **on_fakes()}
+    ended = start("-c", CALLS, "gpu", ranks=2, env=env).finish()
+    assert ended.returncode != 0 and "all right" not in ended.stdout
+    assert "UsageError" not in ended.stderr and "AssertionError" not in ended.stderr

@@ -1,0 +1,159 @@
+"""A GPU has too little memory on one rank: it is named, with its bytes, and nobody waits for it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import fakes
+import numpy as np
+import pytest
+from ranks import on_gpus, run_on
+
+from hpctrain import data, engines, nn, optim, rundir
+from hpctrain.errors import GpuMemoryError
+from hpctrain.trainer import Trainer
+from hpctrain.xp import shortage
+
+RANKS, SHORT = 3, 1
+
+
+@dataclass(frozen=True)
+class Trap:
+    """A layer that passes samples through; calls `spring` in the `way` forward or back."""
+
+    way: str
+    spring: Callable[[], None]
+
+    def output_shape(self, shape):
+        return shape
+
+    def parameters(self, shape):
+        return {}
+
+    def forward(self, p, x, key):
+        if self.way == ("look" if key is None else "forward") and (key is None or key.step == 2):
+            self.spring()
+        return x, key
+
+    def backward(self, p, g, saved, dy, want_dx):
+        if self.way == "backward" and saved.step == 2:
+            self.spring()
+        return dy
+
+
+class Springs:
+    """An optimizer, or the options of an engine, that calls `spring` before it is made."""
+
+    def __init__(self, own, spring):
+        self._own, self._spring = own, spring
+
+    def __getattr__(self, name):
+        return getattr(self._own, name)
+
+    def init(self, param):
+        self._spring()
+        return self._own.init(param)
+
+    def build(self, *args):
+        self._spring()
+        return self._own.build(*args)
+
+
+def train(world, where: str, spring: Callable[[], None], run) -> None:
+    """Train a few steps; `spring` is called at the place that `where` names."""
+    if where == "arena":
+        spring()
+    layers = {"a": nn.Linear(40), "trap": Trap(where, spring), "b": nn.Linear(3)}
+    optimizer, engine = optim.sgd(0.1, 0.9), engines.AllReduce(algorithm="ring", overlap="always")
+    if where == "neighbours":
+        engine = Springs(engine, spring)
+    trainer = Trainer(
+        nn.Model(layers, (8,)),
+        Springs(optimizer, spring) if where == "optimizer" else optimizer,
+        Springs(engine, spring) if where == "staging" else engine,
+        world=world,
+    )
+    x, y = np.ones((90, 8), np.float32), np.arange(90) % 3
+    trainer.fit(data.Dataset(x, y), steps=4, batch=30, evaluate=data.Dataset(x, y), out=run)
+
+
+#: where memory ends on one rank -> whether training has begun, and there is a summary
+PLACES = {
+    "arena": False,
+    "optimizer": False,
+    "neighbours": False,
+    "staging": None,  # where another thread of ours copies: some rank is first
+    "forward": True,
+    "backward": True,
+    "look": True,
+}
+ASKED = (
+    r"GPU 1 is out of memory \(([\d,]+) of ([\d,]+) bytes free, [\d,]+ held .*\): ([\d,]+) bytes"
+)
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_rank_that_is_short_ends_all(tmp_path, where):
+    with fakes.installed(devices=RANKS, ipc_within=True) as machine:
+
+        def spring() -> None:
+            if where == "staging":
+                machine.pinned_bytes = sum(machine.pinned.values())
+            elif machine.device == SHORT:
+                machine.limits[SHORT] = machine.used(SHORT) // 2
+
+        def body(plain):
+            import cupy
+
+            cupy.cuda.Device(plain.rank).use()
+            world = on_gpus(plain, gpus="012")
+            train(world, where, spring, tmp_path / "run")
+
+        begun = time.monotonic()
+        with pytest.raises(GpuMemoryError) as error:
+            run_on("threads", RANKS, body)
+        assert time.monotonic() - begun < 15  # waits of this kind would take 20 s
+    said = str(error.value)
+    if where == "staging":
+        assert re.search(r"out of pinned host memory.*: [\d,]+ bytes asked.*ulimit -l", said)
+    else:
+        free, whole, asked = (int(n.replace(",", "")) for n in re.search(ASKED, said).groups())
+        assert free < asked and free <= whole and "smaller batch or more [optimizer] micro" in said
+    summary = rundir.read_summary(tmp_path / "run")
+    if PLACES[where]:
+        assert (summary["status"], summary["exit_code"]) == ("failed", 1)
+        assert re.search(rf"rank {SHORT} on \S+, step \d: GpuMemoryError: GPU 1", summary["reason"])
+    elif PLACES[where] is False:
+        assert summary is None
+
+
+def test_what_cuda_and_cublas_say(gpu):
+    import cupy
+
+    short = {
+        "Out of memory allocating 4,096 bytes (allocated so far: 1 bytes).": ": 4,096 bytes asked",
+        "cudaErrorMemoryAllocation: out of memory": "a number of bytes asked",
+        "CUBLAS_STATUS_ALLOC_FAILED": "GPU 0 is out of memory",
+        "CUDA_ERROR_OUT_OF_MEMORY: out of memory": "GPU 0 is out of memory",
+    }
+    for text, said in short.items():
+        assert said in str(shortage(RuntimeError(text)))
+    assert shortage(cupy.cuda.runtime.CUDARuntimeError(700, "cudaErrorIllegalAddress: ...")) is None
+    assert shortage(ValueError("all is well")) is None
+
+
+def test_memory_that_cupy_keeps_is_given_back_for_what_neighbours_see(monkeypatch):
+    """What its pool holds of arrays that are gone is of use to nobody else."""
+    with fakes.installed(ipc_within=True, memory_bytes=8 << 20):
+        import cupy
+
+        kept = [cupy.zeros(5 << 20, np.uint8)]
+        pool = type(cupy.get_default_memory_pool())
+        monkeypatch.setattr(pool, "free_all_blocks", lambda self: kept.clear())
+        size = run_on(
+            "threads", 1, lambda plain: on_gpus(plain).memory.gpu.zeros(1 << 20, "f4").size
+        )
+        assert size == [1 << 20] and not kept
