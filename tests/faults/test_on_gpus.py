@@ -13,7 +13,6 @@ from ranks import run_on
 
 from hpctrain import recipe, rundir, runs
 from hpctrain.cluster import launch
-from hpctrain.watch.record import REPORT
 
 pytestmark = pytest.mark.processes
 
@@ -24,12 +23,14 @@ RUNS = {
     "one process": (None, {}, [], ""),
     "allreduce": (2, {"hidden": True}, [], "auto (direct-shared)"),
     "no handles": (2, {"ipc": False, "hidden": True}, [], "CUDA IPC is refused between the ranks"),
-    "gossip": (2, {"hidden": True}, ["--engine", "gossip"], "gossip on 2 ranks"),
+    "gossip": (2, {}, ["--engine", "gossip"], "gossip on 2 ranks"),
     "ps-sync": (2, {"hidden": True}, ["--engine", "ps-sync"], "ps-sync on 2 ranks"),
 }
 
 
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.full] * (k == "gossip")) for k in RUNS]
+)
 def test_a_run_ends_where_cores_end(digits, undisturbed, kind):
     """All of MPI's memory is the host's: a pointer of the stand-in's would crash it."""
     ranks, machine, args, said = RUNS[kind]
@@ -133,7 +134,7 @@ from hpctrain.collectives.direct import direct
 
 world = ht.init("gpu")
 x = world.memory.zeros_like(cupy.zeros(100_000))
-with world.watched(Path(sys.argv[1]), timeout_s=1):
+with world.watched(Path(sys.argv[2]), timeout_s=1):
     for step in range(3):
         world.record.step = step  # the limit does not hold in the first
         x.fill(1)
@@ -141,29 +142,27 @@ with world.watched(Path(sys.argv[1]), timeout_s=1):
         assert (x.get() == world.size).all() and world.main.host_bytes == 0
         print(f"step {step}\\n", end="", flush=True)
         if world.rank == 1 and step == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), getattr(signal, sys.argv[1]))
 print("never comes here")
 """
-#: What keeps a launcher from ending the neighbours of a rank that was killed.
-SURVIVORS = {"MPICH": ["-disable-auto-cleanup"], "Open MPI": ["--enable-recovery"]}
 
 
-@pytest.mark.parametrize("survive", [False, True], ids=["ended", "left alone"])
-def test_a_rank_whose_memory_neighbours_map_is_killed(start, mark, tmp_path, survive):
-    """They end by their launcher or, where it lets them live, by the watch, which names it."""
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_whose_memory_neighbours_map_is_lost(start, mark, tmp_path, number):
+    """They end by their launcher or, where that lets them live, by the watch, which names it."""
     before = set(os.listdir("/dev/shm"))
+    left_alone = number == "SIGKILL" and launch.find_mpi().vendor == "Open MPI"
+    flags = ["--enable-recovery"] * left_alone  # MPICH's ends neighbours sooner or later anyway
     env = {MARK: mark, **on_fakes()}
-    flags = SURVIVORS[launch.find_mpi().vendor] if survive else []
-    job = start("-c", SUMS, tmp_path / "run", ranks=3, env=env, flags=flags)
+    job = start("-c", SUMS, number, tmp_path / "run", ranks=3, env=env, flags=flags)
     ended = job.finish()
     assert ended.returncode != 0
     assert ended.seconds < 20
     assert ended.stdout.count("step 1") == 3
     assert "step 2" not in ended.stdout and "never comes here" not in ended.stdout
-    if survive:
-        # Hydra may lose what is said last, where it leaves processes alone.
-        told = (tmp_path / "run" / "watch" / REPORT).read_text()
-        assert "rank 1 on" in told.split("the job waits for:")[1].split("these wait:")[0]
+    if left_alone or number == "SIGSTOP":
+        told = ended.stderr.split("the job waits for:")[1].split("these wait:")[0]
+        assert "rank 1 on" in told
     limit = time.monotonic() + 5  # other tests run meanwhile, whose files go at once
     while left := [n for n in set(os.listdir("/dev/shm")) - before if "hpctrain" in n]:
         assert time.monotonic() < limit, left
