@@ -35,6 +35,9 @@ A job is stopped in time, put back into the queue, and goes on at the step where
 """
 
 
+WIDTH = 130  # where there is no terminal
+
+
 @click.group(epilog=EPILOG)
 def slurm() -> None:
     """Render a job for Slurm, submit it, and see what became of it."""
@@ -73,7 +76,15 @@ OPTIONS = [
 ]
 
 
-@slurm.command()
+RENDER = """\b
+Examples:
+  hpctrain slurm render digits --nodes 2 --tasks-per-node 4 --option account=m1234
+  hpctrain slurm render my.toml --nodes 4 --gpus-per-node 4 --site leonardo > job.sbatch
+  hpctrain slurm render digits --tasks-per-node 4 --interactive > try.sh
+"""
+
+
+@slurm.command(epilog=RENDER)
 @_of_a_job
 @click.option("--interactive", is_flag=True, help="A script that calls salloc.")
 def render(site: str | None, interactive: bool, **given: Any) -> None:
@@ -81,7 +92,15 @@ def render(site: str | None, interactive: bool, **given: Any) -> None:
     click.echo(script(_job(given, _site(site), interactive), _site(site)), nl=False)
 
 
-@slurm.command()
+SUBMIT = """\b
+Examples:
+  hpctrain slurm submit my.toml --nodes 4 --gpus-per-node 4 --time 12:00:00 --site perlmutter
+  hpctrain slurm submit my.toml --nodes 4 --option dependency=afterok:4711
+  hpctrain slurm submit my.toml --nodes 4 --out runs/first      again: goes on with that run
+"""
+
+
+@slurm.command(epilog=SUBMIT)
 @_of_a_job
 def submit(site: str | None, **given: Any) -> None:
     """Submit a job that trains RECIPE; prints its id and the run's folder.
@@ -94,7 +113,15 @@ def submit(site: str | None, **given: Any) -> None:
     click.echo(f"{queue.submit(text, folder)}  {folder}")
 
 
-@slurm.command()
+STATUS = """\b
+Examples:
+  hpctrain slurm status
+  hpctrain slurm status runs/first --json
+  hpctrain slurm status runs/first --wait 7200 && hpctrain report runs/first
+"""
+
+
+@slurm.command(epilog=STATUS)
 @click.argument("folders", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR]...")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON in place of a table.")
 @click.option("--wait", "wait_s", type=float, metavar="S", help="Until all have ended, S at most.")
@@ -191,8 +218,9 @@ def _option(text: str) -> tuple[str, str]:
 def _show(rows: Sequence[dict[str, Any]]) -> None:
     """Print a row per job, and below in full why each is where it is."""
     out = Console()
-    out = out if out.is_terminal else Console(width=110)
-    drawn = Table("job", "state", "restarts", "run", "step", "loss", "accuracy", "folder")
+    out = out if out.is_terminal else Console(width=WIDTH)
+    drawn = Table("job", "state", "restarts", "run", "step", "loss", "accuracy")
+    drawn.add_column("folder", overflow="fold")  # to be copied
     for row in rows:
         drawn.add_row(*map(Text, _cells(row)))
     out.print(drawn)
