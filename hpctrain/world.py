@@ -29,6 +29,7 @@ from hpctrain.transport.link import Link
 from hpctrain.transport.memory import Memory
 from hpctrain.transport.paths import STAGED, Place, Verdict
 from hpctrain.transport.seats import Seated
+from hpctrain.tuning.gpus import Gpus
 from hpctrain.tuning.select import with_choices
 from hpctrain.watch import Record, Watch, record_path
 
@@ -67,7 +68,8 @@ class World:
         self.memory.gpu = arenas_of(node, gather, gpus_here)
         # Ranks that are threads of one process must let each other run.
         over_mpi = self.transport == "mpi"
-        self.main = with_choices(replace(main, memory=self.memory, spins=over_mpi), over_mpi)
+        main = replace(main, memory=self.memory, spins=over_mpi)
+        self.main = with_choices(main, over_mpi, self.gpus)
 
     @property
     def rank(self) -> int:
@@ -85,6 +87,14 @@ class World:
     def device(self) -> str:
         """What this rank computes on: "cpu", or "gpu N, UUID" with CUDA's number for it here."""
         return "cpu" if self.gpu is None else str(self.gpu)
+
+    @property
+    def gpus(self) -> Gpus | None:
+        """Those of all ranks, for `auto`; None unless each has one."""
+        if self.gpu is None or not all(place.gpu for place in self.places):
+            return None
+        seen = self.memory.gpu is not None and self.memory.gpu.shares
+        return Gpus(gpus.model(self.gpu.ordinal), self.places, self.verdict, seen)
 
     def zeros(self, length: int, dtype: np.typing.DTypeLike = np.float32) -> np.ndarray:
         """Return zeros (length,) which the node's ranks see: sums over them are fastest.

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from hpctrain import progress
+from hpctrain import config, progress
 from hpctrain.bench import room, sizes, tuned
 from hpctrain.bench.collectives import must_draw, rounds_of
+from hpctrain.bench.p2p import DEVICES
 from hpctrain.errors import UsageError
+from hpctrain.transport import gpus
 from hpctrain.tuning import choose, sweep, table
 from hpctrain.tuning.choose import Row
 from hpctrain.tuning.constants import constants
@@ -30,6 +33,7 @@ TASK = TaskID(0)  #: of the bar
 class Asked:
     """What the command line asked for, checked; MPI is not needed for that."""
 
+    device: gpus.Device
     sizes: list[int]
     rounds: int
     limit_s: float
@@ -37,51 +41,61 @@ class Asked:
     plot: Path | None
 
 
-def check(sizes_text: str | None, rounds: int | None, out: Path | None, plot: Path | None) -> Asked:
+def check(
+    sizes_text: str | None,
+    rounds: int | None,
+    out: Path | None,
+    plot: Path | None,
+    device: str = "cpu",
+) -> Asked:
     """Return what was asked for; raise UsageError that names what was expected.
 
     Who asks for so many rounds gets them, however long they take.
     """
+    where = config.pick(DEVICES, device, "--device")
     asked = sizes.parse(SIZES if sizes_text is None else sizes_text)
     if asked[0] < 1:
         raise UsageError(f"--sizes: {sizes.EXPECTED}, seen '{sizes_text}'")
     must_draw(plot)
     if rounds is None:
-        return Asked(asked, ROUNDS, LIMIT_S, out, plot)
+        return Asked(where, asked, ROUNDS, LIMIT_S, out, plot)
     least = sweep.LEAST_ROUNDS
-    return Asked(asked, rounds_of("--rounds", rounds, least), NO_LIMIT_S, out, plot)
+    return Asked(where, asked, rounds_of("--rounds", rounds, least), NO_LIMIT_S, out, plot)
 
 
 def run(world: World, asked: Asked) -> None:
     """Measure, write the table, show and draw it. Collective; rank 0 touches files and speaks."""
     if world.size == 1:
         raise UsageError("one rank has nothing to tune; start more: mpirun -n RANKS hpctrain tune")
-    group, over_mpi = world.main, world.transport == "mpi"
-    here = table.fingerprint(group, over_mpi)
+    group, over_mpi, on_gpu = world.main, world.transport == "mpi", asked.device == "gpu"
+    if on_gpu:
+        room.check_gpu(world, max(asked.sizes), sweep.bytes_needed(max(asked.sizes)))
+    xp = gpus.cupy_module() if on_gpu else np
+    here = table.fingerprint(group, over_mpi, world.gpus if on_gpu else None)
     path = asked.out or table.place(here)
     room.check(world, max(asked.sizes), rivals=False)
     world.together(lambda: _must_be_writable(world, path, asked.plot))
     found: list[Row] = []
     with _bar(world, 2 * asked.rounds + 1) as bar:
-        node, across = constants(group, CONSTANT_ROUNDS)
-        for found in sweep.sweep(group, asked.sizes, asked.rounds, asked.limit_s):  # noqa: B007
+        node, across = constants(group, CONSTANT_ROUNDS, xp)
+        for found in sweep.sweep(group, asked.sizes, asked.rounds, asked.limit_s, xp):  # noqa: B007
             bar.update(TASK, advance=1, description="rounds over sizes", refresh=True)
         bar.update(TASK, completed=2 * asked.rounds, description="buckets", refresh=True)
-        buckets = list(sweep.buckets(group, found, max(asked.sizes), BUCKET_ROUNDS))
+        buckets = list(sweep.buckets(group, found, max(asked.sizes), BUCKET_ROUNDS, xp))
         bar.update(TASK, advance=1, refresh=True)
     made = Table(here, found, buckets, node, across, choose.noisy(found))
     world.together(lambda: _keep(world, made, path, asked.plot))
 
 
-def show(file: Path | None, ranks: int, plot: Path | None) -> None:
+def show(file: Path | None, ranks: int, plot: Path | None, device: str = "cpu") -> None:
     """Show the table in `file`, else the newest of this machine; MPI is not needed for that.
 
-    Where there are several `ranks`, the newest of so many.
+    Where there are several `ranks`, the newest of so many; of the memory of `device`.
 
     Raises UsageError where there is none.
     """
     must_draw(plot)
-    path = file or table.newest(ranks)
+    path = file or table.newest(ranks, config.pick(DEVICES, device, "--device") == "gpu")
     try:
         found = table.read(path)
     except table.Unfit as error:

@@ -14,6 +14,7 @@ from hpctrain.tuning import choose, cost, select
 from hpctrain.tuning.table import Table
 
 KINDS = {True: "in node memory", False: "plain arrays"}
+GPU_KINDS = {True: "neighbours see it", False: "plain arrays"}
 PLANES = [1 << 20, 16 << 20, 256 << 20]
 WIDTH = 110  #: where nobody sits in front of it
 
@@ -25,6 +26,8 @@ def show(found: Table, path: Path) -> None:
     out = Console(file=sys.stdout, force_terminal=terminal.is_terminal, width=width)
     here = found.fingerprint
     out.print(f"{here.mpi}, {here.layout}; {here.cpu}, {here.cores} cores; {found.date}")
+    if here.on_gpu:
+        out.print(f"arrays on {here.device}; {here.paths}")
     out.print(_table(found))
     for where, constants in (("inside a node", found.node), ("between nodes", found.across)):
         if constants is not None:
@@ -43,6 +46,11 @@ def noise(spread: float) -> str:
     )
 
 
+def heading(found: Table, kind: bool) -> str:
+    """Return what arrays are called that lie in memory of the node, or do not."""
+    return (GPU_KINDS if found.fingerprint.on_gpu else KINDS)[kind]
+
+
 def kinds(found: Table) -> dict[bool, stairs.Times]:
     """Return seconds by size and algorithm, of arrays in node memory and of plain ones."""
     by = {kind: [row for row in found.rows if row.in_memory == kind] for kind in KINDS}
@@ -50,17 +58,21 @@ def kinds(found: Table) -> dict[bool, stairs.Times]:
 
 
 def _table(found: Table) -> rich.table.Table:
-    """Return a row per size: for either kind the algorithm taken, its time, the gain over MPI's."""
-    made, by = rich.table.Table(), kinds(found)
+    """Return a row per size: for either kind the algorithm taken, its time, the gain over MPI's.
+
+    MPI's own reduces no arrays of GPUs.
+    """
+    made, by, by_mpi = rich.table.Table(), kinds(found), not found.fingerprint.on_gpu
     made.add_column("size", justify="right")
     for kind in by:
-        made.add_column(f"{KINDS[kind]}: takes")
+        made.add_column(f"{heading(found, kind)}: takes")
         made.add_column("us", justify="right")
-        made.add_column("x native", justify="right")
+        if by_mpi:
+            made.add_column("x native", justify="right")
     taken = {kind: stairs.taken_at(times) for kind, times in by.items()}
     for nbytes in sorted({row.bytes for row in found.rows}):
         words = [_words(by[kind].get(nbytes, {}), taken[kind].get(nbytes, "")) for kind in by]
-        made.add_row(shown(nbytes), *(word for three in words for word in three))
+        made.add_row(shown(nbytes), *(word for three in words for word in three[: 2 + by_mpi]))
     return made
 
 

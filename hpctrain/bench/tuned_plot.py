@@ -9,7 +9,7 @@ from matplotlib.figure import Figure  # not pyplot, which would look for a scree
 
 from hpctrain import stairs
 from hpctrain.bench.plot import COLORS, MARKS, axes_over
-from hpctrain.bench.tuned import KINDS, kinds
+from hpctrain.bench.tuned import heading, kinds
 from hpctrain.tuning.table import Table
 
 
@@ -23,9 +23,11 @@ def draw(found: Table, path: Path) -> None:
         _lines(axes, times, names)
         axes_over(axes, list(times), "time of a call [us]")
         axes.label_outer()
-        axes.set_title(KINDS[kind])
+        axes.set_title(heading(found, kind))
     all_axes[0].legend(fontsize="small")
-    figure.suptitle(f"all-reduce of float32, {found.fingerprint.mpi}, {found.fingerprint.layout}")
+    here = found.fingerprint
+    where = f", {here.device}; {here.paths}" if here.on_gpu else ""
+    figure.suptitle(f"all-reduce of float32, {here.mpi}, {here.layout}{where}")
     figure.savefig(path, dpi=130)
 
 

@@ -32,6 +32,11 @@ class Choices:
     picks: tuple[Pick, ...]  #: one more than `starts`
     buckets: tuple[tuple[int, float], ...]  #: (bytes, seconds per byte), ascending
     measured: bool  #: by `hpctrain tune`; else predicted by the cost model
+    gpus: Choices | None = None  #: for arrays on GPUs, where every rank has one; else as the host's
+
+    def of(self, on_gpu: bool) -> Choices:
+        """Return the choices for arrays of GPUs, or for those of the host."""
+        return self.gpus if on_gpu and self.gpus is not None else self
 
     def at(self, nbytes: int) -> Pick:
         """Return what reduces `nbytes` bytes."""

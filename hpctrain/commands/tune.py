@@ -15,12 +15,15 @@ FILE = click.Path(path_type=Path)
 EPILOG = """\b
 Examples:
   mpirun -n 4 hpctrain tune
+  mpirun -n 4 hpctrain tune --device gpu
   mpirun -n 4 hpctrain tune --sizes 1KiB:16MiB --rounds 30 --plot tuning.png
   hpctrain tune --show
+  hpctrain tune --show --device gpu
 
 The table lies in $XDG_CACHE_HOME/hpctrain/tuning, by default ~/.cache/hpctrain/tuning; the
 environment variable HPCTRAIN_TUNING names another folder, or one file. `auto` takes it wherever
-machine, MPI and layout of the ranks are the same: see docs/tuning.md.
+machine, MPI and layout of the ranks are the same: see docs/tuning.md. Arrays on GPUs have a table
+of their own, for these GPUs and the way their memory takes.
 """
 
 
@@ -29,6 +32,13 @@ machine, MPI and layout of the ranks are the same: see docs/tuning.md.
     "--sizes",
     metavar="SIZES",
     help=f"Default: {tuning.SIZES}. Where the fastest changes between two, their middle as well.",
+)
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    metavar="cpu|gpu",
+    help="Whose memory the arrays lie in.",
 )
 @click.option("--rounds", type=int, metavar="N", help="Default: as many as fit into a minute.")
 @click.option("--out", type=FILE, metavar="FILE", help="Keep the table there instead.")
@@ -41,13 +51,18 @@ machine, MPI and layout of the ranks are the same: see docs/tuning.md.
 )
 @click.option("--plot", type=FILE, metavar="FILE", help="Draw it: .png or .svg.")  # fmt: skip
 def tune(
-    sizes: str | None, rounds: int | None, out: Path | None, show: str | None, plot: Path | None
+    sizes: str | None,
+    device: str,
+    rounds: int | None,
+    out: Path | None,
+    show: str | None,
+    plot: Path | None,
 ) -> None:
     """Measure which all-reduce is fastest here: `auto` then takes it."""
     if show is None:
-        asked = tuning.check(sizes, rounds, out, plot)
-        tuning.run(world.init("cpu"), asked)
+        asked = tuning.check(sizes, rounds, out, plot, device)
+        tuning.run(world.init(asked.device), asked)
     elif (sizes, rounds, out) != (None, None, None):
         raise UsageError("--show measures nothing: leave out --sizes, --rounds and --out")
     elif (here := launchers.launched(os.environ)).rank == 0:
-        tuning.show(Path(show) if show else None, here.size, plot)
+        tuning.show(Path(show) if show else None, here.size, plot, device)

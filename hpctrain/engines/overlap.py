@@ -72,7 +72,7 @@ def cut(arena: Arena, group: Group, options: WireOptions, concurrent: bool) -> l
     if options.bucket_bytes != "auto":
         nbytes = options.bucket_bytes
     elif concurrent:
-        nbytes = select.bucket_bytes(group, nbytes)
+        nbytes = select.bucket_bytes(group, grad)
         nbytes = min(nbytes, PRIORITY_BYTES) if options.priority else nbytes
     return buckets.cut(arena.slots, grad.size, grad.itemsize, nbytes)
 

@@ -138,6 +138,17 @@ def take(device: Device, launched: Launched) -> Gpu | None:
     return gpu
 
 
+def model(ordinal: int) -> str:
+    """Return the name that the maker gave the GPU, such as NVIDIA H200."""
+    name = runtime().getDeviceProperties(ordinal)["name"]
+    return name.decode() if isinstance(name, bytes) else str(name)
+
+
+def free_bytes() -> int:
+    """Return how much memory of the current GPU nobody has taken."""
+    return int(runtime().memGetInfo()[0])
+
+
 def driver_cuda() -> int | None:
     """Return the CUDA that the driver brings, 12040 for 12.4; None where there is no driver."""
     version = ctypes.c_int()

@@ -28,6 +28,9 @@ BY_POINTER: tuple[Path, ...] = ("gdr", "cuda-aware")
 HOST, POINTER = "staged", "pointer"  #: the two ways that a trial times, in a verdict's `by_size`
 
 
+Seconds = tuple[tuple[int, float], ...]
+
+
 class Place(NamedTuple):
     """Where a rank's arrays lie: the node, and the GPU by a name that all processes share."""
 
@@ -45,6 +48,10 @@ class Verdict:
     reason: str
     #: by class, where pointers may be given: from how many bytes on "staged" or "pointer" is faster
     by_size: Mapping[str, Steps] = field(default_factory=dict)
+    #: by class: seconds of messages of some lengths, the faster way: ((bytes, seconds), ...)
+    seconds: Mapping[str, Seconds] = field(default_factory=dict)
+    #: by class: of copies out of memory that a neighbour maps
+    mapped_gb_s: Mapping[str, float] = field(default_factory=dict)
 
 
 #: What holds without a trial: the host's memory everywhere, neighbours' where handles open.
@@ -53,12 +60,12 @@ STAGED = Verdict("ipc", "ipc", "staged", "no trial was made")
 
 def from_table(said: Mapping[str, Any]) -> Verdict:
     """Return the verdict that `asdict` made a table of, and JSON lists of its tuples."""
-    by_size = {name: _tuples(one) for name, one in said.get("by_size", {}).items()}
-    return Verdict(**{**said, "by_size": by_size})
+    lists = {key: _tuples(said[key]) for key in ("by_size", "seconds") if key in said}
+    return Verdict(**{**said, **lists})
 
 
-def _tuples(said: Sequence[Sequence[Any]]) -> Steps:
-    return tuple((int(start), str(name)) for start, name in said)
+def _tuples(said: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, Any]:
+    return {name: tuple(map(tuple, one)) for name, one in said.items()}
 
 
 def class_of(here: Place, there: Place) -> str:

@@ -70,8 +70,11 @@ def overridden(asked: str, otherwise: Verdict) -> Verdict:
                 f"{OVERRIDE}: expected one of {', '.join(get_args(paths.Path))}, or some of "
                 f"{', '.join(f'{c}=PATH' for c in trials.CLASSES)} (no ipc across), seen '{asked}'"
             )
-    kept = {name: steps for name, steps in otherwise.by_size.items() if name not in wanted}
-    return replace(otherwise, **wanted, by_size=kept, reason=f"{OVERRIDE}={asked}")
+    kept: dict[str, Any] = {
+        of: {name: one for name, one in getattr(otherwise, of).items() if name not in wanted}
+        for of in ("by_size", "seconds")
+    }
+    return replace(otherwise, **wanted, **kept, reason=f"{OVERRIDE}={asked}")
 
 
 def _possible(name: str) -> tuple[str, ...]:
@@ -123,16 +126,28 @@ def judged(made: Mapping[str, Trial], adapter: gdr.Gdr, environ: Mapping[str, st
         reason, remedy = _why(bad, environ)
     by_size = {name: steps for name, one in made.items() if (steps := _steps(found[name], one))}
     reason += "".join(f"; {_in_words(name, steps)}" for name, steps in by_size.items())
-    return Told(Verdict(**found, reason=reason, by_size=by_size), remedy, made)
+    seconds = {name: _best(one) for name, one in made.items() if _timed(found[name], one)}
+    mapped = {name: one.ipc_gb_s for name, one in made.items() if one.ipc_gb_s}
+    return Told(Verdict(**found, reason=reason, by_size=by_size, seconds=seconds,
+                        mapped_gb_s=mapped), remedy, made)  # fmt: skip
 
 
 def _steps(path: paths.Path, trial: Trial) -> Steps:
     """Return from which length on which way was faster; nothing where there is no choice."""
-    if path not in paths.BY_POINTER or not trial.sizes:
+    if not _timed(path, trial):
         return ()
     times = {n: {paths.POINTER: by, paths.HOST: staged} for n, staged, by in trial.sizes}
     steps = stairs.steps(times, paths.POINTER)
     return () if steps == ((0, paths.POINTER),) else steps
+
+
+def _timed(path: paths.Path, trial: Trial) -> bool:
+    """Return whether messages may take either way, and both were timed."""
+    return path in paths.BY_POINTER and bool(trial.sizes)
+
+
+def _best(trial: Trial) -> paths.Seconds:
+    return tuple((n, min(both)) for n, *both in trial.sizes)
 
 
 def _in_words(name: str, steps: Steps) -> str:

@@ -5,6 +5,7 @@
     beta    a stream one way, in segments of 1 MiB       rank a  = = = = >  b, then 8 B back
     gamma   all ranks stream a += b over private arrays, too long for the caches
 
+Of arrays of the host, or of GPUs, whose messages then take their own paths.
 Between the first two ranks of a node and between the first ranks of two nodes, all others waiting.
 Each is the median over rounds; a round is several calls. The clock is that of measure.py.
 """
@@ -12,6 +13,7 @@ Each is the median over rounds; a round is several calls. The clock is that of m
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 
 import numpy as np
 
@@ -20,6 +22,7 @@ from hpctrain.collectives.chunks import SEGMENT_BYTES
 from hpctrain.transport.link import Link
 from hpctrain.tuning.cost import Machine
 from hpctrain.tuning.measure import timed
+from hpctrain.xp import Array
 
 PING_PONGS, SEGMENTS = 200, 16
 ADDED_BYTES = 16 << 20
@@ -28,12 +31,17 @@ ADDED_BYTES = 16 << 20
 Pair = tuple[int, int]
 
 
-def constants(group: Group, rounds: int) -> tuple[Machine | None, Machine | None]:
-    """Return (inside a node, between nodes), None where there is no such pair; collective."""
-    gamma, (inside, across) = _gamma(group.link, rounds), pairs(group)
+def constants(
+    group: Group, rounds: int, xp: ModuleType = np
+) -> tuple[Machine | None, Machine | None]:
+    """Return (inside a node, between nodes), None where there is no such pair; collective.
+
+    `xp`: whose arrays are meant, numpy's or cupy's.
+    """
+    gamma, (inside, across) = _gamma(group.link, rounds, xp), pairs(group)
     return (
-        _between(group.link, inside, gamma, rounds) if inside else None,
-        _between(group.link, across, gamma, rounds) if across else None,
+        _between(group.link, inside, gamma, rounds, xp) if inside else None,
+        _between(group.link, across, gamma, rounds, xp) if across else None,
     )
 
 
@@ -44,17 +52,16 @@ def pairs(group: Group) -> tuple[Pair | None, Pair | None]:
     return inside, (nodes[0][0], nodes[1][0]) if len(nodes) > 1 else None
 
 
-def _between(link: Link, pair: Pair, gamma: float, rounds: int) -> Machine:
+def _between(link: Link, pair: Pair, gamma: float, rounds: int, xp: ModuleType) -> Machine:
     a, b = pair
-    alpha = _median(link, _ping_pong(link, a, b), rounds) / (2 * PING_PONGS)
-    streamed = _median(link, _stream(link, a, b), rounds)
+    word, segments = xp.zeros(1), xp.ones((SEGMENTS, SEGMENT_BYTES), np.uint8)
+    alpha = _median(link, _ping_pong(link, a, b, word), rounds, word) / (2 * PING_PONGS)
+    streamed = _median(link, _stream(link, a, b, segments, word), rounds, word)
     beta = max(streamed - (SEGMENTS + 1) * alpha, streamed / 10) / (SEGMENTS * SEGMENT_BYTES)
     return Machine(alpha, beta, gamma)
 
 
-def _ping_pong(link: Link, a: int, b: int) -> Callable[[], None]:
-    word = np.zeros(1)
-
+def _ping_pong(link: Link, a: int, b: int, word: Array) -> Callable[[], None]:
     def first() -> None:
         for _ in range(PING_PONGS):
             link.isend(word, b).wait()
@@ -68,9 +75,7 @@ def _ping_pong(link: Link, a: int, b: int) -> Callable[[], None]:
     return {a: first, b: second}.get(link.rank, _look_on)
 
 
-def _stream(link: Link, a: int, b: int) -> Callable[[], None]:
-    segments, word = np.ones((SEGMENTS, SEGMENT_BYTES), np.uint8), np.zeros(1)
-
+def _stream(link: Link, a: int, b: int, segments: Array, word: Array) -> Callable[[], None]:
     def first() -> None:
         for request in [link.isend(segment, b) for segment in segments]:
             request.wait()
@@ -84,15 +89,15 @@ def _stream(link: Link, a: int, b: int) -> Callable[[], None]:
     return {a: first, b: second}.get(link.rank, _look_on)
 
 
-def _gamma(link: Link, rounds: int) -> float:
-    a, b = np.ones(ADDED_BYTES // 4, np.float32), np.zeros(ADDED_BYTES // 4, np.float32)
+def _gamma(link: Link, rounds: int, xp: ModuleType) -> float:
+    a, b = xp.ones(ADDED_BYTES // 4, np.float32), xp.zeros(ADDED_BYTES // 4, np.float32)
     b.fill(0)  # pages that were never written are all one page, and that one is in the cache
-    return _median(link, lambda: np.add(a, b, out=a), rounds) / ADDED_BYTES
+    return _median(link, lambda: np.add(a, b, out=a), rounds, a) / ADDED_BYTES
 
 
-def _median(link: Link, function: Callable[[], object], rounds: int) -> float:
+def _median(link: Link, function: Callable[[], object], rounds: int, on: Array) -> float:
     function()
-    return float(np.median([timed(link, function) for _ in range(rounds)]))
+    return float(np.median([timed(link, function, on=on) for _ in range(rounds)]))
 
 
 def _look_on() -> None:

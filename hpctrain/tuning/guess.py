@@ -7,9 +7,9 @@ node. `hpctrain tune` replaces all of this by measurements.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 from hpctrain import machine
 from hpctrain.collectives import Group
@@ -66,7 +66,12 @@ def layout_of(group: Group, mpi: bool) -> Layout:
 @cache
 def guessed(layout: Layout) -> Plan:
     """Return what the model says for `layout`, the same on every rank."""
-    rows = [row for n in SIZES for row in predicted(layout, n)]
+    return planned(partial(predicted, layout))
+
+
+def planned(predict: Callable[[int], Iterable[Row]]) -> Plan:
+    """Return the plan of what is predicted for each length."""
+    rows = [row for n in SIZES for row in predict(n)]
     first = plan(rows, (), measured=False)
     seconds = {(row.algorithm, row.bytes): row.seconds for row in rows if row.in_memory}
     buckets = tuple((n, seconds[at(first.kept, n), n] / n) for n in BUCKETS)

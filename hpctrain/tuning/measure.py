@@ -17,6 +17,7 @@ import numpy as np
 
 from hpctrain.collectives import all_gather_short
 from hpctrain.transport.link import Link, Request
+from hpctrain.xp import Array, finish
 
 Around = Callable[[], AbstractContextManager[Any]]
 NOTHING_AROUND: Mapping[str, Around] = MappingProxyType({})
@@ -34,16 +35,21 @@ class Line(Protocol):
         """Start to fill `x` from rank `source`."""
 
 
-def timed(link: Link, function: Callable[[], Any], calls: int = 1) -> float:
+def timed(
+    link: Link, function: Callable[[], Any], calls: int = 1, on: Array | None = None
+) -> float:
     """Return the seconds per call that the slowest rank spends in `calls` calls of `function`.
 
-    All ranks start together and make the calls back to back; collective.
+    All ranks start together and make the calls back to back; collective. Calls are over when the
+    device of `on`, if that lies on one, has done them.
     """
     repeats = range(calls)
     link.barrier()
     start = time.perf_counter()
     for _ in repeats:
         function()
+    if on is not None:
+        finish(on)
     mine = np.array([(time.perf_counter() - start) / calls])
     return float(all_gather_short(link, mine.view(np.uint8)).view(np.float64).max())
 

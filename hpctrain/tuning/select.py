@@ -32,10 +32,12 @@ from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.errors import UsageError
 from hpctrain.ready import alias
 from hpctrain.transport.nccl import libraries
-from hpctrain.tuning import table
+from hpctrain.tuning import guess_gpus, table
 from hpctrain.tuning.choose import Plan, choices
+from hpctrain.tuning.gpus import Gpus
 from hpctrain.tuning.guess import Layout, guessed, layout_of
 from hpctrain.watch import About
+from hpctrain.xp import Array, on_device
 
 #: What a user may type for an all-reduce.
 NAMES = ("auto", *collectives.ALLREDUCE, "nccl")
@@ -51,7 +53,7 @@ def auto(group: Group, x: np.ndarray, op: Operation) -> None:
 
 def taken(group: Group, x: np.ndarray, op: Operation) -> AllReduceFunction:
     """Return what `auto` takes for `x`; all ranks must call, and all find the same."""
-    pick = (group.choices or _guess(group.link.size)).at(x.nbytes)
+    pick = _choices(group, x).at(x.nbytes)
     function = pick.plain
     if pick.kept is not function and _seen_by_all(group, x):
         function = pick.kept
@@ -62,6 +64,11 @@ def taken(group: Group, x: np.ndarray, op: Operation) -> AllReduceFunction:
     return function
 
 
+def _choices(group: Group, x: Array) -> Choices:
+    known = group.choices or _guess(group.link.size)
+    return known if type(x) is np.ndarray else known.of(on_device(x))
+
+
 def prepared(
     group: Group, x: np.ndarray, op: Operation
 ) -> tuple[Callable[[], Any], About | None] | None:
@@ -69,7 +76,7 @@ def prepared(
 
     It does not hold `x`. Other ranks may call `auto` itself: so None where it would ask them now.
     """
-    pick = (group.choices or _guess(group.link.size)).at(x.nbytes)
+    pick = _choices(group, x).at(x.nbytes)
     function = taken(group, x, op) if pick.plain is pick.kept else None
     if function is native:
         return group.link.bare_native(alias(x), op)
@@ -147,9 +154,9 @@ def all_gather_named(name: str) -> AllGather:
     return ALL_GATHERS.get(name) or joined_by(allreduce)
 
 
-def bucket_bytes(group: Group, plane_bytes: int) -> int:
+def bucket_bytes(group: Group, plane: Array) -> int:
     """Return how long the buckets of a plane of gradients should be, the same on all ranks."""
-    return bucket_of((group.choices or _guess(group.link.size)).buckets, plane_bytes)
+    return bucket_of(_choices(group, plane).buckets, plane.nbytes)
 
 
 def bucket_of(costs: Sequence[tuple[int, float]], plane_bytes: int) -> int:
@@ -170,21 +177,30 @@ def _bare_seconds(plane_bytes: int, bucket: tuple[int, float]) -> float:
     return math.ceil(plane_bytes / nbytes) * HAND_OFF_S + (plane_bytes + nbytes) * per_byte
 
 
-def with_choices(group: Group, mpi: bool) -> Group:
+def with_choices(group: Group, mpi: bool, gpus: Gpus | None = None) -> Group:
     """Return `group` with what rank 0 chooses for it; `mpi` where MPI joins its ranks; collective.
 
-    Rank 0 looks for a table; where there is one that does not fit, it says so and goes without.
+    Also for arrays on `gpus`, if all have some. Rank 0 looks for tables; where there is one that
+    does not fit, it says so and goes without.
     """
     if group.link.size == 1:
         return replace(group, choices=choices(guessed(layout_of(group, mpi))))
-    said = json.dumps(asdict(_decided(group, mpi))).encode() if group.link.rank == 0 else b""
-    return replace(group, choices=choices(Plan(**json.loads(_from_rank_0(group, said)))))
+    said = json.dumps(_decided(group, mpi, gpus)).encode() if group.link.rank == 0 else b""
+    host, *others = (choices(Plan(**one)) for one in json.loads(_from_rank_0(group, said)))
+    return replace(group, choices=replace(host, gpus=next(iter(others), None)))
 
 
-def _decided(group: Group, mpi: bool) -> Plan:
-    """Return the plan of the table that fits, else that of the model."""
-    found = table.of_group(group, mpi)
-    return guessed(layout_of(group, mpi)) if found is None else table.plan_of(found)
+def _decided(group: Group, mpi: bool, gpus: Gpus | None) -> list[dict[str, Any]]:
+    """Return the plans of tables that fit, else those of the model: the host's, that of `gpus`."""
+    plans = [_measured(group, mpi, None) or guessed(layout_of(group, mpi))]
+    if gpus is not None:
+        plans.append(_measured(group, mpi, gpus) or guess_gpus.guessed(group, gpus))
+    return list(map(asdict, plans))
+
+
+def _measured(group: Group, mpi: bool, gpus: Gpus | None) -> Plan | None:
+    found = table.of_group(group, mpi, gpus)
+    return None if found is None else table.plan_of(found)
 
 
 def _from_rank_0(group: Group, said: bytes) -> bytes:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from time import perf_counter
+from types import ModuleType
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from hpctrain.errors import UsageError
 from hpctrain.tuning import choose, select
 from hpctrain.tuning.choose import Buckets, Row
 from hpctrain.tuning.measure import timed
+from hpctrain.xp import Array
 
 #: So many bytes are reduced between two looks at the clock, in as many calls, but 32 at most.
 BATCH_BYTES, MOST_CALLS = 1 << 20, 32
@@ -60,46 +62,53 @@ class Clock:
 class Arrays:
     """What is reduced: float32 zeros, so that no sum overflows, as long as the longest size."""
 
-    plain: np.ndarray
-    kept: np.ndarray | None  #: in node memory; None where there is none
+    plain: Array
+    kept: Array | None  #: in memory that neighbours see; None where there is none
 
     @property
-    def kinds(self) -> list[tuple[bool, np.ndarray]]:
+    def kinds(self) -> list[tuple[bool, Array]]:
         """(in memory?, array)."""
         return [(False, self.plain)] + ([] if self.kept is None else [(True, self.kept)])
 
 
-def arrays(group: Group, nbytes: int) -> Arrays:
-    """Return arrays of `nbytes`; collective."""
-    plain, kept = np.empty(-(-nbytes // 4), np.float32), None
+def arrays(group: Group, nbytes: int, xp: ModuleType = np) -> Arrays:
+    """Return arrays of `nbytes`, of NumPy or CuPy; collective."""
+    plain, kept = xp.empty(-(-nbytes // 4), np.float32), None
     plain.fill(0)  # pages that were never written are all one page of zeros
-    if group.memory is not None and group.memory.kind is not None:
-        kept = group.memory.zeros(plain.size, np.float32)
-        kept = kept if group.memory.place(kept) else None  # nothing could be shared after all
+    memory = group.memory
+    if memory is not None and (memory.kind if xp is np else memory.gpu) is not None:
+        kept = memory.zeros_like(plain)
+        kept = kept if memory.place(kept) else None  # nothing could be shared after all
     return Arrays(plain, kept)
 
 
-def able(group: Group) -> list[str]:
+def able(group: Group, xp: ModuleType = np) -> list[str]:
     """Return the names of those that reduce in `group`; some refuse some layouts; collective."""
-    found, same = [], ("hierarchical",) if len(group.nodes) < 2 else ()  # as `direct` there
+    not_these = [*choose.NEVER]
+    not_these += ["hierarchical"] if len(group.nodes) < 2 else []  # as `direct` there
+    not_these += [] if xp is np else ["native"]  # by way of the host
+    found = []
     for name, function in ALLREDUCE.items():
-        if name in (*choose.NEVER, *same):
+        if name in not_these:
             continue
         try:
-            function(group, np.zeros(1, np.float32), np.add)
+            function(group, xp.zeros(1, np.float32), np.add)
         except UsageError:  # on all ranks alike: it is said of the layout
             continue
         found.append(name)
     return found
 
 
-def sweep(group: Group, sizes: Sequence[int], rounds: int, limit_s: float) -> Iterator[list[Row]]:
-    """Yield, after each round, the rows of all rounds so far; collective.
+def sweep(
+    group: Group, sizes: Sequence[int], rounds: int, limit_s: float, xp: ModuleType = np
+) -> Iterator[list[Row]]:
+    """Yield, after each round, the rows of all rounds so far, of arrays of `xp`; collective.
 
     `rounds` at most, as many as `limit_s` seconds allow, three at least; then as many at the sizes
     between two picks.
     """
-    names, given, clock = able(group), arrays(group, max(sizes)), Clock(group, limit_s)
+    names, given = able(group, xp), arrays(group, max(sizes), xp)
+    clock = Clock(group, limit_s)
     places = [
         Place(group, nbytes, in_memory, x[: -(-nbytes // 4)], names)
         for nbytes in sizes
@@ -136,7 +145,7 @@ def _rows(places: Iterable[Place]) -> list[Row]:
     return [row for place in places for row in place.rows]
 
 
-def _between(group: Group, x: np.ndarray, places: Sequence[Place]) -> Iterator[Place]:
+def _between(group: Group, x: Array, places: Sequence[Place]) -> Iterator[Place]:
     """Yield a place in the middle of each two of `places`, of one kind, that differ in their pick.
 
     Of whole elements of `x`. Collective: names in one order on all ranks.
@@ -157,10 +166,10 @@ class Place:
         group: Group,
         nbytes: int,
         in_memory: bool,
-        x: np.ndarray,
+        x: Array,
         names: Iterable[str],
     ):
-        self._link, self.bytes, self.in_memory = group.link, nbytes, in_memory
+        self._link, self._x, self.bytes, self.in_memory = group.link, x, nbytes, in_memory
         self._batch = max(1, min(MOST_CALLS, BATCH_BYTES // x.nbytes))
         self._running = {name: select.bound(group, x, np.add, name) for name in names}
         self._seconds: dict[str, list[float]] = {name: [] for name in self._running}
@@ -174,7 +183,7 @@ class Place:
             call = self._running[name]
             if self._batch == 1 or not self._seconds[name]:
                 call()  # the array comes into the cache; at first scratch and connections are made
-            self._seconds[name].append(timed(self._link, call, self._batch))
+            self._seconds[name].append(timed(self._link, call, self._batch, self._x))
 
     def drop(self) -> None:
         """Let those leave that are slow at their best."""
@@ -218,24 +227,26 @@ def slower(times: Mapping[str, Sequence[float]], factor: float) -> set[str]:
     return {name for name, seconds in best.items() if seconds > factor * min(best.values())}
 
 
-def buckets(group: Group, rows: Sequence[Row], longest: int, rounds: int) -> Buckets:
+def buckets(
+    group: Group, rows: Sequence[Row], longest: int, rounds: int, xp: ModuleType = np
+) -> Buckets:
     """Return what a byte costs in buckets of several lengths, by what `rows` tell to be fastest.
 
     A whole plane is reduced, bucket after bucket, as in training: no bucket finds the cache warm
     from the last call. Collective.
     """
     chosen = replace(group, choices=choose.choices(choose.plan(rows, (), measured=True)))
-    plane = arrays(group, min(longest, PLANE_BYTES)).kinds[-1][1]
+    plane = arrays(group, min(longest, PLANE_BYTES), xp).kinds[-1][1]
     lengths = [n for n in BUCKET_BYTES if n <= plane.nbytes] or [plane.nbytes]
     walks = {n: _walk(chosen, plane, n // 4) for n in lengths}
     seconds: dict[int, list[float]] = {n: [] for n in lengths}
     for _ in range(rounds):
         for n, walk in walks.items():
-            seconds[n].append(timed(group.link, walk))
+            seconds[n].append(timed(group.link, walk, on=plane))
     return tuple((n, float(np.median(taken)) / plane.nbytes) for n, taken in seconds.items())
 
 
-def _walk(group: Group, plane: np.ndarray, length: int) -> Callable[[], None]:
+def _walk(group: Group, plane: Array, length: int) -> Callable[[], None]:
     """Return a call that reduces `plane` in slices of `length` elements."""
     slices = [plane[start : start + length] for start in range(0, plane.size, length)]
     calls = [select.bound(group, x, np.add) for x in slices]

@@ -28,10 +28,12 @@ from hpctrain import collectives, machine
 from hpctrain.collectives import Group
 from hpctrain.errors import UsageError
 from hpctrain.tuning import choose, cost
+from hpctrain.tuning.gpus import Gpus
 
 log = logging.getLogger(__name__)
 SCHEMA = 1
 FILE = "HPCTRAIN_TUNING"  #: environment: another file, or another folder of them
+CPU = "cpu"
 ADVICE = "make one with: mpirun -n RANKS hpctrain tune"
 
 
@@ -51,13 +53,26 @@ class Fingerprint:
     cores_per_rank: int  #: those on which rank 0 may run
     mpi: str  #: vendor and version
     layout: str  #: see `layout`
+    device: str = CPU  #: where arrays lie; of GPUs which ones, and which ranks on each
+    paths: str = ""  #: that memory of GPUs takes
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether arrays of GPUs are meant."""
+        return self.device != CPU
 
     @property
     def file(self) -> str:
         """The name of the table's file: readable, and different for all that differ."""
         digest = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
         words = self.mpi.rsplit(maxsplit=1)[0].lower().split()
-        return "-".join((*words, *self.layout.split()[:2], digest)) + ".json"
+        gpu = ["gpu"] if self.on_gpu else []
+        return "-".join((*words, *self.layout.split()[:2], *gpu, digest)) + ".json"
+
+    @property
+    def advice(self) -> str:
+        """How to make such a table."""
+        return ADVICE + " --device gpu" * self.on_gpu
 
 
 @dataclass(frozen=True)
@@ -80,23 +95,24 @@ class Unfit(Exception):
     """This table cannot be used; the text says why."""
 
 
-def layout(nodes: Sequence[Sequence[int]]) -> str:
+def layout(nodes: Sequence[Sequence[int]], noun: str = "node") -> str:
     """Return in words how ranks lie on nodes: `4 ranks on 2 nodes: 0 1, 2 3`, shortened by hash."""
     told = ", ".join(" ".join(map(str, ranks)) for ranks in nodes)
     if len(told) > 60:
         sizes = sorted({len(ranks) for ranks in nodes})
         digest = hashlib.sha256(told.encode()).hexdigest()[:12]
         told = f"{sizes[0]} to {sizes[-1]} each, {digest}"
-    where = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
+    where = f"{len(nodes)} {noun}{'s' * (len(nodes) > 1)}"
     return f"{sum(map(len, nodes))} ranks on {where}: {told}"
 
 
-def fingerprint(group: Group, mpi: bool) -> Fingerprint:
-    """Return this rank's fingerprint of `group`."""
+def fingerprint(group: Group, mpi: bool, gpus: Gpus | None = None) -> Fingerprint:
+    """Return this rank's fingerprint of `group`, of arrays on `gpus` if given."""
     nodes = group.nodes or (tuple(range(group.link.size)),)
     joined = machine.mpi() if mpi else "threads none"
     cores = os.cpu_count() or 1
-    return Fingerprint(_cpu(), cores, len(os.sched_getaffinity(0)), joined, layout(nodes))
+    on = (f"{gpus.model}, {layout(gpus.of_each, 'GPU')}", gpus.paths) if gpus else ()
+    return Fingerprint(_cpu(), cores, len(os.sched_getaffinity(0)), joined, layout(nodes), *on)
 
 
 @cache
@@ -119,8 +135,10 @@ def place(fingerprint: Fingerprint) -> Path:
     return path / fingerprint.file if not told or path.is_dir() else path
 
 
-def newest(ranks: int) -> Path:
+def newest(ranks: int, on_gpu: bool = False) -> Path:
     """Return the file with the newest table of this CPU, of `ranks` ranks if there are several.
+
+    Of arrays on GPUs, or in the memory of the host.
 
     Raises UsageError where there is none.
     """
@@ -128,29 +146,35 @@ def newest(ranks: int) -> Path:
     root = Path(told) if told else folder()
     if told and not root.is_dir():
         return root
-    found = [path for path in root.glob("*.json") if _of_here(path, ranks)]
+    found = [path for path in root.glob("*.json") if _of_here(path, ranks, on_gpu)]
     if not found:
-        of = f" of {ranks} ranks" if ranks > 1 else ""
-        raise UsageError(f"there is no tuning table{of} of this machine in {root}; {ADVICE}")
+        of = f" of {ranks} ranks" * (ranks > 1) + " on GPUs" * on_gpu
+        advice = ADVICE + " --device gpu" * on_gpu
+        raise UsageError(f"there is no tuning table{of} of this machine in {root}; {advice}")
     return max(found, key=lambda path: path.stat().st_mtime)
 
 
-def _of_here(path: Path, ranks: int) -> bool:
+def _of_here(path: Path, ranks: int, on_gpu: bool) -> bool:
     try:
         here = read(path).fingerprint
     except Unfit:
         return False
-    return here.cpu == _cpu() and (ranks == 1 or here.layout.startswith(f"{ranks} ranks "))
+    of_so_many = ranks == 1 or here.layout.startswith(f"{ranks} ranks ")
+    return here.cpu == _cpu() and here.on_gpu == on_gpu and of_so_many
 
 
-def of_group(group: Group, mpi: bool) -> Table | None:
-    """Return the table that fits `group`; None where there is none, and say why if it does not."""
-    here = fingerprint(group, mpi)
+def of_group(group: Group, mpi: bool, gpus: Gpus | None = None) -> Table | None:
+    """Return the table that fits `group`; None where there is none, and say why if it does not.
+
+    One of the other kind of memory is none, where the user names a file for both.
+    """
+    here = fingerprint(group, mpi, gpus)
     path = place(here)
     try:
-        if not path.exists() and os.environ.get(FILE) != str(path):
-            return None  # nobody asked for one
-        return fitting(read(path), here)
+        if not path.exists() and (here.on_gpu or os.environ.get(FILE) != str(path)):
+            return None  # nobody asked for one, or what is missing was said of the host's
+        found = read(path)
+        return fitting(found, here) if found.fingerprint.on_gpu == here.on_gpu else None
     except Unfit as error:
         log.warning("tuning table %s is ignored: %s", path, error)
         return None
@@ -161,9 +185,9 @@ def fitting(table: Table, here: Fingerprint) -> Table:
     for one in fields(Fingerprint):
         theirs, ours = (getattr(of, one.name) for of in (table.fingerprint, here))
         if theirs != ours:
-            raise Unfit(f"its {one.name} is '{theirs}', here it is '{ours}'; {ADVICE}")
+            raise Unfit(f"its {one.name} is '{theirs}', here it is '{ours}'; {here.advice}")
     if table.algorithms != sources():
-        raise Unfit(f"it was made for other algorithms than this hpctrain's; {ADVICE}")
+        raise Unfit(f"it was made for other algorithms than this hpctrain's; {here.advice}")
     return table
 
 

@@ -53,6 +53,8 @@ REFUSED = [
     (["--plot", "x.pdf"], "ends in .png or .svg"),
     (["--show", "none.json"], "none.json: it cannot be read"),
     (["--show", "--rounds", "3"], "--show measures nothing"),
+    (["--device", "tpu"], "--device"),
+    (["--show", "--device", "gpu"], "no tuning table on GPUs of this machine in"),
     (["--show", "here"], "here: it cannot be read: Is a directory"),
     ([], "one rank has nothing to tune"),
 ]
@@ -62,6 +64,7 @@ REFUSED = [
 def test_bad_input(typed, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("here").mkdir()
+    monkeypatch.setenv(table.FILE, str(tmp_path))
     with pytest.raises(UsageError, match=said.replace(".", r"\.")):
         run(typed)
 

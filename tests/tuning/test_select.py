@@ -139,15 +139,20 @@ BUCKETS = [
 ]
 
 
+def of(nbytes: int) -> np.ndarray:
+    """Return a plane so long, of one byte."""
+    return np.broadcast_to(np.uint8(0), nbytes)
+
+
 @pytest.mark.parametrize(("costs", "plane", "wanted"), BUCKETS)
 def test_bucket_bytes(costs, plane, wanted):
     plan = choose.Plan(((0, "ring"),), ((0, "ring"),), ((0, "ring"),), tuple(costs.items()), True)
-    assert select.bucket_bytes(Group(None, choices=choose.choices(plan)), plane) == wanted
+    assert select.bucket_bytes(Group(None, choices=choose.choices(plan)), of(plane)) == wanted
 
 
 def test_bucket_bytes_of_the_model_grow_with_the_plane():
     def body(world):
-        return [select.bucket_bytes(world.main, 1 << i) for i in range(10, 34)]
+        return [select.bucket_bytes(world.main, of(1 << i)) for i in range(10, 34)]
 
     found = run_on("threads", 3, body)[2]
     assert found == sorted(found) and 64 << 10 <= found[0] < found[-1] <= 64 << 20

@@ -1,0 +1,36 @@
+"""What a tuning table of GPUs belongs to: which GPUs, who sits on which, which way memory takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpctrain.transport.paths import Place, Verdict
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """The GPUs of a group in which every rank has one."""
+
+    model: str  #: of rank 0's
+    places: tuple[Place, ...]
+    verdict: Verdict
+    seen: bool  #: whether neighbours may see each other's arrays, by CUDA IPC
+
+    @property
+    def of_each(self) -> list[list[int]]:
+        """The ranks on each GPU, in the order of first ranks."""
+        found: dict[Place, list[int]] = {}
+        for rank, place in enumerate(self.places):
+            found.setdefault(place, []).append(rank)
+        return list(found.values())
+
+    def one_in(self, node: Sequence[int]) -> bool:
+        """Return whether the ranks of `node` share one GPU."""
+        return len({self.places[rank] for rank in node}) == 1
+
+    @property
+    def paths(self) -> str:
+        """The verdict in words."""
+        way = self.verdict
+        return f"same GPU {way.same_gpu}, same node {way.same_node}, across {way.across}"

@@ -1,0 +1,112 @@
+"""What `auto` takes for arrays on GPUs where nothing was measured: the cost model once more.
+
+Its figures are those of the trial (verdicts.py) where that timed messages of this class of pairs;
+else of common machines: some ten microseconds for whatever the host must wait for, PCIe 4 and
+100 Gbit/s where the host carries bytes. `hpctrain tune --device gpu` replaces all of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from hpctrain.collectives import Group
+from hpctrain.transport.paths import BY_POINTER
+from hpctrain.tuning import cost, fit
+from hpctrain.tuning.choose import Plan, Row
+from hpctrain.tuning.gpus import Gpus
+from hpctrain.tuning.guess import planned
+
+#: A byte added: two read and one written, at 2 TB/s.
+GAMMA = 1.5e-12
+#: By the host: an event is awaited, two copies and a message. By pointer: MPI after a stream.
+STAGED = {"node": cost.Machine(6e-5, 1.2e-10, GAMMA), "across": cost.Machine(8e-5, 1.5e-10, GAMMA)}
+POINTER = {"node": cost.Machine(2e-5, 2e-11, GAMMA), "across": cost.Machine(3e-5, 1e-10, GAMMA)}
+#: `direct`: two waits for a stream, two exchanges of flags, one kernel; the rate of a copy out of
+#: mapped memory, on one GPU and between two.
+DIRECT_S, ONE_GPU_RATE, BETWEEN_RATE = 4e-5, 1e12, 5e10
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks of each node, wires inside and between them, and how neighbours' memory is read."""
+
+    nodes: tuple[int, ...]
+    node: cost.Machine
+    across: cost.Machine
+    one_gpu: bool  #: for all ranks of a node
+    rate: float | None  #: bytes per second out of mapped memory; None where nobody sees another's
+
+
+def guessed(group: Group, gpus: Gpus) -> Plan:
+    """Return what the model says for arrays of `group` on `gpus`."""
+    return planned(partial(predicted, layout_of(group, gpus)))
+
+
+def layout_of(group: Group, gpus: Gpus) -> Layout:
+    """Return how the ranks of `group` lie, and what is known of their paths."""
+    nodes = group.nodes or (tuple(range(group.link.size)),)
+    one_gpu = all(map(gpus.one_in, nodes))
+    name = "same_gpu" if one_gpu else "same_node"
+    rate = gpus.verdict.mapped_gb_s.get(name, 0.0) * 1e9
+    rate = rate or (ONE_GPU_RATE if one_gpu else BETWEEN_RATE)
+    return Layout(
+        tuple(map(len, nodes)),
+        _wire(gpus, name, "node"),
+        _wire(gpus, "across", "across"),
+        one_gpu,
+        rate if gpus.seen else None,
+    )
+
+
+def _wire(gpus: Gpus, name: str, where: str) -> cost.Machine:
+    """Return what messages of a class cost; ranks that stage share the way of their GPU."""
+    if times := gpus.verdict.seconds.get(name):
+        return cost.Machine(*fit.line(times), GAMMA)
+    if getattr(gpus.verdict, name) in BY_POINTER:
+        return POINTER[where]
+    staged = STAGED[where]
+    return replace(staged, beta=staged.beta * max(map(len, gpus.of_each)))
+
+
+def predicted(layout: Layout, n: int) -> Iterator[Row]:
+    """Yield what each algorithm that can run takes for arrays of `n` bytes.
+
+    MPI's own is not among them: it would reduce on the host.
+    """
+    several = len(layout.nodes) > 1
+    for in_memory in (False, True):
+        for name in cost.ALLREDUCE:
+            yield Row(name, in_memory, n, _flat(layout, name, n))
+        if several and max(layout.nodes) > 1:
+            yield Row("hierarchical", in_memory, n, _hierarchical(layout, in_memory, n))
+        if not several and in_memory and layout.rate:
+            yield Row("direct", True, n, _direct(layout, layout.nodes[0], layout.rate, n))
+
+
+def _flat(layout: Layout, name: str, n: int) -> float:
+    """Ranks of a node that send to other nodes at once share its wire; in a ring only one does."""
+    of = cost.ALLREDUCE[name](n, sum(layout.nodes))
+    if len(layout.nodes) == 1:
+        return layout.node.seconds(of)
+    sharing = 1 if name == "ring" else max(layout.nodes)
+    return replace(layout.across, beta=layout.across.beta * sharing).seconds(of)
+
+
+def _hierarchical(layout: Layout, in_memory: bool, n: int) -> float:
+    """Inside as in `direct` or a ring; between nodes a ring of the whole vector, on all rails."""
+    most = max(layout.nodes)
+    seen = layout.rate if in_memory else None
+    ring = layout.node.seconds(cost.ring(n, most))
+    inside = _direct(layout, most, seen, n) if seen else ring
+    return inside + layout.across.seconds(cost.ring(n, len(layout.nodes)))
+
+
+def _direct(layout: Layout, ranks: int, rate: float, n: int) -> float:
+    """On one GPU P arrays are read and written; else each rank reads and writes 2n (P-1)/P abroad.
+
+    A copy at `rate` reads each byte and writes it.
+    """
+    moved = ranks * n if layout.one_gpu else 2 * n * (ranks - 1) / ranks
+    return DIRECT_S + moved / rate
