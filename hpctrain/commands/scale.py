@@ -36,6 +36,11 @@ anything ran. See docs/scaling.md.
     "--on", type=click.Choice(PLACES), default="local", show_default=True, help="Where trials run."
 )
 @click.option("--link", metavar="SPEED", help="Of a netlab's links; 1gbit unless given.")
+@click.option("--site", metavar="NAME", help="Of Slurm: as for `hpctrain slurm render`.")
+@click.option("--time", default="0:30:00", show_default=True, metavar="TIME", help="Of each job.")
+@click.option("--gpus-per-node", type=int, metavar="N", help="Of Slurm's nodes; a rank per GPU.")
+@click.option("--cpus-per-task", type=int, metavar="N", help="Of Slurm's: cores of a rank.")
+@click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Of sbatch.")
 @click.option("--repeats", type=int, default=3, show_default=True, metavar="N", help="Per size.")
 @click.option("--steps", type=int, metavar="N", help="Timed per trial; by default some 2 s.")
 @click.option("--set", "sets", multiple=True, metavar="TABLE.KEY=VALUE", help="Change the recipe.")

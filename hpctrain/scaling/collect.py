@@ -18,6 +18,7 @@ from hpctrain import rundir
 from hpctrain.scaling.changes import INTERVALS, Timing
 
 TIMES = ("compute_s", "wire_s", "wait_s")
+SUMMARY = rundir.SUMMARY
 Row = dict[str, Any]
 
 
@@ -82,7 +83,7 @@ def _reason(folder: Path, summary: dict[str, Any] | None) -> str:
     if summary and summary.get("reason"):
         return f"{summary['status']}: {summary['reason']}"
     said = [line.strip() for line in spoken(folder) if line.strip()]
-    ours = [line for line in said if "hpctrain: " in line]
+    ours = [line.partition("hpctrain: ")[2] for line in said if "hpctrain: " in line]
     return (ours or said or ["not run yet"])[-1]
 
 
@@ -91,7 +92,13 @@ def log_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.log")
 
 
+def job_of(folder: Path) -> Path:
+    """Return the folder of the job of Slurm that makes a trial."""
+    return folder.with_name(f"{folder.name}.job")
+
+
 def spoken(folder: Path) -> list[str]:
-    """Return the lines that a trial said."""
-    log = log_of(folder)
-    return log.read_text(errors="replace").splitlines() if log.exists() else []
+    """Return the lines that a trial said, those of its job last: they tell more than Slurm does."""
+    logs = [log_of(folder), *sorted(job_of(folder).glob("slurm-*.out"))]
+    texts = [log.read_text(errors="replace") for log in logs if log.exists()]
+    return "\n".join(texts).splitlines()

@@ -19,7 +19,7 @@ from hpctrain.cluster.launch import Mpi
 from hpctrain.errors import UsageError
 from hpctrain.gradients.precision import master
 from hpctrain.recipe import Recipe
-from hpctrain.scaling import changes, conduct, output, places, show, sizes
+from hpctrain.scaling import changes, conduct, output, places, queue, show, sizes
 from hpctrain.scaling.results import Result, result
 from hpctrain.scaling.study import Folder, Study, claimed, joined
 from hpctrain.scaling.teller import Teller
@@ -54,7 +54,9 @@ def study_of(spec: Recipe, words: Words) -> Study:
     """Return the study that `words` ask for; raise UsageError where it cannot be."""
     on, mode = words["on"], words["mode"]
     link = words["link"] or ("1gbit" if on == "netlab" else None)
-    some = sizes.parse(words["ranks"], words["nodes"], words["ranks_per_node"], on)
+    per_node = words["ranks_per_node"] or words["gpus_per_node"]
+    some = sizes.parse(words["ranks"], words["nodes"], per_node, on)
+    _must_be_slurms(words)
     for option in ("repeats", "steps"):
         if words[option] is not None and words[option] < 1:
             raise UsageError(f"--{option}: expected 1 or more, seen {words[option]}")
@@ -62,7 +64,7 @@ def study_of(spec: Recipe, words: Words) -> Study:
     changes.must_divide(spec, mode, batch, some)
     mpi = places.must_work(on, some, link)
     cores = None if on == "slurm" else len(os.sched_getaffinity(0))
-    return Study(
+    study = Study(
         name=spec.run.name,
         mode=mode,
         on=on,
@@ -75,8 +77,20 @@ def study_of(spec: Recipe, words: Words) -> Study:
         machine=_facts(mpi),
         threads=_threads(cores, max(some).ranks),
         cores=cores,
-        steps=words["steps"],
+        steps=words["steps"] or (queue.STEPS if on == "slurm" else None),
+        job=queue.asked(words) if on == "slurm" else {},
     )
+    if on == "slurm":
+        queue.must_render(study)
+    return study
+
+
+def _must_be_slurms(words: Words) -> None:
+    """Raise UsageError for options of jobs where there are none."""
+    for name in ("site", "gpus_per_node", "cpus_per_task", "options"):
+        if words[name] and words["on"] != "slurm":
+            option = "--option" if name == "options" else f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option} is about jobs of Slurm; seen --on {words['on']}")
 
 
 def _gradient_bytes(spec: Recipe) -> int:
@@ -100,7 +114,9 @@ def _facts(mpi: Mpi | None) -> dict[str, Any]:
     for name in ("cores_per_rank", "blas_threads", "hosts"):  # of this process: no rank
         facts.pop(name)
     facts.pop("date")  # a study may go on another day
-    return facts | {"mpi": f"{mpi.vendor} {mpi.version}" if mpi else "Slurm's ranks tell"}
+    if mpi is None:  # jobs run on other nodes than this one
+        return {"versions": facts["versions"]}
+    return facts | {"mpi": f"{mpi.vendor} {mpi.version}"}
 
 
 def _measured(folder: Folder, study: Study, spec: Recipe) -> Study:
@@ -114,8 +130,13 @@ def _measured(folder: Folder, study: Study, spec: Recipe) -> Study:
             folder.save(study)
         _say(spec, study)
         teller.expect(len(conduct.missing(folder, study)))
-        conduct.links(folder, study, teller)
-        for _ in conduct.trials(folder, study, spec, teller):
+        if study.on == "slurm":
+            missing_there = conduct.missing(folder, study)
+            found = queue.trials(folder, study, spec, missing_there, teller)
+        else:
+            conduct.links(folder, study, teller)
+            found = conduct.trials(folder, study, spec, teller)
+        for _ in found:
             pass
     return study
 

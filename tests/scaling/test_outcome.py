@@ -239,7 +239,7 @@ def test_a_size_that_fails_is_left_at_that(tmp_path, monkeypatch):
     calls = conducted(folder, of, monkeypatch, failing=(2,))
     assert calls == [(0, 1), (0, 2), (0, 4), (1, 1), (1, 4), (2, 1), (2, 4)]
     found = product.collected(folder, of)
-    assert [row["reason"] for row in found.of("gap")] == ["hpctrain: no such thing on this size"]
+    assert [row["reason"] for row in found.of("gap")] == ["no such thing on this size"]
     again = conducted(folder, of, monkeypatch)  # what was wrong may be mended by then
     assert again == [(0, 2), (1, 2), (2, 2)]
 

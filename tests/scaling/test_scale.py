@@ -50,7 +50,7 @@ def test_a_size_that_fails_is_a_gap_and_another_study_is_refused(hpctrain, tmp_p
     words = ("scale", "digits", "--ranks", "1,2", "--mode", "weak", *slow, *SMALL)
     done = hpctrain(*words)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "1 rank, repeat 1 of 1: hpctrain: [faults] slow_rank" in done.stderr
+    assert "1 rank, repeat 1 of 1: [faults] slow_rank" in done.stderr
     found = rows(tmp_path / "study")
     assert [row["kind"] for row in found[:2]] == ["gap", "measured"]
     assert "slow_rank: expected less than 1" in found[0]["reason"]
