@@ -92,28 +92,37 @@ class Model:
         """Seconds per byte."""
         return self.wire.per_byte_both
 
-    def compute(self, size: Size, share: float = 1.0) -> float:
-        """Return what a rank computes where `share` ranks share a core."""
-        return (self.shrinking_s / size.ranks + self.fixed_s) * share
-
     def forecast(self, size: Size, share: float = 1.0) -> Forecast:
-        """Return what a step takes on `size`."""
-        compute = self.compute(size, share)
-        _, exposed = replay(self.cluster, self.algorithm, self.nbytes, size, compute, self.buckets)
-        wait = exposed + self.uneven_s
+        """Return what a step takes on `size` where `share` ranks share a core."""
+        own = self.shrinking_s / size.ranks + self.fixed_s
+        _, exposed = replay(
+            self.cluster, self.algorithm, self.nbytes, size, own, self.buckets, share
+        )
+        compute, wait = own * share, exposed + self.uneven_s
         return Forecast(size, compute + wait + self.other_s, compute, wait, self.other_s)
 
 
 def replay(
-    cluster: Cluster, algorithm: str, nbytes: int, size: Size, compute: float, buckets: int
+    cluster: Cluster,
+    algorithm: str,
+    nbytes: int,
+    size: Size,
+    compute: float,
+    buckets: int,
+    share: float = 1.0,
 ) -> tuple[float, float]:
-    """Return the seconds on the wire of a step, and those that compute does not hide."""
+    """Return the seconds on the wire of a step, and those that compute does not hide.
+
+    `compute` is that of a rank with a core of its own; where `share` ranks have one, all that
+    processors do takes as much longer.
+    """
     if size.ranks == 1:
         return 0.0, 0.0
     layout = Layout(size.ranks, size.per_node)
     name = algorithm if fits(algorithm, layout) else "ring"
     step = even(compute, nbytes, nbytes / max(buckets, 1))
-    took = step_time(step, SCHEDULES[name], Clocks(cluster, layout.nodes), overlap=buckets > 0)
+    clocks = Clocks(cluster, layout.nodes, slow=share)
+    took = step_time(step, SCHEDULES[name], clocks, overlap=buckets > 0)
     return took.wire, took.exposed
 
 
@@ -216,7 +225,8 @@ def _off(cluster: Cluster, talking: Sequence[Seen], nbytes: int, buckets: int) -
 
 def _replayed(cluster: Cluster, one: Seen, nbytes: int, buckets: int) -> tuple[float, float]:
     name = schedule_of(one.algorithm)
-    return replay(cluster, name, nbytes, one.size, one.compute_s, buckets)
+    own = one.compute_s / one.share
+    return replay(cluster, name, nbytes, one.size, own, buckets, one.share)
 
 
 def scaled(cluster: Cluster, factor: float) -> Cluster:

@@ -61,7 +61,7 @@ def scaling(found: Result) -> Figure:
 
 def time(found: Result) -> Figure:
     """Draw the time of a step per size, stacked: compute, exposed wire, the rest."""
-    rows = [row for row in found.rows if row["kind"] != GAP]
+    rows = found.rows
     figure = Figure((max(6.0, 1.1 * len(rows) + 3), 4.6), layout="constrained")
     axes = figure.subplots()
     x = np.arange(len(rows))
@@ -69,7 +69,7 @@ def time(found: Result) -> Figure:
     parts = {"compute_s": ("compute", BLUE), "wait_s": ("wait (exposed wire)", ORANGE),
              "other_s": ("other (reading, bookkeeping)", GREY)}  # fmt: skip
     for key, (label, color) in parts.items():
-        height = np.array([max(row[key], 0.0) for row in rows])
+        height = np.array([max(row.get(key, 0.0), 0.0) for row in rows])
         for bar, row in zip(axes.bar(x, height, 0.6, floor, color=color, label=label), rows,
                             strict=True):  # fmt: skip
             if row["kind"] == PREDICTED:
@@ -97,13 +97,23 @@ def _points(axes: Axes, found: Result, key: str) -> None:
     for shared, label in ((False, "measured, 95 % interval"), (True, "measured, oversubscribed")):
         rows = [r for r in found.of(MEASURED) if (r["ranks_per_core"] > 1) == shared]
         if rows:
+            if not shared:
+                _line(axes, found, key)
             style: dict[str, Any] = {"markerfacecolor": "white"} if shared else {}
             spread = [row[f"{key}_ci95"] or 0.0 for row in rows]
             # On a logarithmic axis an interval that reaches below zero would have no end.
             below = [min(s, 0.9 * row[key]) for s, row in zip(spread, rows, strict=True)]
             axes.errorbar(_at(rows, found), _values(rows, key), [below, spread], color=BLUE,
-                          marker="s" if shared else "o", linestyle="" if shared else "-",
-                          capsize=4, label=label, **style)  # fmt: skip
+                          marker="s" if shared else "o", linestyle="", capsize=4, label=label,
+                          **style)  # fmt: skip
+
+
+def _line(axes: Axes, found: Result, key: str) -> None:
+    """Join what was measured on cores of its own; a gap breaks the line."""
+    rows = [r for r in found.rows if r["kind"] == GAP or r.get("ranks_per_core") == 1]
+    rows = [row for row in rows if row["kind"] != PREDICTED]
+    values = [row.get(key, np.nan) for row in rows]
+    axes.plot(_at(rows, found), values, "-", color=BLUE)
 
 
 def _predictions(axes: Axes, found: Result, key: str) -> None:
@@ -164,8 +174,8 @@ def _unit(found: Result) -> str:
 
 def _label(row: Row, found: Result) -> str:
     size = f"{_at([row], found)[0]}"
-    if row["kind"] == PREDICTED:
-        return f"{size}\npredicted"
+    if row["kind"] != MEASURED:
+        return f"{size}\n{row['kind']}"
     return f"{size}\noversubscribed" if row["ranks_per_core"] > 1 else size
 
 

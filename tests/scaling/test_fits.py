@@ -88,7 +88,7 @@ def test_hosts_that_share_cores_compute_as_much_slower():
     model = fitted([step_on(Size(n, n), 20e-3, 0) for n in (1, 2)], NBYTES, False, None, WIRE)
     alone, shared = model.forecast(Size(4, 4)), model.forecast(Size(4, 4), share=2.0)
     assert shared.compute_s == pytest.approx(2 * alone.compute_s)
-    assert shared.step_s - alone.step_s == pytest.approx(20e-3)
+    assert shared.step_s - alone.step_s == pytest.approx(20e-3, rel=0.01)
 
 
 def test_wires_are_told_by_the_times_of_two_sizes():
