@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from hpctrain import checkpoint, weights
 from hpctrain.callbacks import Row
 from hpctrain.engines import Engine
 from hpctrain.errors import SaveError
+from hpctrain.gradients.mixed import MixedReplica
+from hpctrain.gradients.replica import Replica
 from hpctrain.journal import Journal
 from hpctrain.metrics import METRICS, better
 from hpctrain.recipe import CheckpointOptions
 from hpctrain.world import World
 
 log = logging.getLogger(__name__)
+SCALE = "loss_scale"
 
 
 class Keeper:
@@ -25,12 +31,14 @@ class Keeper:
         self,
         world: World,
         engine: Engine,
+        replica: Replica,
         journal: Journal,
         options: CheckpointOptions,
         about: dict[str, Any],
     ):
-        """`about` is what checkpoints tell of the model."""
+        """`about` is what checkpoints tell of the model, `replica` what the engine was built on."""
         self._world, self._engine, self._journal = world, engine, journal
+        self._scaled = replica if isinstance(replica, MixedReplica) else None
         self._options, self._about = options, about
         self._best: float | None = None  # of the metric by which the best checkpoint is kept
 
@@ -44,6 +52,15 @@ class Keeper:
         """Learn how good the best checkpoint is that lies there; collective."""
         if metric := self._options.keep_best:
             self._best = checkpoint.best_value(run, metric, self._world.link)
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Take the loss scale out of the `arrays` of a checkpoint, if there is one: the worker's.
+
+        A worker that had none takes the mean of all.
+        """
+        names = [name for name in (self._scale_name, SCALE) if name in arrays]
+        if self._scaled is not None and self._scaled.scaling is not None and names:
+            self._scaled.scale_as(arrays[names[0]])
 
     def due(self, step: int, row: Row) -> bool:
         """Return whether to save after `step`, whose row of metrics is `row`, empty for none."""
@@ -66,7 +83,7 @@ class Keeper:
                 log.warning("%s; training goes on", error)
 
     def _write(self, run: Path, step: int, row: Row) -> None:
-        state, options, link = self._engine.state(), self._options, self._world.link
+        state, options, link = self._state(), self._options, self._world.link
         about = {
             **self._journal.about_now(step),
             **self._about,
@@ -77,6 +94,17 @@ class Keeper:
         checkpoint.save(run, step, state, about, link, options.keep, options.keep_best)
         best = self._new_best(row)
         self._best = self._best if best is None else best
+
+    def _state(self) -> list[checkpoint.Piece]:
+        """Return this rank's pieces: the engine's, and the loss scale of a worker that has one."""
+        scaling = self._scaled.scaling if self._scaled is not None else None
+        if scaling is None or self._engine.worker is None:
+            return self._engine.state()
+        return [*self._engine.state(), checkpoint.Piece(self._scale_name, 0, 2, scaling)]
+
+    @property
+    def _scale_name(self) -> str:
+        return f"worker.{self._engine.worker}.{SCALE}"
 
     def _new_best(self, row: Row) -> float | None:
         """Return the value of the metric that is kept, if it is better than all before."""

@@ -150,14 +150,21 @@ class Loop:
     """One call of fit: the state of the loop over steps."""
 
     def __init__(
-        self, world: World, engine: Engine, plan: Plan, journal: Journal, callbacks: Callbacks
+        self,
+        world: World,
+        engine: Engine,
+        replica: Replica,
+        plan: Plan,
+        journal: Journal,
+        callbacks: Callbacks,
     ):
+        """Train `replica`, on which `engine` was built."""
         self.world, self.engine, self.plan, self.journal = world, engine, plan, journal
         self.callbacks = callbacks
         self.order = replay.Log(engine.recorder, journal.run, world.rank, self._depends_on())
         self.step, self.rows = 0, list[Row]()  # rows: those of the run before this part
         self.row: Row = {}  # of this step, where there is one
-        self.keeper = Keeper(world, engine, journal, plan.checkpoints, plan.about)
+        self.keeper = Keeper(world, engine, replica, journal, plan.checkpoints, plan.about)
         self.ended = ""  # why to end before the last step
 
     def run(self, request: StopRequest) -> dict[str, Any]:
@@ -234,6 +241,7 @@ class Loop:
         ratio = self.engine.updates_per_step / found.about.get("updates_per_step", 1.0)
         arrays = _counted(for_any_engine(found.arrays), ratio)
         self.world.together(lambda: self.engine.load(arrays))
+        self.keeper.load(arrays)
         self.step = found.step
         self.rows = self.journal.resume(found.step, found.about)
         self.keeper.resume(run)

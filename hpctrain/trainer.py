@@ -139,7 +139,7 @@ class Trainer:
                 },
             )
             callbacks = Callbacks(self.callbacks, self.world.gather)
-            loop = Loop(self.world, self.engine, plan, journal, callbacks)
+            loop = Loop(self.world, self.engine, self.replica, plan, journal, callbacks)
             if resume and run is not None:
                 loop.resume(run)
             if replay is not None:

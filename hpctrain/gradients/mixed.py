@@ -11,6 +11,7 @@ bf16 has the range of float32. fp16 has not: gradients are small, and vanish. Th
 are still far from overflow, no digit is lost by it. A gradient that overflows is computed again
 with half the scale, and after GROW_EVERY that did not the scale is doubled. Nothing is skipped,
 and ranks need not agree on a scale, except where layers sum over ranks: there all compute again.
+Checkpoints keep each worker's scale: small gradients are rounded by it.
 The price: slots are ready, and travel, only when all is known to be finite, after backward.
 """
 
@@ -71,6 +72,15 @@ class MixedReplica:
         """Let planes lie elsewhere; see Replica."""
         self._master.move(**planes)
         self._look()
+
+    @property
+    def scaling(self) -> np.ndarray | None:
+        """The loss scale, and gradients since it changed, float64 (2,); None for bf16."""
+        return np.array([self.scale, self._good]) if self._checked else None
+
+    def scale_as(self, saved: np.ndarray) -> None:
+        """Take a `scaling`, or a mean of several: scales are powers of two."""
+        self.scale, self._good = 2.0 ** np.floor(np.log2(saved[0])), int(saved[1])
 
     def gradient(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]

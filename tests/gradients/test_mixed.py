@@ -127,6 +127,33 @@ def test_ranks_whose_layers_sum_over_ranks_compute_again_together(gpu):
     assert small.scale == 2.0 ** (15 - len(verdicts) + 1)
 
 
+def half(world, run, steps, resume=False):
+    """Train for `steps` in float16, in the folder `run`; return the hash and the scaling."""
+    digits, engine = data.DigitsOptions().load(0), engines.AllReduce(algorithm="ring")
+    model = nn.MlpOptions(widths=[64, 16, 10]).build((8, 8), 10)
+    trainer = Trainer(model, optim.sgd(0.05, 0.9), engine, 3, "fp16", world)
+    if not resume:
+        trainer.replica.scale = 2.0 ** (world.rank - 8)  # so low that many gradients are rounded
+    summary = trainer.fit(
+        digits.train, steps=steps, batch=64, out=run, resume=resume, interval_steps=100
+    )
+    trainer.close()
+    return summary["params_sha256"], trainer.replica.scaling.tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_run_that_is_resumed_goes_on_with_the_scales_it_had(gpu, monkeypatch, tmp_path, size):
+    monkeypatch.setattr(mixed, "GROW_EVERY", 3)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    wanted = run_on_gpus(size, lambda w: half(w, whole, 11))
+    begun = run_on_gpus(size, lambda w: half(w, parts, 7))
+    assert begun[0][1] == [2.0**-6, 1]  # a run begins with 2^15
+    assert run_on_gpus(size, lambda w: half(w, parts, 11, resume=True)) == wanted
+    # Other ranks, who had none, take the mean, rounded down to a power of two.
+    found = run_on_gpus(3, lambda w: half(w, parts, 11, resume=True))
+    assert [one for _, one in found] == [one for _, one in wanted] + [wanted[0][1]] * (3 - size)
+
+
 def test_a_loss_that_is_not_finite_ends_the_run(gpu):
     def body(world):
         model = nn.MlpOptions(widths=[4, 3, 2]).build((4,), 2)
