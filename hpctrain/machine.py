@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import time
 from collections.abc import Sequence
 from importlib import metadata
@@ -48,8 +49,17 @@ def mpi() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a result depends on."""
-    return {"python": platform.python_version()} | {p: metadata.version(p) for p in PACKAGES}
+    """Return the versions that a result depends on; CuPy's where it was used."""
+    used = (*PACKAGES, *(["cupy"] if "cupy" in sys.modules else []))
+    return {"python": platform.python_version()} | {name: version(name) for name in used}
+
+
+def version(name: str) -> str:
+    """Return the version of a package; our own sources may lie on the path, not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return str(getattr(sys.modules.get(name), "__version__", "unknown"))
 
 
 def blas_threads() -> int:

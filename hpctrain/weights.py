@@ -11,7 +11,6 @@ So a checkpoint is understood without the recipe, the data and the code of the m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import metadata
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from hpctrain import checkpoint, xp
 from hpctrain.checkpoint import Loaded
 from hpctrain.errors import UsageError
 from hpctrain.gradients.arena import Arena, Slot
+from hpctrain.machine import version
 from hpctrain.transport.local import run_ranks
 
 Tensors = dict[str, np.ndarray]
@@ -121,7 +121,7 @@ def export(run: Path, output: Path | None = None, best: bool = False, force: boo
 
 
 def _metadata(found: Loaded) -> dict[str, str]:
-    about = {"format": "np", "hpctrain": metadata.version("hpctrain"), "step": found.step}
+    about = {"format": "np", "hpctrain": version("hpctrain"), "step": found.step}
     told = {key: found.about.get(key) for key in ("recipe", "recipe_sha256", "epoch", "seed")}
     metrics = found.about.get("metrics") or {}
     given = {key: value for key, value in {**about, **told, **metrics}.items() if value is not None}

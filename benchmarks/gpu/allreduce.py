@@ -4,7 +4,8 @@
 
 float32, the slowest rank's time, contenders taken in turn: `direct` in place and with one result
 for all, the ring through pinned host memory, and by pointers where a trial went well. Beside them
-what they are held against: rank 0's GPU copying n bytes alone, and an exchange of flags.
+what they are held against: rank 0's GPU copying n bytes alone, and an exchange of flags. What it
+costs that ranks share a GPU: a kernel of rank 0 alone, and one of each rank at once.
 
 At the longest size: `direct` >= 10 times the staged ring; where all ranks share one GPU, one result
 for all moves its (P + 1) n bytes at >= half the speed of that copy; no byte visits the host.
@@ -12,7 +13,6 @@ for all moves its (P + 1) n bytes at >= half the speed of that copy; no byte vis
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from argparse import ArgumentParser
@@ -25,6 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from _common import RESULTS, interleaved, machine, spread
+from _kept import keep, told
 
 from hpctrain import launchers, xp
 from hpctrain.cluster.launch import launch_argv
@@ -53,15 +54,12 @@ def main() -> None:
     groups = {"staged": through_host(world), "by pointer": by_pointer(world)}
     sizes = [int(word) for word in given.sizes.split(",")]
     rows = [row for n in sizes for row in measured(world, groups, n, given.rounds)]
-    told = claims(world, [row for row in rows if row["bytes"] == max(sizes)])
+    found = claims(world, [row for row in rows if row["bytes"] == max(sizes)])
     if world.rank == 0:
         about = {"machine": machine(world), "device": world.device, "one_gpu": one_gpu(world)}
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps({**about, "claims": told, "rows": rows}, indent=1) + "\n")
-        for claim, holds in told.items():
-            print("holds:" if holds else "DOES NOT HOLD:", claim, flush=True)
-    if not all(told.values()):
-        sys.exit(1)
+        keep(given.json, about, found, rows)
+        told(found)
+    sys.exit(False in found.values())
 
 
 def measured(
@@ -82,7 +80,14 @@ def measured(
     copied = {name: group_of(world, groups, name).host_bytes - n for name, n in copies.items()}
     x.fill(0)
     y = gpus.cupy_module().empty_like(x)
-    yardsticks: Calls = {"copy": partial(copy_alone, world, x, y), "flags": flags_of(world)}
+    few = y[:1024]
+    kernel = partial(done, few, partial(few.fill, 1))
+    yardsticks: Calls = {
+        "copy": alone(world, partial(done, y, partial(xp.copy, y, x))),
+        "flags": flags_of(world),
+        "a kernel alone": alone(world, kernel),
+        "a kernel of each": kernel,
+    }
     seconds = interleaved(world.link, {**calls, **yardsticks}, rounds)
     one = {"bytes": nbytes, "ranks": world.size}
     return [
@@ -144,10 +149,9 @@ def correct(world: World, x: xp.Array, call: Callable[[], Any]) -> bool:
     return all(said == "y" for said in world.gather("y" if mine else "n"))
 
 
-def copy_alone(world: World, x: xp.Array, y: xp.Array) -> None:
-    if world.rank == 0:
-        y[...] = x
-        xp.finish(x)
+def alone(world: World, work: Callable[[], Any]) -> Callable[[], Any]:
+    """Return `work` for rank 0, and for others what does nothing."""
+    return work if world.rank == 0 else lambda: None
 
 
 def flags_of(world: World) -> Callable[[], Any]:

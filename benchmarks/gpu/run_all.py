@@ -1,11 +1,12 @@
 """Everything that a machine with one GPU or more is to show, in one command of under ten minutes.
 
-    python benchmarks/gpu/run_all.py [--ranks 2,4] [--only doctor,p2p] [--out FOLDER]
+    python benchmarks/gpu/run_all.py [--ranks 2,4] [--only doctor,p2p] [--out FOLDER] [--small]
 
 Checks every path that GPU memory takes here, compares training on GPUs with training on a CPU,
 and measures; several ranks share a GPU where there are more of them. Each piece is a command of its
 own, ended at its time limit, so that one that fails leaves the others. JSON and plots go to
-benchmarks/results/gpu (`--out`), what became of each piece into run_all.json there.
+benchmarks/results/gpu (`--out`), what became of each piece into run_all.json there; the claims of
+all pieces end as a table. `--small`: sizes that prove nothing but that all of it runs.
 
 Ends with 0, with 1 if a piece failed or a claim does not hold, and with 2 where there is no GPU.
 """
@@ -19,30 +20,36 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from _common import RESULTS
+from _kept import OUTCOMES
 
 from hpctrain.errors import UsageError
 from hpctrain.transport import gpus
 
 HERE = Path(__file__).parent
-TOTAL_S, GRACE_S = 580.0, 5.0
+TOTAL_S, GRACE_S = 585.0, 5.0
 _LAST_WORDS = 400
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A command, the seconds it may take, and which of its exit codes are good."""
+    """A command, the seconds it may take, which of its exit codes are good, where its JSON goes."""
 
     name: str
     command: Sequence[str]
     limit_s: float
     good: Sequence[int] = (0,)
+    result: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -56,11 +63,20 @@ class Outcome:
     said: str
 
 
+class Claim(NamedTuple):
+    """A claim of a piece: held, short or not measured."""
+
+    piece: str
+    claim: str
+    outcome: str
+
+
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", default="2,4", help="how many ranks, a list")
     parser.add_argument("--only", default="", help="which pieces, a list")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu", help="where results go")
+    parser.add_argument("--small", action="store_true", help="sizes for a trial of the scripts")
     given = parser.parse_args()
     try:
         found = gpus.visible("gpu")
@@ -69,33 +85,52 @@ def main() -> None:
         sys.exit(UsageError.exit_code)
     given.out.mkdir(parents=True, exist_ok=True)
     print("; ".join(map(str, found)), flush=True)
-    outcomes = [run(piece, until) for piece, until in timed(wanted(given))]
-    told = {"gpus": [asdict(gpu) for gpu in found], "pieces": [asdict(one) for one in outcomes]}
-    (given.out / "run_all.json").write_text(json.dumps(told, indent=1) + "\n")
-    sys.exit(not all(one.holds for one in outcomes))
+    about = {"gpus": [asdict(gpu) for gpu in found]}
+    done: list[tuple[Piece, Outcome]] = []
+    for piece, until in timed(wanted(given)):
+        done.append((piece, run(piece, until)))
+        keep(given.out / "run_all.json", about, done)  # now: what comes next may end us
+    show(claims(done))
+    sys.exit(not all(outcome.holds for _, outcome in done))
 
 
-def pieces(ranks: Sequence[int], out: Path) -> list[Piece]:
+def pieces(ranks: Sequence[int], out: Path, small: bool = False) -> list[Piece]:
     """Return all pieces, the surest first."""
-    launch = [sys.executable, "-m", "hpctrain", "launch", "-n"]
-    p2p = [*launch, "2", "bench", "p2p", "--device", "gpu", "--sizes", "4KiB:256MiB*4"]
-    listed = ",".join(map(str, ranks))
+    main = [sys.executable, "-m", "hpctrain"]
+    p2p = "4KiB,64KiB" if small else "4KiB:256MiB*4"
+    many = ",".join(map(str, ranks))
+
+    def ours(name: str, limit_s: float, *words: str, file: str = "") -> Piece:
+        result, script = out / f"{name}.json", HERE / f"{file or name}.py"
+        line = [sys.executable, str(script), *words, "--json", str(result)]
+        return Piece(name, line, limit_s, result=result)
+
+    def sized(*words: str) -> Sequence[str]:
+        return (*words, "--rounds", "2") if small else ()
+
     return [
         # What is bad about the node is told in its JSON; the pieces below say whether it matters.
-        Piece("doctor", [sys.executable, "-m", "hpctrain", "doctor", *_kept(out, "doctor")], 120,
-              (0, 1)),
-        Piece("p2p", [*p2p, *_kept(out, "p2p"), "--plot", str(out / "p2p.png")], 90),
-        *(Piece(f"allreduce-{p}", [sys.executable, str(HERE / "allreduce.py"), "--ranks", str(p),
-                                   *_kept(out, f"allreduce-{p}-ranks")], 60) for p in ranks),
-        Piece("paths", [sys.executable, str(HERE / "paths.py"), *_kept(out, "paths")], 60),
-        Piece("equal", [sys.executable, str(HERE / "equal.py"), "--ranks", listed,
-                        *_kept(out, "equal")], 200),
+        Piece("doctor", [*main, "doctor", "--json", str(out / "doctor.json")], 70, (0, 1)),
+        ours("equal", 160, "--ranks", many),
+        *(ours(f"allreduce-{p}-ranks", 45, "--ranks", str(p), *sized("--sizes", "4096,65536"),
+               file="allreduce") for p in ranks),
+        ours("paths", 40, *sized("--bytes", "65536")),
+        ours("steps", 60, *sized("--sizes", "small")),
+        ours("optimizer", 30, *sized("--bytes", "4194304")),
+        ours("precision", 75, *(SHORT if small else ())),
+        Piece("p2p", [*main, "launch", "-n", "2", "bench", "p2p", "--device", "gpu", "--sizes",
+                      p2p, "--json", str(out / "p2p.json"), "--plot", str(out / "p2p.png")], 60),
+        Piece("plot", [sys.executable, str(HERE / "plot.py"), str(out)], 15),
     ]  # fmt: skip
+
+
+SHORT = ("--steps", "3", "--set", "model.width=16", "--set", "model.layers=1",
+         "--set", "data.test_fraction=0.0001")  # fmt: skip
 
 
 def wanted(given: Namespace) -> list[Piece]:
     """Return the pieces that were asked for, all by default."""
-    all_pieces = pieces([int(word) for word in given.ranks.split(",")], given.out)
+    all_pieces = pieces([int(word) for word in given.ranks.split(",")], given.out, given.small)
     names = [word for word in given.only.split(",") if word]
     unknown = set(names) - {piece.name for piece in all_pieces}
     if unknown:
@@ -115,6 +150,8 @@ def run(piece: Piece, until: float) -> Outcome:
     start = time.monotonic()
     limit_s = min(piece.limit_s, until - start)
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    if piece.result is not None:
+        piece.result.unlink(missing_ok=True)  # it would be taken for today's
     print(f"== {piece.name}: {' '.join(piece.command)}", flush=True)
     process = subprocess.Popen(
         piece.command,
@@ -146,8 +183,39 @@ def end(process: subprocess.Popen[str]) -> None:
             return
 
 
-def _kept(out: Path, name: str) -> list[str]:
-    return ["--json", str(out / f"{name}.json")]
+def claims(done: Sequence[tuple[Piece, Outcome]]) -> list[Claim]:
+    """Return the claims of all pieces; of one that did not come to its end, that as well."""
+    return [claim for piece, outcome in done for claim in _claims(piece, outcome)]
+
+
+def _claims(piece: Piece, outcome: Outcome) -> Iterator[Claim]:
+    found = {}
+    if piece.result is not None and piece.result.exists():
+        found = json.loads(piece.result.read_text())["claims"]
+    for claim, how in found.items():
+        yield Claim(piece.name, claim, OUTCOMES[how])
+    if outcome.code not in (0, 1):
+        said = " ".join(outcome.said.split())[-120:]
+        rest = "all the rest" if found else "all of it"
+        yield Claim(piece.name, f"{rest}: {said or f'exit code {outcome.code}'}", OUTCOMES[None])
+    elif not found:
+        how = OUTCOMES[True] if outcome.holds else OUTCOMES[None]
+        yield Claim(piece.name, "it runs" if outcome.holds else outcome.said[-120:], how)
+
+
+def keep(path: Path, about: dict, done: Sequence[tuple[Piece, Outcome]]) -> None:
+    """Write what became of the pieces so far."""
+    outcomes = [asdict(outcome) for _, outcome in done]
+    told = {**about, "pieces": outcomes, "claims": [one._asdict() for one in claims(done)]}
+    path.write_text(json.dumps(told, indent=1) + "\n")
+
+
+def show(found: Sequence[Claim]) -> None:
+    """Print the claims as a table."""
+    table = Table("piece", "claim", "outcome", title="claims")
+    for one in found:
+        table.add_row(*one)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from hpctrain.doctor.check import Check, exit_code
 from hpctrain.doctor.picture import Picture, lines, picture
 from hpctrain.errors import UsageError
 from hpctrain.hardware import gdr, nics, nvidia, pci
+from hpctrain.machine import version
 from hpctrain.transport import bind, verdicts
 from hpctrain.transport.verdicts import Told
 
@@ -110,7 +111,7 @@ def _refuse(here: launchers.Launched) -> None:
 
 
 def _versions() -> Check:
-    found = [f"{name} {metadata.version(name)}" for name in PACKAGES]
+    found = [f"{name} {version(name)}" for name in PACKAGES]
     return Check("versions", "ok", ", ".join([f"Python {platform.python_version()}", *found]))
 
 

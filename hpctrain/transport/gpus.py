@@ -115,8 +115,18 @@ def visible(device: Device) -> tuple[Gpu, ...]:
 
 
 def use(ordinal: int) -> None:
-    """Make the GPU current in this thread; threads that use it later call this, too."""
-    cupy_module().cuda.Device(ordinal).use()
+    """Make the GPU current in this thread; threads that use it later call this, too.
+
+    Raises UsageError where it is not to be had: a GPU may be set to serve one process alone.
+    """
+    cuda = runtime()
+    try:
+        cupy_module().cuda.Device(ordinal).use()
+    except cuda.CUDARuntimeError as error:
+        raise UsageError(
+            f"GPU {ordinal} cannot be used: {error}; if nvidia-smi shows the compute mode "
+            "'E. Process', start one rank per GPU, MPS, or let it be set to DEFAULT"
+        ) from None
 
 
 def runtime() -> Any:

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "run_all.py"
 
 @pytest.fixture
 def run_all(monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "path", [str(SCRIPT.parent), *sys.path])
     spec = util.spec_from_file_location("run_all", SCRIPT)
     module = util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "run_all", module)
@@ -59,7 +59,8 @@ def test_what_would_come_too_late_is_not_begun(run_all):
 def test_pieces_fit_into_ten_minutes_and_can_be_chosen(run_all, tmp_path):
     pieces = run_all.pieces([2, 4], tmp_path)
     assert sum(piece.limit_s for piece in pieces) <= 600
-    given = run_all.Namespace(ranks="2", only="equal,p2p", out=tmp_path)
-    assert [piece.name for piece in run_all.wanted(given)] == ["p2p", "equal"]
+    asked = {"ranks": "2", "out": tmp_path, "small": False}
+    given = run_all.Namespace(only="p2p,equal", **asked)
+    assert [piece.name for piece in run_all.wanted(given)] == ["equal", "p2p"]
     with pytest.raises(SystemExit, match="no none; there are doctor"):
-        run_all.wanted(run_all.Namespace(ranks="2", only="none", out=tmp_path))
+        run_all.wanted(run_all.Namespace(only="none", **asked))

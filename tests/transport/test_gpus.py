@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from types import SimpleNamespace
 
+import fakes
 import pytest
 from machines import pci_device
 from ranks import on_ranks
@@ -276,6 +277,15 @@ def test_gpu_on_a_machine_without(start):
     job = start("-c", "import hpctrain; hpctrain.init('gpu')").finish(30)
     assert job.returncode == 1
     assert "CuPy" in job.stderr or "no NVIDIA driver" in job.stderr
+
+
+def test_a_gpu_that_serves_another_process_alone(gpu, monkeypatch):
+    def refuse(device):
+        raise fakes.CUDARuntimeError(46, "cudaErrorDevicesUnavailable: busy or unavailable")
+
+    monkeypatch.setattr(fakes.cuda, "setDevice", refuse)
+    with pytest.raises(UsageError, match=r"GPU 0 cannot be used: cudaErrorDevices.*E. Process"):
+        gpus.use(0)
 
 
 def test_another_device_than_before(monkeypatch):

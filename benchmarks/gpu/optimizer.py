@@ -1,0 +1,115 @@
+"""Claims: an update of the whole arena moves its bytes at >= 70 % of the speed of a copy.
+
+    python benchmarks/gpu/optimizer.py [--bytes 536870912]
+
+float32, parameters of that many bytes and as many gradients; several updates between two looks at
+the clock. The speed of a copy: one array of the GPU into another, bytes read and written. What an
+update must read and write, in units of the parameters' bytes:
+
+    sgd 3      momentum 5      adamw 7      lamb, clipped: as they are, without a claim
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from _common import RESULTS, interleaved, machine, spread
+from _kept import keep, told
+
+from hpctrain import optim, xp
+from hpctrain.gradients.arena import Slot
+from hpctrain.optim import Optimizer
+from hpctrain.transport import gpus
+from hpctrain.world import World, init
+
+SHARE, CALLS, SLOTS = 0.7, 10, 64
+
+
+class Case(NamedTuple):
+    """An optimizer, and how many arrays it must read and write."""
+
+    optimizer: Optimizer
+    passes: int
+    claimed: bool = True
+
+
+CASES = {
+    "sgd": Case(optim.sgd(1e-3), 3),
+    "momentum": Case(optim.sgd(1e-3, 0.9, weight_decay=1e-4), 5),
+    "adamw": Case(optim.adamw(1e-3), 7),
+    "adamw, clipped": Case(optim.adamw(1e-3, clip_norm=1.0), 8, claimed=False),
+    "lamb": Case(optim.lamb(1e-3), 12, claimed=False),
+}
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--bytes", type=int, default=512 << 20)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--json", type=Path, default=RESULTS / "gpu" / "optimizer.json")
+    given = parser.parse_args()
+    world = init("gpu")
+    rows = measured(world, given.bytes, given.rounds)
+    claims = claims_of(rows)
+    keep(given.json, {"machine": machine(world), "device": world.device}, claims, rows)
+    sys.exit(not told(claims))
+
+
+def measured(world: World, nbytes: int, rounds: int) -> list[dict[str, Any]]:
+    """Return a row for the copy and one for each optimizer, with the GB/s that it moves."""
+    cupy = gpus.cupy_module()
+    param, grad = (cupy.full(nbytes // 4, 1e-3, np.float32) for _ in range(2))
+    found = [row("copy", 2, nbytes, world, repeated(lambda: xp.copy(param, grad), param), rounds)]
+    for name, case in CASES.items():
+        call = repeated(updates(case.optimizer, param, grad), param)
+        found.append(row(name, case.passes, nbytes, world, call, rounds))
+    return found
+
+
+def row(
+    name: str, passes: int, nbytes: int, world: World, call: Callable[[], None], rounds: int
+) -> dict[str, Any]:
+    """Time `call` and return its row."""
+    seconds = [one / CALLS for one in interleaved(world.link, {name: call}, rounds)[name]]
+    rate = passes * nbytes / float(np.median(seconds)) / 1e9
+    return {"what": name, "bytes": nbytes, "passes": passes, **spread(seconds), "gb_per_s": rate}
+
+
+def updates(optimizer: Optimizer, param: xp.Array, grad: xp.Array) -> Callable[[], None]:
+    """Return a call that updates `param`, of SLOTS equal tensors, once."""
+    state, n = optimizer.init(param), param.size // SLOTS
+    slots = [Slot(f"{i}", (n // 16, 16), i * n) for i in range(SLOTS)]
+    return lambda: optimizer.update(grad, state, param, slots, lambda rows: rows)
+
+
+def repeated(once: Callable[[], None], x: xp.Array) -> Callable[[], None]:
+    """Return a call that does CALLS of `once` and waits for the last."""
+
+    def calls() -> None:
+        for _ in range(CALLS):
+            once()
+        xp.finish(x)
+
+    return calls
+
+
+def claims_of(rows: list[dict[str, Any]]) -> dict[str, bool | None]:
+    """Return what is claimed of the rates."""
+    copy = rows[0]["gb_per_s"]
+    return {
+        f"{r['what']} moves {r['gb_per_s']:.0f} GB/s, {r['gb_per_s'] / copy:.2f} of a copy's "
+        f"{copy:.0f}, >= {SHARE}": r["gb_per_s"] >= SHARE * copy
+        for r in rows[1:]
+        if CASES[r["what"]].claimed
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Claims: `pylm` in tf32, bf16 and fp16 reaches the test loss of float32 within 2 %.
+
+    python benchmarks/gpu/precision.py [--steps 400] [--set data.test_fraction=0.001]
+
+One rank, one GPU, the same seed, samples and schedule, which ends with the last step. Each
+precision is a run of the command line: what one does to the process does not reach the next.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from _common import RESULTS
+from _kept import keep, told
+from equal import told as fault_told
+
+from hpctrain import rundir
+from hpctrain.machine import facts
+
+PRECISIONS = ("float32", "bf16", "fp16", "tf32")
+CLOSE, LIMIT_S = 0.02, 60
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--set", action="append", default=[], help="further keys of the recipe")
+    parser.add_argument("--json", type=Path, default=RESULTS / "gpu" / "precision.json")
+    given = parser.parse_args()
+    about = {"machine": facts(("here",), "mpi"), "steps": given.steps}
+    rows: list[dict[str, Any]] = []
+    claims: dict[str, bool | None] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in PRECISIONS:
+            rows.append(trained(Path(folder, name), name, given.steps, given.set))
+            claims = claims_of(rows)
+            keep(given.json, about, claims, rows)
+    sys.exit(not told(claims))
+
+
+def trained(run: Path, precision: str, steps: int, further: Sequence[str]) -> dict[str, Any]:
+    """Train `pylm`; return its losses, samples per second, and what went wrong."""
+    keys = (f"run.steps={steps}", f"run.precision={precision}", "run.interval_steps=20", *further)
+    words = [word for key in keys for word in ("--set", key)]
+    line = [sys.executable, "-m", "hpctrain", "-q", "train", "pylm", "--device", "gpu", *words]
+    try:
+        done = subprocess.run(
+            [*line, "--out", str(run)], capture_output=True, text=True, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return {"precision": precision, "fault": f"still training after {LIMIT_S} s"}
+    if done.returncode != 0:
+        return {"precision": precision, "fault": fault_told(done.stderr)}
+    summary, curve = rundir.read_summary(run) or {}, run / "metrics.jsonl"
+    lines = [json.loads(one) for one in curve.read_text().splitlines()] if curve.exists() else []
+    return {
+        "precision": precision,
+        "fault": "",
+        **{key: summary.get(key) for key in ("test_loss", "train_loss", "samples_per_s")},
+        "curve": [[one["step"], one["train_loss"]] for one in lines if one.get("train_loss")],
+    }
+
+
+def claims_of(rows: Sequence[dict[str, Any]]) -> dict[str, bool | None]:
+    """Return what is claimed of each precision against float32's run, the first."""
+    wanted = rows[0].get("test_loss")
+    found: dict[str, bool | None] = {}
+    for row in rows[1:] or rows:
+        if row["fault"]:
+            found[f"{row['precision']}: {row['fault']}"] = False
+        elif row is not rows[0] and wanted is not None:
+            away = row["test_loss"] / wanted - 1
+            loss = (
+                f"{row['precision']} ends with a test loss of {row['test_loss']:.4f}, {away:+.1%}"
+            )
+            found[f"{loss} from float32's {wanted:.4f}, <= {CLOSE:.0%}"] = away <= CLOSE
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Claims: a training step on a GPU against one of PyTorch: MLP and transformer 1.5x, ResNet 3x.
+
+    python benchmarks/gpu/steps.py [--rounds 10] [--sizes large|small]
+
+Forward, backward and SGD with momentum, float32 on both sides without TF32, samples on the GPU
+already. Both take their steps in turn in one process; the median of the paired ratios counts.
+Beside them, as they are: our step in tf32 and bf16. Without PyTorch ours alone is timed, and the
+claims are not measured.
+
+    mlp          784-4096-4096-10, batch 2048        transformer  6 x 512, 8 heads, 256 bytes x 32
+    resnet20     28 x 28 grey, batch 256
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from _common import RESULTS, interleaved, machine, paired_ratio, spread
+from _kept import keep, told
+
+from hpctrain import nn, optim, xp
+from hpctrain.engines import Flags, Task
+from hpctrain.engines.single import Single
+from hpctrain.gradients.precision import Precision, replica_of
+from hpctrain.gradients.replica import Batch
+from hpctrain.world import World, init
+
+LIMIT = {"mlp": 1.5, "transformer": 1.5, "resnet20": 3.0}
+BESIDE: tuple[Precision, ...] = ("bf16", "tf32")  # tf32 last: CuPy reads once whether it may
+STEPS = 5  # between two looks at the clock
+Step = Callable[[], object]
+
+
+class Sizes(NamedTuple):
+    """How large the models and their batches are."""
+
+    widths: list[int]
+    vectors: int
+    layers: int
+    width: int
+    heads: int
+    length: int
+    texts: int
+    images: int
+
+
+SIZES = {
+    "large": Sizes([784, 4096, 4096, 10], 2048, 6, 512, 8, 256, 32, 256),
+    "small": Sizes([784, 32, 10], 8, 1, 16, 2, 16, 2, 2),
+}
+
+
+class Case(NamedTuple):
+    """Our model, its equal in PyTorch (made on call), and a batch of the host for each."""
+
+    options: Any
+    theirs: Callable[[], Any]
+    x: np.ndarray
+    y: np.ndarray
+    torch_x: np.ndarray
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--sizes", choices=list(SIZES), default="large")
+    parser.add_argument("--json", type=Path, default=RESULTS / "gpu" / "steps.json")
+    given = parser.parse_args()
+    world, rows, claims = init("gpu"), [], {}
+    about = {"machine": machine(world), "device": world.device, "torch": torch_version()}
+    for name, case in cases(SIZES[given.sizes]):
+        rows += measured(world, name, case, given.rounds)
+        claims = claims_of(rows, about["torch"])
+        keep(given.json, about, claims, rows)  # now: what comes next may end the process
+    sys.exit(not told(claims))
+
+
+def torch_version() -> str | None:
+    """Return the version of a PyTorch that reaches this GPU, None if there is none."""
+    if find_spec("torch") is None:
+        return None
+    import torch
+
+    return str(torch.__version__) if torch.cuda.is_available() else None
+
+
+def cases(s: Sizes) -> Iterator[tuple[str, Case]]:
+    """Yield all models."""
+    draw = np.random.default_rng(0)
+
+    def images(n: int, *shape: int) -> tuple[np.ndarray, np.ndarray]:
+        return draw.standard_normal((n, *shape)).astype(np.float32), draw.integers(0, 10, n)
+
+    x, y = images(s.vectors, s.widths[0])
+    mlp = lambda: _torch().mlp_of(s.widths)  # noqa: E731
+    yield "mlp", Case(nn.MlpOptions(widths=s.widths), mlp, x, y, x)
+    text = draw.integers(0, 256, (s.texts, s.length + 1))
+    x, y = text[:, :-1].astype(np.uint8), np.ascontiguousarray(text[:, 1:])
+    options = nn.TransformerOptions(layers=s.layers, width=s.width, heads=s.heads)
+    sizes = (s.layers, s.width, s.heads, s.length)
+    transformer = lambda: _torch().transformer_of(_torch().Text(*sizes))  # noqa: E731
+    yield "transformer", Case(options, transformer, x, y, x.astype(np.int64))
+    x, y = images(s.images, 28, 28)
+    yield "resnet20", Case(nn.ResNetOptions(), lambda: _torch().resnet20_of(), x, y, x[:, None])
+
+
+def measured(world: World, name: str, case: Case, rounds: int) -> list[dict[str, Any]]:
+    """Return a row for each contender."""
+    steps = {"ours": ours(case, "float32")}
+    if torch_version():
+        steps["torch"] = theirs(case)
+    seconds = interleaved(world.link, steps, rounds)
+    for precision in BESIDE if find_spec("ml_dtypes") else BESIDE[1:]:
+        seconds |= interleaved(world.link, {precision: ours(case, precision)}, rounds)
+    rows = [{"what": name, "who": who, **spread(np.divide(took, STEPS).tolist())}
+            for who, took in seconds.items()]  # fmt: skip
+    if "torch" in seconds:
+        rows[0] |= {"ratio": paired_ratio(seconds["ours"], seconds["torch"])}
+    return rows
+
+
+def ours(case: Case, precision: Precision) -> Step:
+    """Return what takes STEPS of our steps, and waits for the last."""
+    model = case.options.build(case.x.shape[1:], 10)
+    replica = replica_of(model, 0, precision, on_gpu=True)
+    engine, param = Single(replica, optim.sgd(1e-3, 0.9)), replica.arena.param
+    batch = Batch(*(xp.like(param, part, part.dtype) for part in (case.x, case.y)))
+    task = Task(batch, 1 / (len(case.x) * model.targets), nn.Key(0, 0, 0))
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            engine.step(task, Flags())
+        xp.finish(param)
+
+    return steps
+
+
+def theirs(case: Case) -> Step:
+    """Return what takes STEPS of PyTorch's steps, and waits for the last."""
+    import torch
+
+    torch.backends.cudnn.allow_tf32 = False  # as it is for products
+    on_gpu = partial(torch.as_tensor, device="cuda")
+    step = _torch().step_of(case.theirs().to("cuda"), on_gpu(case.torch_x), on_gpu(case.y))
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            step()
+        torch.cuda.synchronize()
+
+    return steps
+
+
+def _torch() -> Any:
+    import _in_torch
+
+    return _in_torch
+
+
+def claims_of(rows: list[dict[str, Any]], torch: str | None) -> dict[str, bool | None]:
+    """Return what is claimed of each model that was timed."""
+    missing = "no PyTorch with this GPU" if torch is None else ""
+    return {
+        f"{row['what']}: {row.get('ratio', 0):.2f} of PyTorch's step, <= {LIMIT[row['what']]}"
+        if "ratio" in row
+        else f"{row['what']}: a step against PyTorch's, {missing}": (
+            row["ratio"] <= LIMIT[row["what"]] if "ratio" in row else None
+        )
+        for row in rows
+        if row["who"] == "ours"
+    }
+
+
+if __name__ == "__main__":
+    main()

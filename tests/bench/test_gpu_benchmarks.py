@@ -1,0 +1,123 @@
+"""benchmarks/gpu: each script runs on stand-ins with small sizes, and claims what its rows say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from ranks import run_on_gpus
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Return a function that imports a script of benchmarks/gpu."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.syspath_prepend(str(FOLDER / "gpu"))
+    before = set(sys.modules)
+    yield import_module
+    for name in set(sys.modules) - before:
+        if str(FOLDER) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+#: script -> its words, and how many rows and claims come of it
+SMALL = {
+    "steps": (("--sizes", "small", "--rounds", "1"), 9, 3),
+    "optimizer": (("--bytes", "1048576", "--rounds", "1"), 6, 3),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_runs(script, gpu, monkeypatch, tmp_path, name):
+    words, rows, claims = SMALL[name]
+    monkeypatch.setenv("CUPY_TF32", "0")  # steps.py sets it
+    monkeypatch.setattr(sys, "argv", [name, *words, "--json", str(tmp_path / "found.json")])
+    module = script(name)
+
+    def main(world):
+        monkeypatch.setattr(module, "init", lambda device: world)
+        with pytest.raises(SystemExit):
+            module.main()
+
+    run_on_gpus(1, main)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (len(found["rows"]), len(found["claims"])) == (rows, claims)
+    assert found["device"] == "gpu 0, GPU-0" and gpu.counts["fused"] > 0
+
+
+STEPS = [{"what": "mlp", "who": "ours", "ratio": 1.4}, {"what": "mlp", "who": "torch"},
+         {"what": "resnet20", "who": "ours", "ratio": 3.1}]  # fmt: skip
+UPDATES = [{"what": "copy", "gb_per_s": 4000.0}, {"what": "adamw", "gb_per_s": 2900.0},
+           {"what": "sgd", "gb_per_s": 2700.0}, {"what": "lamb", "gb_per_s": 1.0}]  # fmt: skip
+LOSSES = [{"precision": "float32", "fault": "", "test_loss": 2.0},
+          {"precision": "bf16", "fault": "", "test_loss": 2.03},
+          {"precision": "fp16", "fault": "", "test_loss": 2.05},
+          {"precision": "tf32", "fault": "it broke"}]  # fmt: skip
+RATES = {"to the host": 50.0, "from the host": 52.0, "host to host": 10.0, "staged": 8.1}
+#: script -> what its claims are made of, and how they end
+CLAIMS = {
+    "steps": ("claims_of", (STEPS, "2.11"), [True, False]),
+    "steps without torch": (
+        "claims_of", ([{"what": "mlp", "who": "ours"}], None), [None]),
+    "optimizer": ("claims_of", (UPDATES,), [True, False]),
+    "precision": ("claims_of", (LOSSES,), [True, False, False]),
+    "precision, all failed": ("claims_of", ([{"precision": "float32", "fault": "no"}],), [False]),
+    "paths": ("claims", (RATES,), [True, None]),
+    "paths with ipc": ("claims", ({**RATES, "ipc": 1000.0},), [True, None]),
+    "paths by pointer": ("claims", ({**RATES, "ipc": 1000.0, "cuda-aware": 810.0},), [True, True]),
+    "paths, slow": ("claims", ({**RATES, "staged": 7.9, "ipc": 9.0, "gdr": 7.0},), [False, False]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CLAIMS)
+def test_claims(script, case):
+    function, arguments, ends = CLAIMS[case]
+    found = getattr(script(case.split()[0].rstrip(",")), function)(*arguments)
+    assert list(found.values()) == ends, found
+
+
+def test_what_did_not_come_to_its_end_is_not_measured(script, tmp_path):
+    run_all = script("run_all")
+    result = tmp_path / "found.json"
+    result.write_text(json.dumps({"claims": {"fast": True, "small": False, "quiet": None}}))
+    pieces = [
+        (run_all.Piece("a", [], 1.0, result=result), run_all.Outcome("a", False, 1.0, 1, "")),
+        (run_all.Piece("b", [], 1.0, result=result), run_all.Outcome("b", False, 1.0, -11, "")),
+        (run_all.Piece("c", [], 1.0), run_all.Outcome("c", True, 1.0, 0, "")),
+        (run_all.Piece("d", [], 1.0, result=tmp_path / "none"),
+         run_all.Outcome("d", False, 1.0, None, "ended after 1 s")),
+    ]  # fmt: skip
+    run_all.keep(tmp_path / "run_all.json", {"gpus": []}, pieces)
+    told = json.loads((tmp_path / "run_all.json").read_text())["claims"]
+    assert [one["outcome"] for one in told] == [
+        "held", "short", "not measured",
+        "held", "short", "not measured", "not measured", "held", "not measured",
+    ]  # fmt: skip
+    assert told[6]["claim"] == "all the rest: exit code -11"
+    assert told[-1] == {"piece": "d", "claim": "all of it: ended after 1 s",
+                        "outcome": "not measured"}  # fmt: skip
+
+
+def test_plots(script, monkeypatch, tmp_path):
+    plot = script("plot")
+    point = {"median_s": 1e-3, "bytes": 1 << 20, "gb_per_s": 2.0, "ranks": 2}
+    rows = {
+        "allreduce-2-ranks": [{"what": "direct", **point}, {"what": "copy", **point}],
+        "paths": [{"what": "ipc", **point}],
+        "optimizer": [{"what": "sgd", **point}],
+        "steps": [{"what": "mlp", "who": "ours", **point}],
+        "precision": [{"precision": "bf16", "curve": [[1, 2.0], [2, 1.0]]}, {"precision": "fp16"}],
+    }
+    for name, found in rows.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"one_gpu": True, "rows": found}))
+    monkeypatch.setattr(sys, "argv", ["plot", str(tmp_path)])
+    plot.main()
+    assert (tmp_path / "gpu.png").stat().st_size > 10_000
+    monkeypatch.setattr(sys, "argv", ["plot", str(tmp_path / "empty")])
+    with pytest.raises(SystemExit, match="nothing to draw"):
+        plot.main()
