@@ -5,7 +5,8 @@
 # a shell, in which `srun --kill-on-bad-exit=1 hpctrain train digits` starts ranks.
 
 # salloc reads SALLOC_* where sbatch reads SBATCH_*.
-for name in ACCOUNT CLUSTERS CONSTRAINT EXCLUSIVE GPUS_PER_NODE GPU_BIND GRES PARTITION QOS RESERVATION; do
+variables=(ACCOUNT CLUSTERS CONSTRAINT EXCLUSIVE GPUS_PER_NODE GPU_BIND GRES MEM_PER_NODE PARTITION QOS RESERVATION)
+for name in "${variables[@]}"; do
     value=SBATCH_$name
     if [ -n "${!value}" ]; then export "SALLOC_$name=${!value}"; fi
 done
@@ -17,4 +18,5 @@ options=(
     --time=0:30:00
 )
 if [ $# -eq 0 ]; then exec salloc "${options[@]}"; fi
-exec salloc "${options[@]}" srun --kill-on-bad-exit=1 "$@"
+read -ra launch <<<"${HPCTRAIN_LAUNCHER:-srun --kill-on-bad-exit=1}"
+exec salloc "${options[@]}" "${launch[@]}" "$@"

@@ -55,6 +55,7 @@ class Site:
     options: dict[str, str] = Field(default_factory=dict)  #: of sbatch, on all nodes
     plugins: list[str] = Field(default_factory=list)  #: options that the site has added to sbatch
     modules: list[str] = Field(default_factory=list)
+    venv: str | None = None  #: the folder of a Python environment that jobs activate
     launcher: str = "srun --kill-on-bad-exit=1"
     environment: dict[str, str] = Field(default_factory=dict)
 
@@ -82,6 +83,7 @@ class Site:
         exports = {"HPCTRAIN_LAUNCHER": self.launcher, **self.environment, **nodes.environment}
         modules = [*self.modules, *nodes.modules]
         lines = [f"module load {shlex.join(modules)}"] if modules else []
+        lines += [f". {shlex.quote(self.venv)}/bin/activate"] if self.venv else []
         lines += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
         return "\n".join([*self._comments(), *lines])
 
@@ -89,7 +91,11 @@ class Site:
         """Return the text of a file site.env: options of sbatch as variables, then `setup`."""
         options = {**self.sbatch_options(nodes), **gpu_options(nodes.gpus, nodes)}
         exports = [f"export {VARIABLES[k]}={shlex.quote(v)}" for k, v in options.items()]
-        return "\n".join([*exports, self.setup(nodes), ""])
+        # Of ranks and their cores sbatch reads no variables.
+        ranks = f"--ntasks-per-node={nodes.gpus or nodes.tasks_per_node}"
+        hint = f"#   sbatch {ranks} --cpus-per-task={nodes.cpus_per_task} slurm/multi_node.sbatch"
+        return "\n".join([self.setup(nodes), "# Options of sbatch; others go with it:", hint,
+                          *exports, ""])  # fmt: skip
 
     def _comments(self) -> list[str]:
         seen = "Read from public documentation, not run there:" if self.read else ""
@@ -155,7 +161,7 @@ def _check(site: Site, where: str) -> None:
         for variable in part.environment:
             if not _VARIABLE.fullmatch(variable):
                 raise UsageError(f"[{where}] environment: '{variable}' is no name of a variable")
-    told = [site.title, site.launcher, *site.read, *site.notes]
+    told = [site.title, site.launcher, site.venv or "", *site.read, *site.notes]
     told += [word for p in parts for word in (*p.modules, *p.environment.values())]
     for text in told:
         if not text.isprintable():

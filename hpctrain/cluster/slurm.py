@@ -19,7 +19,8 @@ from hpctrain.cluster.site import ANY, Nodes, Site, gpu_options
 _MARK = re.compile(r"\{\{ (\w+) \}\}")
 #: Of the site, what an interactive shell asks Slurm for.
 _OF_SALLOC = (
-    "ACCOUNT CLUSTERS CONSTRAINT EXCLUSIVE GPUS_PER_NODE GPU_BIND GRES PARTITION QOS RESERVATION"
+    "ACCOUNT CLUSTERS CONSTRAINT EXCLUSIVE GPUS_PER_NODE GPU_BIND GRES MEM_PER_NODE PARTITION "
+    "QOS RESERVATION"
 )
 
 #: What slurm/ holds: a job of the built-in recipe for each template.
@@ -133,6 +134,7 @@ def _interactive(job: Job, site: Site | None) -> dict[str, str]:
     gpus = gpu_options(job.gpus_per_node, nodes)
     options = {**size, **gpus, "time": job.time, **_more(job, site, nodes)}
     return {
+        "site": site.setup(nodes) if site else "",
         "options": "\n".join(f"    {shlex.quote(word)}" for word in sbatch.words(options)),
         "variables": _OF_SALLOC,
         "cpus_per_task": size["cpus-per-task"],
@@ -144,8 +146,7 @@ def _template(name: str) -> str:
 
 
 def _filled(template: str, values: dict[str, str]) -> str:
-    """Return `template` with its marks replaced; a line whose only mark is empty goes."""
-    kept = re.sub(
-        r"^\{\{ (\w+) \}\}\n", lambda m: m[0] if values[m[1]] else "", template, flags=re.M
-    )
+    """Return `template` with its marks replaced; an empty one goes with its paragraph's end."""
+    empty = re.compile(r"^\{\{ (\w+) \}\}\n\n?", re.M)
+    kept = empty.sub(lambda mark: mark[0] if values[mark[1]] else "", template)
     return _MARK.sub(lambda mark: values[mark[1]], kept)

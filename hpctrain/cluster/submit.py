@@ -84,9 +84,7 @@ def submit(text: str, folder: Path, options: Sequence[str] = ()) -> int:
     _must_have("sbatch")
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    out = str(folder.absolute() / "slurm-").replace("%", "%%")
-    number = "%A_%a" if re.search(r"^#SBATCH --array", text, re.M) else "%j"
-    done = _run(["sbatch", "--parsable", f"--output={out}{number}.out", *options], text)
+    done = _run(["sbatch", "--parsable", *_output(text, folder), *options], text)
     if done.returncode:
         if made:
             folder.rmdir()
@@ -95,6 +93,15 @@ def submit(text: str, folder: Path, options: Sequence[str] = ()) -> int:
     (folder / SCRIPT).write_text(text)
     rundir.write_json(folder / JOBS, {"jobs": [*jobs_of(folder), job]})
     return job
+
+
+def _output(text: str, folder: Path) -> list[str]:
+    """Return the option that sends what a job says into `folder`, unless the script has one."""
+    given = {found[1] for found in re.finditer(r"^#SBATCH --([a-z-]+)", text, re.M)}
+    if "output" in given:
+        return []
+    out = str(folder.absolute() / "slurm-").replace("%", "%%")
+    return [f"--output={out}{'%A_%a' if 'array' in given else '%j'}.out"]
 
 
 def refusal(said: str, text: str) -> str:

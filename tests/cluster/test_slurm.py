@@ -91,6 +91,7 @@ BAD = [
     (Job(out="runs/\udcff"), "one line without control characters"),
     (Job(options={"constrain": "a100"}), "did you mean 'constraint'"),
     (Job(options={"gpus-per-task": "1"}), "hides the neighbours' GPUs"),
+    (Job(options={"chdir": "/tmp"}), "runs in the folder in which it was submitted"),
     (Job(options={"qos": "a b"}), "sbatch reads it from a line of the script; seen 'a b'"),
     (Job(options={"comment": "a\n#SBATCH --uid=0"}), "--option comment: expected letters"),
     (Job(options={"comment": "$(touch broken)"}), "--option comment: expected letters"),
@@ -191,6 +192,20 @@ def test_servers_beside_workers_see_no_gpu(tmp_path):
     assert "--distribution=cyclic -n 5 " in (tmp_path / "srun").read_text()
 
 
+def test_interactive_asks_salloc_for_what_sbatch_would_be_asked(tmp_path):
+    fake(tmp_path, "salloc", 'echo "$@ [$SALLOC_PARTITION] [$SALLOC_QOS]" >> said')
+    job = Job(nodes=2, interactive=True, options={"exclusive": ""})
+    text = render(job, site.Site(title="x", cpu=site.Nodes(), launcher="mpirun -v"))
+    for script, started in ((render(job), "srun --kill-on-bad-exit=1"), (text, "mpirun -v")):
+        (tmp_path / "said").unlink(missing_ok=True)
+        environ = {"SBATCH_PARTITION": "gold", "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+        words = ["bash", "-c", script, "x", "hpctrain", "doctor", "a b"]
+        assert subprocess.run(words, cwd=tmp_path, env=environ).returncode == 0
+        options = "--nodes=2 --ntasks-per-node=1 --cpus-per-task=1 --time=1:00:00 --exclusive"
+        told = (tmp_path / "said").read_text()
+        assert told == f"{options} {started} hpctrain doctor a b [gold] []\n"
+
+
 def directives(text: str) -> list[str]:
     """Return the lines that sbatch reads: those before the first command."""
     lines = text.splitlines()
@@ -243,7 +258,11 @@ def test_unknown_site():
 
 def test_environment_of_a_site_is_quoted(tmp_path):
     nodes = site.Nodes(environment={"A": "it's $(touch broken)"}, options={"account": "m1"})
-    (tmp_path / "site.env").write_text(site.Site(title="x", cpu=nodes).env(nodes))
+    activate = tmp_path / "my env" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    activate.write_text("A=before")
+    found = site.Site(title="x", cpu=nodes, venv=str(tmp_path / "my env"))
+    (tmp_path / "site.env").write_text(found.env(nodes))
     line = '. ./site.env; echo "$A|$SBATCH_ACCOUNT|$HPCTRAIN_LAUNCHER"'
     done = subprocess.run(["sh", "-c", line], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "it's $(touch broken)|m1|srun --kill-on-bad-exit=1\n"

@@ -163,6 +163,14 @@ def test_status_shows_job_and_run(commands):
     assert "17: rank 1: disk full" in told("status", "runs/a")
 
 
+def test_what_a_job_says_goes_where_it_was_asked_to(commands):
+    commands("sbatch", 'echo "$@" > said; echo 17')
+    told("submit", "digits", "--sizes", "1,2", "--out", "100%")
+    assert Path("said").read_text().endswith("/100%%/slurm-%A_%a.out\n")
+    told("submit", "digits", "--option", "output=mine.txt", "--out", "b")
+    assert Path("said").read_text() == "--parsable\n"
+
+
 def test_status_wants_a_run_that_was_submitted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"no run in runs/ was submitted"):

@@ -4,8 +4,11 @@
 # With a COMMAND every rank runs it, as in `bash slurm/interactive.sh hpctrain doctor`; else there is
 # a shell, in which `srun --kill-on-bad-exit=1 hpctrain train digits` starts ranks.
 
+{{ site }}
+
 # salloc reads SALLOC_* where sbatch reads SBATCH_*.
-for name in {{ variables }}; do
+variables=({{ variables }})
+for name in "${variables[@]}"; do
     value=SBATCH_$name
     if [ -n "${!value}" ]; then export "SALLOC_$name=${!value}"; fi
 done
@@ -14,4 +17,5 @@ options=(
 {{ options }}
 )
 if [ $# -eq 0 ]; then exec salloc "${options[@]}"; fi
-exec salloc "${options[@]}" srun --kill-on-bad-exit=1 "$@"
+read -ra launch <<<"${HPCTRAIN_LAUNCHER:-srun --kill-on-bad-exit=1}"
+exec salloc "${options[@]}" "${launch[@]}" "$@"
