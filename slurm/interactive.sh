@@ -4,11 +4,8 @@
 # With a COMMAND every rank runs it, as in `bash slurm/interactive.sh hpctrain doctor`; else there is
 # a shell, in which `srun --kill-on-bad-exit=1 hpctrain train digits` starts ranks.
 
-# salloc reads SALLOC_* where sbatch reads SBATCH_*.
-variables=(ACCOUNT CLUSTERS CONSTRAINT EXCLUSIVE GPUS_PER_NODE GPU_BIND GRES MEM_PER_NODE PARTITION QOS RESERVATION)
-for name in "${variables[@]}"; do
-    value=SBATCH_$name
-    if [ -n "${!value}" ]; then export "SALLOC_$name=${!value}"; fi
+for name in "${!SBATCH_@}"; do # salloc reads SALLOC_* where sbatch reads SBATCH_*
+    export "SALLOC_${name#SBATCH_}=${!name}"
 done
 export SLURM_KILL_BAD_EXIT=1 SRUN_CPUS_PER_TASK=1
 options=(

@@ -17,12 +17,6 @@ from hpctrain.cluster.job import Job, check, job_name, nodes_of, tasks_per_node
 from hpctrain.cluster.site import ANY, Nodes, Site, gpu_options
 
 _MARK = re.compile(r"\{\{ (\w+) \}\}")
-#: Of the site, what an interactive shell asks Slurm for.
-_OF_SALLOC = (
-    "ACCOUNT CLUSTERS CONSTRAINT EXCLUSIVE GPUS_PER_NODE GPU_BIND GRES MEM_PER_NODE PARTITION "
-    "QOS RESERVATION"
-)
-
 #: What slurm/ holds: a job of the built-in recipe for each template.
 DEFAULTS = {
     job.template: job
@@ -136,7 +130,6 @@ def _interactive(job: Job, site: Site | None) -> dict[str, str]:
     return {
         "site": site.setup(nodes) if site else "",
         "options": "\n".join(f"    {shlex.quote(word)}" for word in sbatch.words(options)),
-        "variables": _OF_SALLOC,
         "cpus_per_task": size["cpus-per-task"],
     }
 

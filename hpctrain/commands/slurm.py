@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from hpctrain import engines, recipe, rundir
-from hpctrain.cluster import job as jobs
+from hpctrain import engines, rundir
 from hpctrain.cluster import site as sites
 from hpctrain.cluster import submit as queue
-from hpctrain.cluster.job import Job
-from hpctrain.cluster.site import Site
+from hpctrain.cluster.job import job_name
+from hpctrain.cluster.show import show
 from hpctrain.cluster.slurm import render as script
-from hpctrain.engines.roles import ServerOptions
+from hpctrain.commands._job import asked_for
 from hpctrain.errors import UsageError
 
 EPILOG = """\b
@@ -33,9 +29,6 @@ Examples:
 A job is stopped in time, put back into the queue, and goes on at the step where it stopped. What
 `render` prints is what `sbatch` takes.
 """
-
-
-WIDTH = 130  # where there is no terminal
 
 
 @click.group(epilog=EPILOG)
@@ -87,9 +80,9 @@ Examples:
 @slurm.command(epilog=RENDER)
 @_of_a_job
 @click.option("--interactive", is_flag=True, help="A script that calls salloc.")
-def render(site: str | None, interactive: bool, **given: Any) -> None:
+def render(interactive: bool, **given: Any) -> None:
     """Print the script of a job that trains RECIPE."""
-    click.echo(script(_job(given, _site(site), interactive), _site(site)), nl=False)
+    click.echo(script(*asked_for(given, interactive)), nl=False)
 
 
 SUBMIT = """\b
@@ -102,14 +95,14 @@ Examples:
 
 @slurm.command(epilog=SUBMIT)
 @_of_a_job
-def submit(site: str | None, **given: Any) -> None:
+def submit(**given: Any) -> None:
     """Submit a job that trains RECIPE; prints its id and the run's folder.
 
     The folder keeps the script, the job's id and what the job says.
     """
-    job = _job(given, _site(site))
-    folder = Path(job.out or rundir.default_path(jobs.job_name(job)))
-    text = script(replace(job, out=str(folder)), _site(site))
+    job, site = asked_for(given)
+    folder = Path(job.out or rundir.default_path(job_name(job)))
+    text = script(replace(job, out=str(folder)), site)
     click.echo(f"{queue.submit(text, folder)}  {folder}")
 
 
@@ -137,111 +130,6 @@ def status(
     if not folders:
         raise UsageError("no run in runs/ was submitted; name the folder of one")
     rows = queue.wait(folders, wait_s or 0)
-    click.echo(json.dumps(rows, indent=1)) if as_json else _show(rows)
+    click.echo(json.dumps(rows, indent=1)) if as_json else show(rows)
     if wait_s is not None:
         context.exit(0 if all(row["status"] == "done" for row in rows) else 1)
-
-
-def _site(name: str | None) -> Site | None:
-    return sites.load(name) if name is not None else None
-
-
-def _job(given: dict[str, Any], site: Site | None, interactive: bool = False) -> Job:
-    """Return the job that the command line describes; the recipe is read and checked as well."""
-    sizes = tuple(_numbers(given["sizes"])) if given["sizes"] else ()
-    nodes = given["nodes"] or max(sizes, default=1)
-    direct = ("gpus_per_node", "cpus_per_task", "time", "warn_s", "max_restarts", "servers",
-              "server_nodes", "out")  # fmt: skip
-    engine, overrides = _engine(given)
-    job = Job(
-        recipe=given["name"],
-        nodes=nodes,
-        tasks_per_node=_tasks_per_node(given["ranks"], given["tasks_per_node"], nodes),
-        sizes=sizes,
-        arguments=tuple(_arguments(engine, given["sets"])),
-        name=given["job_name"],
-        options=dict(_option(text) for text in given["options"]),
-        interactive=interactive,
-        **{key: given[key] for key in direct},
-    )
-    jobs.check(job, site)
-    spec = recipe.load(job.recipe, overrides)
-    for size in job.sizes or (job.nodes,):
-        engines.workers_of(spec.engine, jobs.ranks(replace(job, nodes=size), site))
-    return job
-
-
-def _engine(given: dict[str, Any]) -> tuple[str | None, list[str]]:
-    """Return the --engine of the job, and all that it sets of the recipe.
-
-    Where servers are asked for, and the recipe's engine has none, ps-sync is taken.
-    """
-    servers, engine = given["servers"], given["engine"]
-    overrides = [f"engine.kind={engine}"] * (engine is not None) + list(given["sets"])
-    spec = recipe.load(given["name"], overrides)
-    if not servers:
-        return engine, overrides
-    if not isinstance(spec.engine, ServerOptions):
-        if engine is not None:
-            raise UsageError(f"--servers {servers}: --engine {engine} has no servers; take ps-sync")
-        engine, overrides = "ps-sync", ["engine.kind=ps-sync", *overrides]
-    return engine, [*overrides, f"engine.servers={servers}", "engine.placement=dedicated"]
-
-
-def _arguments(engine: str | None, sets: Sequence[str]) -> list[str]:
-    chosen = ["--engine", engine] if engine else []
-    return [*chosen, *(word for text in sets for word in ("--set", text))]
-
-
-def _tasks_per_node(ranks: int | None, tasks_per_node: int | None, nodes: int) -> int | None:
-    if ranks is None:
-        return tasks_per_node
-    if tasks_per_node is not None:
-        raise UsageError("--ranks and --tasks-per-node say the same: give one of them")
-    if nodes < 1 or ranks % nodes:
-        raise UsageError(f"--ranks {ranks} cannot be shared out evenly among --nodes {nodes}")
-    return ranks // nodes
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError:
-        raise UsageError(f"--sizes {text}: expected numbers of nodes, as in 1,2,4") from None
-
-
-def _option(text: str) -> tuple[str, str]:
-    name, _, value = text.partition("=")
-    return name.lstrip("-"), value
-
-
-def _show(rows: Sequence[dict[str, Any]]) -> None:
-    """Print a row per job, and below in full why each is where it is."""
-    out = Console()
-    out = out if out.is_terminal else Console(width=WIDTH)
-    drawn = Table("job", "state", "restarts", "run", "step", "loss", "accuracy")
-    drawn.add_column("folder", overflow="fold")  # to be copied
-    for row in rows:
-        drawn.add_row(*map(Text, _cells(row)))
-    out.print(drawn)
-    for row in rows:
-        if why := queue.meaning(row):
-            out.print(Text(f"{row['job']}: {why}"), soft_wrap=True)
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    def number(key: str) -> str:
-        return "-" if row[key] is None else f"{row[key]:.4f}"
-
-    restarts = "-" if row["restarts"] is None else str(row["restarts"])
-    status = row["status"] or ("-" if row["step"] is None else "training")
-    return [row["job"], row["state"], restarts, status, _progress(row), number("train_loss"),
-            number("test_accuracy"), row["run"]]  # fmt: skip
-
-
-def _progress(row: dict[str, Any]) -> str:
-    if row["step"] is None:
-        return "-"
-    if row["steps"]:
-        return f"{row['step']} of {row['steps']}"
-    return f"{row['step']}, epoch {row['epoch']} of {row['epochs']}"

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from hpctrain import rundir
 from hpctrain.cli import hpctrain
 from hpctrain.cluster import sbatch, submit
+from hpctrain.cluster.slurm import DEFAULTS, render
 from hpctrain.cluster.submit import State
 from hpctrain.errors import HpctrainError, UsageError
 
@@ -195,6 +196,9 @@ def test_on_a_real_slurm(slurm, tmp_path, monkeypatch):
 
     told("submit", "digits", "--nodes", "4", "--option", "hold", "--out", "held")
     assert "JobHeldUser: held: scontrol release it" in told("status", "held")
+
+    shell = ["bash", "-c", render(DEFAULTS["interactive.sh"]), "x", "printenv", "SLURM_PROCID"]
+    assert sorted(slurm.run(*shell, cwd=tmp_path).split()) == ["0", "1", "2", "3"]
 
     few, name = ("--set", "run.epochs=1", "--out"), "it's 100% $HOME"
     told("submit", "digits", "--sizes", "1,2", *few, name)

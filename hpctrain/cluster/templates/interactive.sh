@@ -6,11 +6,8 @@
 
 {{ site }}
 
-# salloc reads SALLOC_* where sbatch reads SBATCH_*.
-variables=({{ variables }})
-for name in "${variables[@]}"; do
-    value=SBATCH_$name
-    if [ -n "${!value}" ]; then export "SALLOC_$name=${!value}"; fi
+for name in "${!SBATCH_@}"; do # salloc reads SALLOC_* where sbatch reads SBATCH_*
+    export "SALLOC_${name#SBATCH_}=${!name}"
 done
 export SLURM_KILL_BAD_EXIT=1 SRUN_CPUS_PER_TASK={{ cpus_per_task }}
 options=(

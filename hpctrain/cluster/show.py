@@ -1,0 +1,46 @@
+"""What became of jobs, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hpctrain.cluster.submit import meaning
+
+WIDTH = 130  # where there is no terminal
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Print a row per job, and below in full why each is where it is."""
+    out = Console()
+    out = out if out.is_terminal else Console(width=WIDTH)
+    drawn = Table("job", "state", "restarts", "run", "step", "loss", "accuracy")
+    drawn.add_column("folder", overflow="fold")  # to be copied
+    for row in rows:
+        drawn.add_row(*map(Text, _cells(row)))
+    out.print(drawn)
+    for row in rows:
+        if why := meaning(row):
+            out.print(Text(f"{row['job']}: {why}"), soft_wrap=True)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    def number(key: str) -> str:
+        return "-" if row[key] is None else f"{row[key]:.4f}"
+
+    restarts = "-" if row["restarts"] is None else str(row["restarts"])
+    status = row["status"] or ("-" if row["step"] is None else "training")
+    return [row["job"], row["state"], restarts, status, _progress(row), number("train_loss"),
+            number("test_accuracy"), row["run"]]  # fmt: skip
+
+
+def _progress(row: dict[str, Any]) -> str:
+    if row["step"] is None:
+        return "-"
+    if row["steps"]:
+        return f"{row['step']} of {row['steps']}"
+    return f"{row['step']}, epoch {row['epoch']} of {row['epochs']}"

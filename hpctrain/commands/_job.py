@@ -1,0 +1,85 @@
+"""From the words of a command line to a job for Slurm; the recipe is read and checked as well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hpctrain import engines, recipe
+from hpctrain.cluster import job as jobs
+from hpctrain.cluster import site as sites
+from hpctrain.cluster.job import Job
+from hpctrain.cluster.site import Site
+from hpctrain.engines.roles import ServerOptions
+from hpctrain.errors import UsageError
+
+
+def asked_for(given: dict[str, Any], interactive: bool = False) -> tuple[Job, Site | None]:
+    """Return the job and the site that `given`, the values of a command's options, describe."""
+    site = sites.load(given["site"]) if given["site"] else None
+    sizes = tuple(_numbers(given["sizes"])) if given["sizes"] else ()
+    nodes = given["nodes"] or max(sizes, default=1)
+    direct = ("gpus_per_node", "cpus_per_task", "time", "warn_s", "max_restarts", "servers",
+              "server_nodes", "out")  # fmt: skip
+    engine, overrides = _engine(given)
+    job = Job(
+        recipe=given["name"],
+        nodes=nodes,
+        tasks_per_node=_tasks_per_node(given["ranks"], given["tasks_per_node"], nodes),
+        sizes=sizes,
+        arguments=tuple(_arguments(engine, given["sets"])),
+        name=given["job_name"],
+        options=dict(_option(text) for text in given["options"]),
+        interactive=interactive,
+        **{key: given[key] for key in direct},
+    )
+    jobs.check(job, site)
+    spec = recipe.load(job.recipe, overrides)
+    for size in job.sizes or (job.nodes,):
+        engines.workers_of(spec.engine, jobs.ranks(replace(job, nodes=size), site))
+    return job, site
+
+
+def _engine(given: dict[str, Any]) -> tuple[str | None, list[str]]:
+    """Return the --engine of the job, and all that it sets of the recipe.
+
+    Where servers are asked for, and the recipe's engine has none, ps-sync is taken.
+    """
+    servers, engine = given["servers"], given["engine"]
+    overrides = [f"engine.kind={engine}"] * (engine is not None) + list(given["sets"])
+    spec = recipe.load(given["name"], overrides)
+    if not servers:
+        return engine, overrides
+    if not isinstance(spec.engine, ServerOptions):
+        if engine is not None:
+            raise UsageError(f"--servers {servers}: --engine {engine} has no servers; take ps-sync")
+        engine, overrides = "ps-sync", ["engine.kind=ps-sync", *overrides]
+    return engine, [*overrides, f"engine.servers={servers}", "engine.placement=dedicated"]
+
+
+def _arguments(engine: str | None, sets: Sequence[str]) -> list[str]:
+    chosen = ["--engine", engine] if engine else []
+    return [*chosen, *(word for text in sets for word in ("--set", text))]
+
+
+def _tasks_per_node(ranks: int | None, tasks_per_node: int | None, nodes: int) -> int | None:
+    if ranks is None:
+        return tasks_per_node
+    if tasks_per_node is not None:
+        raise UsageError("--ranks and --tasks-per-node say the same: give one of them")
+    if nodes < 1 or ranks % nodes:
+        raise UsageError(f"--ranks {ranks} cannot be shared out evenly among --nodes {nodes}")
+    return ranks // nodes
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--sizes {text}: expected numbers of nodes, as in 1,2,4") from None
+
+
+def _option(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    return name.lstrip("-"), value
