@@ -37,7 +37,7 @@ def say(error: BaseException, who: str, rank: int = 0, size: int = 1) -> None:
     short = shortage(error)
     if short is not None:
         time.sleep(IN_TURN_S * rank / size)
-        _print(f"hpctrain: {who}: {short}")
+        _print(f"hpctrain: {who}: {short}" if size > 1 else f"hpctrain: {short}")
         log.debug("where it was asked for:", exc_info=error)
         return
     lines = "".join(traceback.format_exception(error)).splitlines()

@@ -28,6 +28,7 @@ from hpctrain.recipe import Recipe
 from hpctrain.timeline import Timeline
 from hpctrain.trace import TraceOptions
 from hpctrain.world import World
+from hpctrain.xp import shortage
 
 log = logging.getLogger(__name__)
 BAR_S = 0.1  # the bar is drawn this often at most: drawing takes time from training
@@ -176,6 +177,7 @@ class Journal:
 
         Returns whether it was the first to do so, as far as it can tell.
         """
+        error = shortage(error) or error
         self._bar.close(self._row_step)
         self._timeline.end_alone()
         who = f"rank {self.world.rank} on {self.world.host}, step {self.world.trace.step}"

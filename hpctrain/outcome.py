@@ -15,6 +15,7 @@ from hpctrain.xp import shortage
 @contextmanager
 def told(journal: Journal) -> Iterator[None]:
     """See to it that the summary tells how a run ended, also where it ended badly."""
+    journal.world.last_words = journal.fail_alone
     try:
         yield
     except Stopped as error:
@@ -27,10 +28,11 @@ def told(journal: Journal) -> Iterator[None]:
         journal.fail_alone(error)
         raise HpctrainError(str(error)) from error
     except BaseException as error:
-        short = shortage(error)
-        first = journal.fail_alone(short or error)
-        if short is None:
+        first = journal.fail_alone(error)
+        if (short := shortage(error)) is None:
             raise
         if not first:  # ranks are often short of memory together: whoever was first speaks
             time.sleep(SPEAK_FIRST_S)
         raise short from error
+    finally:
+        journal.world.last_words = None

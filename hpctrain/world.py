@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing
@@ -53,6 +53,7 @@ class World:
     verdict: Verdict = STAGED  #: which way GPU memory takes between ranks
     seats: tuple[Seated, ...] = ()  #: of each rank, as it took it; none among threads
     trace: Trace = field(default_factory=Trace)  #: where threads note what they did
+    last_words: Callable[[BaseException], Any] | None = None  #: takes down why this rank ends
     others: dict[str, list[Link]] = field(default_factory=dict)  #: by what they are for
     main: Group = field(init=False)  #: all ranks, for the main thread; its scratch is kept
     memory: Memory = field(init=False)  #: what the ranks of this node see of each other
@@ -124,10 +125,14 @@ class World:
 
     def fail(self, error: BaseException) -> None:
         """End the job, for a thread beside the main one in which something went wrong."""
-        if self.transport == "local":
-            self.link.hub.fail()  # type: ignore[attr-defined]
-        else:
-            fail_alone(error)
+        try:
+            if self.last_words is not None:
+                self.last_words(error)
+        finally:
+            if self.transport == "local":
+                self.link.hub.fail()  # type: ignore[attr-defined]
+            else:
+                fail_alone(error)
 
     def _noted(self, purpose: str, *links: Link) -> list[Link]:
         """Return `links`, which note in the record from now on what one thread waits for."""

@@ -10,7 +10,7 @@ import pytest
 from jobs import sets
 from ranks import run_on
 
-from hpctrain import recipe, runs, watch
+from hpctrain import recipe, rundir, runs, watch
 
 pytestmark = pytest.mark.processes
 
@@ -91,3 +91,5 @@ def test_a_server_thread_that_breaks(start, mark, small, tmp_path):
     assert ended.returncode != 0
     assert ended.seconds < 20
     assert "the server broke" in ended.stderr and "in breaking" in ended.stderr
+    summary = rundir.read_summary(tmp_path / "run")
+    assert "RuntimeError: the server broke" in summary["reason"] and summary["status"] == "failed"
