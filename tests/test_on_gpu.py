@@ -1,0 +1,243 @@
+"""A GPU itself, where there is one: what stand-ins have shown is seen there, by threads and by MPI.
+
+    pytest tests/test_on_cupy.py tests/test_on_gpu.py      # about five minutes; one GPU is enough
+
+Bodies and tables are those of the tests on stand-ins; what they count has no counterpart here.
+Without a GPU all rows are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib import util
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cases import dtype_of
+from jobs import sets
+from ranks import run_on, run_on_gpus
+from safetensors.numpy import load_file
+
+from hpctrain import rundir
+from hpctrain.collectives import OPERATIONS, fused, operation
+from hpctrain.collectives.operations import ufunc_of
+from hpctrain.gradients.precision import replica_of
+
+HERE = Path(__file__).parent
+
+
+def devices() -> int:
+    try:
+        import cupy
+
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except Exception:  # no CuPy, no driver, or none that fits
+        return 0
+
+
+pytestmark = [
+    pytest.mark.skipif(not devices(), reason="no GPU here"),
+    pytest.mark.timeout(200),
+]
+
+
+def of(path: str):
+    """Return the test module at `path`: two of them may share a name."""
+    spec = util.spec_from_file_location(path.replace("/", "_"), HERE / f"{path}.py")
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+MODELS, MIXED, OPTIMIZERS, ENGINES = map(
+    of, ("nn/test_on_device", "gradients/test_mixed", "optim/test_on_device",
+         "engines/test_on_device")
+)  # fmt: skip
+
+
+def away(found, wanted) -> float:
+    return float(np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-30))
+
+
+@pytest.mark.parametrize("samples", [7, 0])
+@pytest.mark.parametrize("name", MODELS.MODELS)
+def test_gradients(name, samples):
+    host, wanted, order = MODELS.computed(name, False, samples)
+    device, sums, ready = MODELS.computed(name, True, samples)
+    assert ready == order and (sums.correct, sums.count) == (wanted.correct, wanted.count)
+    assert away(sums.loss, wanted.loss) <= 1e-5
+    assert away(device.arena.grad.get(), host.arena.grad) <= 1e-4
+    assert away(device.arena.buffer.get(), host.arena.buffer) <= 1e-5
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", MIXED.MODELS)
+def test_gradients_with_fewer_digits(monkeypatch, name, precision):
+    monkeypatch.setenv("CUPY_TF32", "0")  # it is set for the rest of the process
+    batch, wanted = MIXED.batch(name), replica_of(MIXED.built(name), 3, "float32", False)
+    found = replica_of(MIXED.built(name), 3, precision, True)
+    told = wanted.gradient(batch, 1 / 6, MIXED.KEY, MIXED.nobody)
+    sums = found.gradient(batch, 1 / 6, MIXED.KEY, MIXED.nobody)
+    close = MIXED.CLOSE.get(precision, 0.005)
+    assert away(sums.loss, told.loss) <= close
+    assert away(found.arena.grad.get(), wanted.arena.grad) <= 6 * close
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", OPTIMIZERS.OPTIMIZERS)
+def test_optimizers(name, dtype):
+    import cupy
+
+    wanted = OPTIMIZERS.updated(OPTIMIZERS.OPTIMIZERS[name], dtype)
+    found = OPTIMIZERS.updated(OPTIMIZERS.OPTIMIZERS[name], dtype, cupy.asarray)
+    close = 1e-5 if dtype == "float32" else 1e-13  # a kernel multiplies and adds in one
+    for key in found.keys() - {"step"}:
+        assert away(found[key].get(), wanted[key]) <= close, key
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
+def test_sums_have_the_bytes_of_the_host(dtype, op):
+    import cupy
+
+    draw, how = np.random.default_rng(0), operation(op, dtype_of(dtype))
+    for n, skip in ((1, 0), (1000, 0), (1001, 1), (1 << 20, 0)):
+        arrays = [(draw.standard_normal(n + skip) * 100).astype(dtype_of(dtype)) for _ in range(3)]
+        told = arrays[0][skip:].copy()
+        for other in arrays[1:]:
+            how(told, other[skip:], out=told)
+        there = [cupy.asarray(x)[skip:] for x in arrays]
+        fused.combine(there, ufunc_of(how), there)
+        assert all((x.get().view(np.uint8) == told.view(np.uint8)).all() for x in there), (n, skip)
+
+
+@pytest.mark.parametrize("name", ENGINES.ENGINES)
+def test_engines_on_threads(name):
+    wanted = run_on("threads", 3, lambda w: ENGINES.trained(w, ENGINES.ENGINES[name])[0])
+    found = run_on_gpus(3, lambda w: ENGINES.trained(w, ENGINES.ENGINES[name])[0])
+    for one, other in zip(found, wanted, strict=True):
+        assert away(one, other) <= 1e-4
+
+
+@pytest.mark.parametrize("name", ENGINES.FREE)
+def test_engines_on_threads_that_wait_for_nobody(name):
+    found = run_on_gpus(3, lambda w: ENGINES.trained(w, ENGINES.FREE[name])[1])
+    assert np.isfinite(found[0]["train_loss"])
+
+
+# From here on real ranks of MPI, two of them on a GPU where there is one.
+STEPS, TRAIN = 12, ("-q", "train", "digits", "--device")
+#: what is set -> how near the parameters are to those of one rank on the CPU; None: not alike.
+#: In all they move by 0.06.
+RUNS = {
+    **{f"algorithm {name}": ({"wire_algorithm": name}, 1e-4) for name in (
+        "auto", "direct", "ring", "tree", "double-tree", "recursive-doubling",
+        "halving-doubling", "hierarchical", "native")},
+    "overlap": ({"wire_overlap": "always", "wire_bucket_bytes": 20_000}, 1e-4),
+    "priority": ({"wire_overlap": "always", "wire_bucket_bytes": 20_000,
+                  "wire_priority": "true"}, 1e-4),
+    "ordered": ({"wire_reduction": "ordered"}, 1e-4),
+    "shards": ({"engine_shard_optimizer": "true"}, 1e-4),
+    "ps-sync": ({"engine_kind": "ps-sync"}, 1e-4),
+    "ps-async": ({"engine_kind": "ps-async"}, None),
+    "local-sgd": ({"engine_kind": "local-sgd"}, None),
+    "easgd": ({"engine_kind": "easgd"}, None),
+    "gossip": ({"engine_kind": "gossip"}, None),
+    "dropout": ({"model_dropout": 0.2}, 1e-4),
+    "bf16": ({"run_precision": "bf16"}, 0.01),
+    "fp16": ({"run_precision": "fp16"}, 0.003),
+    "tf32": ({"run_precision": "tf32"}, 0.003),
+    "float64": ({"run_precision": "float64"}, 1e-10),
+    "top-k": ({"wire_compression": "top-k"}, None),
+    "powersgd": ({"wire_compression": "powersgd"}, None),
+}  # fmt: skip
+#: what is set for the one rank on the CPU, too
+ALIKE = ("model_dropout",)
+
+
+def trained(hpctrain, out: Path, device: str, ranks: int | None, steps: int, keys, *more):
+    """Train `digits`; return the parameters and the summary."""
+    words = sets(**{"run_epochs": "", "run_steps": steps, **keys})
+    done = hpctrain(*TRAIN, device, *words, "--out", out, *more, ranks=ranks, timeout=100)
+    assert done.returncode == 0, done.stderr
+    file = out / f"weights-{steps}.safetensors"
+    assert hpctrain("checkpoint", "export", out, "--output", file).returncode == 0
+    tensors = load_file(file)
+    found = np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
+    return found, rundir.read_summary(out)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", RUNS)
+def test_ranks_train(hpctrain, tmp_path, name):
+    keys, close = RUNS[name]
+    found, summary = trained(hpctrain, tmp_path / "gpu", "gpu", 2, STEPS, keys)
+    assert np.isfinite(found).all() and summary["status"] == "done"
+    if close is not None:
+        exact = "float64" if keys.get("run_precision") == "float64" else "float32"
+        alike = {key: value for key, value in keys.items() if key in ALIKE}
+        one = {"engine_kind": "single", "run_precision": exact, **alike}
+        wanted, _ = trained(hpctrain, tmp_path / "cpu", "cpu", None, STEPS, one)
+        assert away(found, wanted) <= close
+
+
+@pytest.mark.processes
+def test_training_goes_on_and_is_evaluated(hpctrain, tmp_path):
+    keys = {"checkpoint_every_steps": STEPS // 2}
+    whole, summary = trained(hpctrain, tmp_path / "whole", "gpu", 2, STEPS, keys)
+    trained(hpctrain, tmp_path / "two", "gpu", 2, STEPS // 2, keys)
+    found, _ = trained(hpctrain, tmp_path / "two", "gpu", 1, STEPS, keys, "--resume")
+    assert away(found, whole) <= 1e-4
+    done = hpctrain("evaluate", tmp_path / "whole")
+    assert done.returncode == 0 and f"{summary['test_accuracy']:.3f}"[:4] in done.stdout
+
+
+NEIGHBOURS = """
+import numpy as np, hpctrain
+from hpctrain import xp
+from hpctrain.collectives.direct import direct, direct_shared
+world = hpctrain.init("gpu")
+for n in (1, 1000, 1 << 20):
+    for call in (direct, direct_shared):
+        x = world.memory.gpu.zeros(n, np.float32)
+        assert world.memory.place(x) is not None, "no handle opens"
+        x[...] = xp.like(x, np.arange(n) % 7 + world.rank)
+        told = call(world.main, x, np.add)
+        seen = xp.to_host(x if told is None else told)
+        assert (seen == (np.arange(n) % 7) * world.size + sum(range(world.size))).all(), (n, call)
+        del x, told
+assert world.main.host_bytes == 0, world.main.host_bytes
+y = xp.like(world.memory.gpu.zeros(1, np.float32), np.full(5000, world.rank, np.float32))
+for algorithm in ("auto", "ring", "direct", "tree"):
+    hpctrain.allreduce(y, "max", algorithm)
+    assert float(y.max().get()) == world.size - 1
+"""
+
+
+@pytest.mark.processes
+def test_memory_of_neighbours(start):
+    """Sums through CUDA IPC, not a byte by way of the host; arrays of a user's own."""
+    done = start("-c", NEIGHBOURS, ranks=2).finish(60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.processes
+def test_messages_arrive_on_each_path(hpctrain, tmp_path):
+    file = tmp_path / "p2p.json"
+    words = ("--sizes", "4B,1MiB,8MiB", "--iterations", "3", "--json", file)
+    done = hpctrain("bench", "p2p", "--device", "gpu", *words, ranks=2)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert all(row["correct"] for row in rows) and {"staged", "ipc"} <= {r["path"] for r in rows}
+
+
+@pytest.mark.processes
+def test_memory_that_does_not_suffice(hpctrain, tmp_path):
+    import cupy
+
+    wide = math.isqrt(cupy.cuda.runtime.memGetInfo()[1] // 4)  # one plane fills the GPU
+    keys = sets(model_widths=f"[64,{wide},{wide},10]", run_steps=1, run_epochs="")
+    done = hpctrain(*TRAIN, "gpu", *keys, "--out", tmp_path / "run", ranks=2, timeout=150)
+    assert done.returncode != 0 and "out of memory" in done.stderr.lower()
