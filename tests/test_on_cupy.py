@@ -21,11 +21,12 @@ from hpctrain.nn.dropout import Dropout
 
 cupy = pytest.importorskip("cupy")
 
-SGD, ADAMW, LARS, LAMB, NORMS, GELU, PHILOX, BF16, LARGEST, ORTHONORMAL, WINDOWS = (
+SGD, ADAMW, LARS, LAMB, NORMS, GELU, PHILOX, BF16, LARGEST, ORTHONORMAL, WINDOWS, CHANNELS = (
     import_module(f"hpctrain.{name}")
     for name in ("optim.sgd", "optim.adamw", "optim.lars", "optim.lamb", "optim.norms",
                  "nn.activations", "nn.philox", "collectives.bfloat16",
-                 "gradients.compress.largest", "gradients.compress.orthonormal", "nn.windows")
+                 "gradients.compress.largest", "gradients.compress.orthonormal", "nn.windows",
+                 "nn.channels")
 )  # fmt: skip
 #: function -> arrays and numbers that it takes
 FUSED = {
@@ -141,6 +142,7 @@ def test_kernels_compile(dtype):
     for width in (1, 16 // np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize):
         for far in (False, True):
             assert compiled(WINDOWS.source(dtype, width, far))
+            assert compiled(CHANNELS.source(dtype, far))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -214,5 +216,21 @@ def test_convolution_is_that_of_the_host(a_gpu, dtype, channels, kernel, stride,
         here, g = ({n: to(a.copy()) for n, a in p.items()} for _ in range(2))
         y, saved = layer.forward(here, to(x), None)
         told.append([y, layer.backward(here, g, saved, y, True), *g.values()])
+    for found, wanted in zip(told[1], told[0], strict=True):
+        np.testing.assert_allclose(cupy.asnumpy(found), wanted, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(64, 28, 28, 16), (3, 1, 700), (5, 3)])
+def test_normalization_is_that_of_the_host(a_gpu, dtype, shape):
+    draw, layer = np.random.default_rng(0).standard_normal, nn.BatchNorm()
+    x, dy = ((draw(shape) + 3).astype(dtype) for _ in range(2))
+    p = {n: draw(shape[-1:]).astype(dtype) for n in layer.parameters(shape[1:])}
+    told = []
+    for to in (np.asarray, cupy.asarray):
+        here, g = ({n: to(a.copy()) for n, a in p.items()} for _ in range(2))
+        y, saved = layer.forward(here, to(x), nn.Key(0, 0, 0))
+        dx = layer.backward(here, g, saved, to(dy), True)
+        told.append([y, dx, g["weight"], g["bias"], here["mean"], here["variance"]])
     for found, wanted in zip(told[1], told[0], strict=True):
         np.testing.assert_allclose(cupy.asnumpy(found), wanted, rtol=1e-3, atol=1e-2)

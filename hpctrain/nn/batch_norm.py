@@ -4,6 +4,8 @@ Each way exchanges one small vector per layer: P ranks see the statistics of the
 one rank would. Counts and sums travel, never means, so shares may be uneven or empty.
 
     forward    [n, sum x, sum x^2]      backward    [sum dy, sum dy * normal]     added over ranks
+
+On a GPU both ways are kernels of our own; see channels.py.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from hpctrain.errors import UsageError
+from hpctrain.nn import channels
 from hpctrain.nn.layer import Key, Parameter, Shape, SumOverRanks, ones, rows_of, sum_rows, zeros
-from hpctrain.xp import Array, like, namespace, narrow, to_host, wide
+from hpctrain.xp import Array, like, namespace, narrow, on_device, to_host, wide
 
 
 class Saved(NamedTuple):
@@ -24,6 +27,14 @@ class Saved(NamedTuple):
 
     normal: Array  #: (rows, channels), mean 0 and variance 1 over all ranks
     scale: Array  #: (channels,), 1 / sqrt(variance + epsilon)
+    rows: float  #: of all ranks
+    sum_over_ranks: SumOverRanks | None
+
+
+class SavedThere(NamedTuple):
+    """What the way back needs on a device."""
+
+    normal: channels.Normal
     rows: float  #: of all ranks
     sum_over_ranks: SumOverRanks | None
 
@@ -56,16 +67,28 @@ class BatchNorm:
 
     def forward(
         self, p: Mapping[str, Array], x: Array, key: Key | None
-    ) -> tuple[Array, Saved | None]:
+    ) -> tuple[Array, Saved | SavedThere | None]:
         if key is None:
             scale = p["weight"] / namespace(x).sqrt(p["variance"] + self.epsilon)
             y = wide(x) * scale
             y += p["bias"] - p["mean"] * scale
             return narrow(y, x), None
-        return self._train(p, x, key)
+        return (self._train_there if on_device(x) else self._train)(p, x, key)
+
+    def _train_there(self, p: Mapping[str, Array], x: Array, key: Key) -> tuple[Array, SavedThere]:
+        """Do what `_train` does on a device."""
+        add, flat = key.sum_over_ranks, namespace(x).ascontiguousarray(rows_of(x))
+        total, rows = channels.sums_of_values(flat), float(len(flat))
+        if add is not None:  # ranks exchange it by way of the host: a few numbers
+            numbers = add(np.concatenate([np.array([rows]), to_host(total)]))
+            total, rows = like(total, numbers[1:]), float(numbers[0])
+        running, note = (p["mean"], p["variance"]), rows > 0 and not key.again
+        normal = channels.normal_of(flat, total, rows, running, note, self.momentum, self.epsilon)
+        y = channels.normalized(normal, p["weight"], p["bias"])
+        return y.reshape(x.shape), SavedThere(normal, rows, add)
 
     def _train(self, p: Mapping[str, Array], x: Array, key: Key) -> tuple[Array, Saved]:
-        xp, add = namespace(x), key.sum_over_ranks
+        add = key.sum_over_ranks
         flat = rows_of(wide(x))
         centre = _mean_of(flat)
         normal = flat - centre
@@ -74,10 +97,10 @@ class BatchNorm:
         rows, mean, variance = _joined(len(flat), exact, square, add)
         if rows and not key.again:
             self._note(p, rows, mean, variance)
-        scale = like(flat, 1 / xp.sqrt(variance + self.epsilon))
+        scale = like(flat, 1 / np.sqrt(variance + self.epsilon))
         normal += like(flat, exact - mean)
         normal *= scale
-        y = xp.multiply(normal, p["weight"], out=square)
+        y = np.multiply(normal, p["weight"], out=square)
         y += p["bias"]
         return narrow(y, x).reshape(x.shape), Saved(normal, scale, rows, add)
 
@@ -89,30 +112,50 @@ class BatchNorm:
             buffer += like(buffer, self.momentum * new)
 
     def backward(
-        self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Saved, dy: Array, want_dx: bool
+        self,
+        p: Mapping[str, Array],
+        g: Mapping[str, Array],
+        saved: Saved | SavedThere,
+        dy: Array,
+        want_dx: bool,
     ) -> Array | None:
+        if isinstance(saved, SavedThere):
+            return _back_there(p["weight"], g, saved, dy, want_dx)
         normal, scale, rows, add = saved
         flat = wide(dy).reshape(normal.shape)
         product = flat * normal
         sum_rows(flat, out=g["bias"])
         sum_rows(product, out=g["weight"])
         # The gradients of weight and bias are this rank's part; dx needs those of all ranks.
-        xp = namespace(dy)
-        parts = xp.concatenate([g["bias"], g["weight"]]).astype(np.float64)
-        total = parts if add is None else like(parts, add(to_host(parts)))
+        parts = np.concatenate([g["bias"], g["weight"]]).astype(np.float64)
+        total = parts if add is None else add(parts)
         if not want_dx:
             return None
         total = like(flat, total / max(rows, 1))
         by_mean, by_variance = total[: len(scale)], total[len(scale) :]
-        dx = xp.multiply(normal, by_variance, out=product)
-        xp.subtract(flat, dx, out=dx)
+        dx = np.multiply(normal, by_variance, out=product)
+        np.subtract(flat, dx, out=dx)
         dx -= by_mean
         dx *= scale * p["weight"]
         return narrow(dx, dy).reshape(dy.shape)
 
 
-def _mean_of(flat: Array) -> Array:
-    mean = namespace(flat).empty(flat.shape[1], flat.dtype)
+def _back_there(
+    weight: Array, g: Mapping[str, Array], saved: SavedThere, dy: Array, want_dx: bool
+) -> Array | None:
+    """Do what `BatchNorm.backward` does on a device."""
+    normal, rows, add = saved
+    flat = namespace(dy).ascontiguousarray(dy).reshape(normal.x.shape)
+    total = channels.sums_of_gradients(normal, flat, g["bias"], g["weight"])
+    if add is not None:
+        total = like(total, add(to_host(total)))
+    if not want_dx:
+        return None
+    return channels.back(normal, flat, weight, total, rows).reshape(dy.shape)
+
+
+def _mean_of(flat: np.ndarray) -> np.ndarray:
+    mean = np.empty(flat.shape[1], flat.dtype)
     sum_rows(flat, out=mean)
     mean /= max(len(flat), 1)
     return mean
@@ -125,13 +168,12 @@ def _joined(
 
     `square` is (x - centre)^2: sums of x^2 itself, made in float32, would cancel to nothing.
     """
-    xp = namespace(square)
-    spread = xp.empty(len(centre), square.dtype)
+    spread = np.empty(len(centre), square.dtype)
     sum_rows(square, out=spread)
-    total, rows = xp.concatenate([n * centre, spread + n * centre * centre]), float(n)
-    if add is not None:  # ranks exchange it by way of the host: a few numbers
-        numbers = add(np.concatenate([np.array([n]), to_host(total)]))
-        total, rows = like(total, numbers[1:]), float(numbers[0])
-    sums, squares = xp.split(total, 2)
+    total, rows = np.concatenate([n * centre, spread + n * centre * centre]), float(n)
+    if add is not None:
+        numbers = add(np.concatenate([np.array([n]), total]))
+        total, rows = numbers[1:], float(numbers[0])
+    sums, squares = np.split(total, 2)
     mean = sums / max(rows, 1)
-    return rows, mean, xp.maximum(squares / max(rows, 1) - mean * mean, 0)
+    return rows, mean, np.maximum(squares / max(rows, 1) - mean * mean, 0)

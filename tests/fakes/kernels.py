@@ -116,6 +116,59 @@ def image(grid, block, dx, rows, h, w, channels, oh, ow, kernel, stride, padding
     dx[...] = padded[:, padding : padding + h, padding : padding + w]
 
 
+def sums_of_values(grid, block, part, x, rows, c) -> None:
+    assert x.shape == (rows, c) and part.shape == (grid[0], 2, c)
+    d = x.astype(np.float64) - x[0].astype(np.float64)
+    part[...] = 0
+    part[0] = d.sum(axis=0), (d * d).sum(axis=0)
+
+
+def _normal(x, mean, scale):
+    most = mean.astype(scale.dtype)
+    return (x.astype(scale.dtype) - most - (mean - most).astype(scale.dtype)) * scale
+
+
+def sums_of_gradients(grid, block, part, x, dy, mean, scale, rows, c) -> None:
+    assert x.shape == dy.shape == (rows, c) and part.shape == (grid[0], 2, c)
+    d = dy.astype(np.float64)
+    part[...] = 0
+    part[0] = d.sum(axis=0), (d * _normal(x, mean, scale)).sum(axis=0)
+
+
+def totals_of_values(grid, block, total, part, parts, x, rows, c) -> None:
+    assert grid == (1, 1) and len(part) == parts
+    (a, b), x0 = part.sum(axis=0), x[0].astype(np.float64)
+    total[:c], total[c:] = rows * x0 + a, b + 2 * x0 * a + rows * x0 * x0
+
+
+def totals_of_gradients(grid, block, total, part, parts, bias, weight, c) -> None:
+    assert grid == (1, 1) and len(part) == parts
+    bias[...], weight[...] = total[:c], total[c:] = part.sum(axis=0)
+
+
+def statistics(grid, block, mean, scale, running_mean, running_variance, total, *numbers) -> None:
+    rows, momentum, epsilon, note, c = numbers
+    mean[...] = total[:c] / max(rows, 1)
+    variance = np.maximum(total[c:] / max(rows, 1) - mean * mean, 0)
+    scale[...] = 1 / np.sqrt(variance + epsilon)
+    unbiased = variance * (rows / max(rows - 1, 1))
+    for buffer, new in ((running_mean, mean), (running_variance, unbiased)):
+        if note:
+            buffer *= buffer.dtype.type(1 - momentum)
+            buffer += (momentum * new).astype(buffer.dtype)
+
+
+def normalize(grid, block, y, x, mean, scale, weight, bias, count, c) -> None:
+    assert x.size == y.size == count
+    y[...] = (_normal(x, mean, scale) * weight + bias).astype(y.dtype)
+
+
+def back(grid, block, dx, dy, x, mean, scale, weight, total, share, count, c) -> None:
+    by_mean, by_variance = (total * share).astype(scale.dtype).reshape(2, c)
+    d = dy.astype(scale.dtype) - _normal(x, mean, scale) * by_variance - by_mean
+    dx[...] = (d * (scale * weight)).astype(dx.dtype)
+
+
 def nothing(grid, block, *args) -> None:
     """What only another kernel has use for."""
 
@@ -142,6 +195,13 @@ KERNELS = {
     "take_largest": take_largest,
     "add_pairs": add_pairs,
     "orthonormal": orthonormal,
+    "sums_of_values": sums_of_values,
+    "sums_of_gradients": sums_of_gradients,
+    "totals_of_values": totals_of_values,
+    "totals_of_gradients": totals_of_gradients,
+    "statistics": statistics,
+    "normalize": normalize,
+    "back": back,
     "columns": columns,
     "image": image,
     **COMBINED,
