@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import fakes
 import numpy as np
 import pytest
@@ -18,10 +20,10 @@ def digits() -> data.Dataset:
     return data.Dataset(train.x[:SAMPLES], train.y[:SAMPLES])
 
 
-def trained(world, engine, optimizer=optim.sgd(0.05, 0.9)):  # noqa: B008
+def trained(world, engine, optimizer=optim.sgd(0.05, 0.9), steps=STEPS, **kept):  # noqa: B008
     model = nn.MlpOptions(widths=[64, 24, 10]).build((8, 8), 10)
     trainer = Trainer(model, optimizer, engine, seed=3, world=world)
-    summary = trainer.fit(digits(), steps=STEPS, batch=BATCH, evaluate=digits())
+    summary = trainer.fit(digits(), steps=steps, batch=BATCH, evaluate=digits(), **kept)
     trainer.close()
     arena = trainer.replica.arena
     assert xp.on_device(arena.param) == (world.gpu is not None)
@@ -106,3 +108,28 @@ def test_ranks_on_one_device_have_the_bytes_of_the_host(size, overlap):
             assert (found == told).all() and host_bytes == 0
         assert (machine.counts["raw kernel"] > 0) == (size > 1)
         assert machine.counts["implicit"] == 0
+
+
+#: Engines, by what they keep beside parameters; four of them go both ways
+STATES = ("allreduce", "ps-sync", "local-sgd", "ps-async", "priority", "ordered", "top-k",
+          "powersgd", "shards", "ps-sync, colocated", "DiLoCo", "DASO", "gossip, ring", "easgd",
+          "gossip")  # fmt: skip
+WAYS = [(name, "device") for name in STATES] + [(name, "host") for name in STATES[:4]]
+
+
+@pytest.mark.parametrize("name, begins", WAYS)
+def test_a_run_goes_on_elsewhere_than_it_began(tmp_path, lazy_gpu, name, begins):
+    """From a device on cores, and the other way: a checkpoint does not tell where it was made."""
+    engine, optimizer = (ENGINES | FREE)[name], optim.adamw(1e-3)
+    places = [run_on_gpus, partial(run_on, "threads")][:: 1 if begins == "device" else -1]
+    parts = [{"steps": STEPS - 2}, {"resume": True}]
+    for place, part in zip(places, parts, strict=True):
+        run = tmp_path / "run"
+        found = place(3, lambda w, p=part, run=run: trained(w, engine, optimizer, out=run, **p))
+    assert found[0][1]["steps"] >= STEPS and lazy_gpu.counts["implicit"] == 0
+    if name in FREE:
+        assert np.isfinite(found[0][1]["train_loss"])
+        return
+    wanted = run_on("threads", 3, lambda w: trained(w, engine, optimizer))
+    for (one, _), (other, _) in zip(found[:2], wanted[:2], strict=True):  # the last may only serve
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
