@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain import progress, rundir
+from hpctrain import launchers, progress, rundir
 from hpctrain.data import Sampler, TextOptions
 from hpctrain.engines import Engine
 from hpctrain.engines import staleness as stale
@@ -71,7 +72,7 @@ class Journal:
             self._stale_before = Staleness.from_json(about["staleness"])
         rows: list[dict[str, Any]] = []
         if self.run is not None and self.world.rank == 0:
-            self.steps_redone = rundir.cut_rows(self.run, step)
+            self.steps_redone = about.get("steps_redone", 0) + rundir.cut_rows(self.run, step)
             rows = rundir.rows(self.run)
         rows = json.loads(self.world.gather(json.dumps(rows))[0])
         # A run that was complete makes no row of its own: its summary tells of the last one.
@@ -154,6 +155,7 @@ class Journal:
             "versions": versions(),
             "updates_per_step": self.engine.updates_per_step,
             "staleness": self._staleness and self._staleness.to_json(),
+            "steps_redone": self.steps_redone,
             "recipe": self.name,
             "recipe_sha256": self.recipe and self.recipe.sha256,
         }
@@ -207,6 +209,7 @@ class Journal:
             "epochs": step / self.sampler.steps_per_epoch,
             "steps": step,
             "steps_redone": self.steps_redone,
+            "restarts": launchers.restarts(os.environ),
             "samples": self._samples_before(step),
             "samples_per_s": self._samples(step) / max(wall, 1e-9),
             "wall_s": wall,

@@ -80,6 +80,11 @@ def launched(environ: Mapping[str, str]) -> Launched:
     return _srun(environ) or _pmi(environ) or ALONE
 
 
+def restarts(environ: Mapping[str, str]) -> int:
+    """Return how many times Slurm has put this job back into the queue."""
+    return _integer(environ, "SLURM_RESTART_COUNT") or 0
+
+
 def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without what makes a process a rank: a child that starts MPI needs this."""
 

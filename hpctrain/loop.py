@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpctrain import checkpoint, nn
+from hpctrain import checkpoint, nn, rundir
 from hpctrain.callbacks import Callbacks, Row
 from hpctrain.data import Prefetch, Sampler, Samples, in_pieces, share
 from hpctrain.engines import Engine, Flags, Task, replay
@@ -29,7 +29,7 @@ from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.journal import Journal
 from hpctrain.keeper import Keeper
 from hpctrain.recipe import CheckpointOptions
-from hpctrain.stop import StopRequest
+from hpctrain.stop import StopRequest, by_what
 from hpctrain.world import World
 
 log = logging.getLogger(__name__)
@@ -121,8 +121,8 @@ class _Work:
         self._journal.step(step, sums)
 
     def flags(self) -> Flags:
-        """Return whether this rank was asked to stop."""
-        return Flags(stop=int(self._request.requested))
+        """Return whether this rank was asked to stop, and by which signal."""
+        return Flags(stop=self._request.number if self._request.requested else 0)
 
     def at(self, step: int) -> None:
         """Let the watch and the trace know the step."""
@@ -193,7 +193,13 @@ class Loop:
             if last or self.keeper.due(self.step, self.row):
                 self.keeper.save(self.step, self.row, must=last)
             if stopped and not self.ended:
-                raise Stopped(f"stopped at step {self.step} of {total} as asked; resume me")
+                raise Stopped(self._stopped(flags.stop))
+
+    def _stopped(self, number: int) -> str:
+        run = self.journal.run
+        why = rundir.why(run) if run is not None else ""
+        by = f"{by_what(number)} ({why})" if why else by_what(number)
+        return f"stopped at step {self.step} of {self.journal.total_steps} {by}; resume me"
 
     def _look(self, stopped: bool) -> None:
         """Make a row of metrics where one is due, evaluate where that is, and tell callbacks."""

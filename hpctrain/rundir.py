@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 SUMMARY, METRICS, RECIPE = "summary.json", "metrics.jsonl", "recipe.toml"
 LOCK = ".lock"
+#: Where a job script writes, before it sends the signal, why a run is to stop.
+WHY = ".why"
 #: The variable in which `hpctrain launch` names a file; rank 0 writes the run's folder there.
 ANNOUNCE = "HPCTRAIN_ANNOUNCE"
 
@@ -84,8 +86,15 @@ def _names(run: Path) -> str:
 def begin(run: Path) -> None:
     """Drop what was said of an earlier part; tell `hpctrain launch`, if it started us, of `run`."""
     (run / SUMMARY).unlink(missing_ok=True)
+    (run / WHY).unlink(missing_ok=True)
     if ANNOUNCE in os.environ:
         Path(os.environ[ANNOUNCE]).write_text(str(run.absolute()))
+
+
+def why(run: Path) -> str:
+    """Return why a job script says that the run is to stop; empty if it says nothing."""
+    path = run / WHY
+    return path.read_text().strip() if path.exists() else ""
 
 
 def write_recipe(run: Path, text: str) -> None:

@@ -14,24 +14,26 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+ASKED = 1  #: stands for a request that came by no signal, beside their numbers
 
 
 class StopRequest:
     """Within `with StopRequest() as request`, SIGUSR1, SIGTERM and SIGINT set `request.requested`.
 
-    `signal` is then the name of the first one. A second SIGINT ends the process with 130.
-    Outside the main thread (ranks as threads) no signal is caught; `ask` works everywhere.
+    `signal` is then the name of the first one, `number` what a vote of all ranks says for it. A
+    second SIGINT ends the process with 130. Outside the main thread (ranks as threads) no signal is
+    caught; `ask` works everywhere.
     """
 
     def __init__(self) -> None:
-        self.requested, self.signal = False, ""
+        self.requested, self.signal, self.number = False, "", ASKED
         self._interrupts = 0
         self._restore: dict[signal.Signals, Any] = {}
 
-    def ask(self, name: str = "ask") -> None:
+    def ask(self, name: str = "ask", number: int = ASKED) -> None:
         """Request a stop in the name of `name`; the first one counts."""
         if not self.requested:
-            self.signal, self.requested = name, True
+            self.signal, self.number, self.requested = name, number, True
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
@@ -68,12 +70,17 @@ class StopRequest:
                     self._take(signal.Signals(number))
 
     def _take(self, number: signal.Signals) -> None:
-        self.ask(number.name)
+        self.ask(number.name, number)
         self._interrupts += number == signal.SIGINT
         if self._interrupts == 2:
             # Past sys.stderr: the main thread may hold its lock.
             os.write(2, b"interrupted\n")
             os._exit(130)
+
+
+def by_what(number: int) -> str:
+    """Return the end of a sentence about a stop: the signal that asked for it."""
+    return "as asked" if number == ASKED else f"by {signal.Signals(number).name}"
 
 
 def _replace(number: signal.Signals) -> Any:

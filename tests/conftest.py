@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import fakes
@@ -129,15 +129,18 @@ def slurm_daemons() -> Iterator[real_slurm.Slurm]:
     if reason := real_slurm.missing():
         pytest.skip(reason)
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-    with real_slurm.running({**os.environ, **LAUNCHER, "PATH": path}) as slurm:
+    # Four nodes share the cores of one: whoever waits is to let others compute.
+    own = {**LAUNCHER, "PATH": path, "OMPI_MCA_mpi_yield_when_idle": "1"}
+    with real_slurm.running({**os.environ, **own}) as slurm:
         yield slurm
 
 
 @pytest.fixture
 def slurm(slurm_daemons: real_slurm.Slurm) -> Iterator[real_slurm.Slurm]:
-    """Yield a real Slurm of four idle nodes; see real_slurm.py."""
-    yield slurm_daemons
-    slurm_daemons.clear()
+    """Yield a real Slurm of four nodes, and end the jobs that the test submits; see real_slurm."""
+    own = replace(slurm_daemons, jobs=[])
+    yield own
+    own.clear()
 
 
 @pytest.fixture

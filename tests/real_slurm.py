@@ -1,6 +1,7 @@
 """A real Slurm for tests: a controller and four nodes n1 to n4, all on this machine.
 
-    python real_slurm.py FOLDER        starts it, says "up", and ends it when its stdin does
+    python real_slurm.py FOLDER MPI    starts it, says "up", and ends it when its stdin does; a line
+                                       there names a node that was lost, and starts it again
 
 All that it writes lies in FOLDER; ports and munge key are its own; it needs Debian's packages.
 Whoever starts it holds the other end of its stdin, so it ends with them, however they end. It
@@ -20,16 +21,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
 from hpctrain.cluster.launch import find_mpi
 
+T = TypeVar("T")
 NODES = ("n1", "n2", "n3", "n4")
 COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "libpmix2")
@@ -40,6 +43,8 @@ SBIN = (
 PLUGINS = Path("/usr/lib/x86_64-linux-gnu/slurm-wlm")
 PMIX = Path("/usr/lib/x86_64-linux-gnu/pmix2/lib")
 SET_CHILD_SUBREAPER = 36
+# Of another Slurm; and where many ranks may share a core, which is for launchers without Slurm.
+OF_OTHERS = ("SLURM_", "SBATCH_", "SRUN_", "PRTE_MCA_rmaps")
 ENDED = (
     "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "DEADLINE",
     "BOOT_FAIL", "OUT_OF_MEMORY",
@@ -56,7 +61,7 @@ SlurmdUser={user}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 PluginDir={folder}/plugins
-MpiDefault=none
+MpiDefault={mpi}
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SwitchType=switch/none
@@ -79,8 +84,12 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
 {nodes}
-PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=batch Nodes=ALL Default=YES PriorityTier=1 GraceTime=60 MaxTime=INFINITE State=UP
+PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF MaxTime=INFINITE State=UP
 """
 NODE = (
     "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=4000 "
@@ -125,10 +134,12 @@ class Slurm:
 
     folder: Path
     environ: Mapping[str, str]  #: for its commands, and for what is to run in its jobs
+    keeper: subprocess.Popen | None = None  #: what holds its daemons, see `main`
+    jobs: list[int] = field(default_factory=list)  #: all that were submitted
 
     @property
     def srun(self) -> str:
-        """The command that starts ranks of the MPI which mpi4py loads here."""
+        """The command that starts ranks; without --mpi it does the same, as on a cluster."""
         return f"srun -K1 --mpi={_pmi()}"
 
     def run(self, *command: object, cwd: Path | None = None, timeout: float = 60) -> str:
@@ -146,7 +157,9 @@ class Slurm:
         if isinstance(script, str):
             text, script = script, cwd / "job.sh"
             script.write_text(text)
-        return int(self.run("sbatch", "--parsable", *options, script, cwd=cwd).split(";")[0])
+        said = self.run("sbatch", "--parsable", *options, script, cwd=cwd)
+        self.jobs.append(int(said.split(";")[0]))
+        return self.jobs[-1]
 
     def scontrol(self, *words: object) -> str:
         """Run `scontrol WORDS` and return what it prints."""
@@ -174,21 +187,46 @@ class Slurm:
         return state
 
     def told(self, job: int) -> str:
-        """Return what a job wrote, and the controller's last lines."""
+        """Return what a job wrote, what the controller did of late, and errors of the nodes."""
         out = Path(self.job(job)["StdOut"])
-        said = out.read_text() if out.exists() else f"(no {out})"
-        return f"{said}\n" + "\n".join(self._log("slurmctld").splitlines()[-20:])
+        said = [out.read_text() if out.exists() else f"(no {out})"]
+        said += (self.folder / "slurmctld.log").read_text().splitlines()[-20:]
+        for log in sorted(self.folder.glob("slurmd-n?.log")):
+            lines = log.read_text().splitlines()
+            said += [f"{log.stem}: {line}" for line in lines if "error" in line][-5:]
+        return "\n".join(said)
 
     def hurry(self, job: int) -> None:
-        """Let a job that was requeued start now: Slurm makes it wait for two minutes."""
-        self.scontrol("update", f"jobid={job}", "StartTime=now")
+        """Let a job that was requeued start soon: Slurm makes it wait for two minutes.
+
+        Not now: what its nodes were told of its end holds to the end of the second. And its step
+        daemons are to be gone, whose sockets have the names of those to come.
+        """
+        _until(lambda: not self._daemons(job), STOP_S, f"step daemons of job {job} do not end")
+        self.scontrol("update", f"jobid={job}", "StartTime=now+2")
 
     def node_down(self, name: str) -> None:
         """Let the controller take a node for lost: its jobs end, or are requeued."""
         self.scontrol("update", f"nodename={name}", "state=down", "reason=test")
 
+    def node_lost(self, name: str) -> None:
+        """Kill all that runs on a node at once, as where its power fails, and its health check."""
+        tasks = [p for p in self._processes() if _is_on(p, name)]
+        daemons = [p.parent() for p in tasks]
+        for process in [*(p for p in daemons if p and p.name() == "slurmstepd"), *tasks]:
+            _kill(process.pid)
+        self.node_down(name)
+
+    def _daemons(self, job: int) -> list[psutil.Process]:
+        """Return the step daemons of a job, which write its name over their command lines."""
+        return [p for p in self._processes() if f"[{job}." in " ".join(_seen(p.cmdline))]
+
+    def _processes(self) -> list[psutil.Process]:
+        return psutil.Process(self.keeper.pid).children(recursive=True)
+
     def node_up(self, name: str) -> None:
         """Put a node back to work."""
+        print(name, file=self.keeper.stdin)
         self.scontrol("update", f"nodename={name}", "state=resume")
 
     def nodes(self) -> dict[str, str]:
@@ -197,18 +235,39 @@ class Slurm:
         return dict(line.split() for line in lines)
 
     def clear(self) -> None:
-        """Cancel all jobs and put all nodes back to work."""
-        self.run("scancel", "--quiet", f"--user={getpass.getuser()}")
-        for name, state in self.nodes().items():
-            if state.startswith(("down", "drain")):
-                self.node_up(name)
-        _until(self._idle, STOP_S, "the nodes are not idle again")
+        """Cancel the jobs that were submitted and put all nodes back to work."""
+        for job in self.jobs:
+            self.run("scancel", "--quiet", job)
+        for name in self._broken():
+            self.node_up(name)
+        _until(lambda: not (self._left() or self._broken()), STOP_S, "jobs or nodes do not end")
 
-    def _idle(self) -> bool:
+    def _left(self) -> bool:
+        jobs = ",".join(map(str, self.jobs))
+        return bool(jobs and self.run("squeue", "--noheader", f"--jobs={jobs}"))
+
+    def _broken(self) -> list[str]:
+        def broken(state: str) -> bool:
+            return state.startswith(("down", "drain")) or state.endswith("*")
+
+        return [name for name, state in self.nodes().items() if broken(state)]
+
+    def idle(self) -> bool:
+        """Return whether no node has anything to do, and none is down."""
         return list(self.nodes().values()) == ["idle"] * len(NODES)
 
-    def _log(self, name: str) -> str:
-        return (self.folder / f"{name}.log").read_text()
+
+def _is_on(process: psutil.Process, node: str) -> bool:
+    daemon = _seen(process.cmdline)[1:] == ["-D", "-N", node]
+    return daemon or dict(_seen(process.environ)).get("SLURMD_NODENAME") == node
+
+
+def _seen(ask: Callable[[], T]) -> T | tuple[()]:
+    """Return what is asked of a process; nothing where it has ended."""
+    try:
+        return ask()
+    except psutil.Error:
+        return ()
 
 
 @cache
@@ -219,20 +278,20 @@ def _pmi() -> str:
 @contextmanager
 def running(environ: Mapping[str, str]) -> Iterator[Slurm]:
     """Start a Slurm whose jobs see `environ`; it ends with the block, or with this process."""
-    clean = {k: v for k, v in environ.items() if not k.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
+    clean = {k: v for k, v in environ.items() if not k.startswith(OF_OTHERS)}
     # The paths of sockets are short, so not below pytest's folder.
     with tempfile.TemporaryDirectory(prefix="hpctrain-", dir="/tmp") as name:
         folder = Path(name)
-        slurm = Slurm(folder, {**clean, "SLURM_CONF": f"{folder}/slurm.conf"})
+        own = {**clean, "SLURM_CONF": f"{folder}/slurm.conf"}
         keeper = subprocess.Popen(
-            [sys.executable, __file__, name], env=slurm.environ, text=True,
+            [sys.executable, __file__, name, _pmi()], env=own, text=True, bufsize=1,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         with keeper:
             try:
                 if (said := keeper.stdout.readline()) != "up\n":
                     raise RuntimeError(f"Slurm did not start: {said}{keeper.stdout.read()}")
-                yield slurm
+                yield Slurm(folder, own, keeper)
             finally:
                 keeper.stdin.close()
                 keeper.wait(STOP_S)
@@ -247,9 +306,11 @@ def main() -> None:
     ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     folder = Path(sys.argv[1])
     try:
-        _start(folder)
+        nodes = _start(folder, sys.argv[2])
         print("up", flush=True)
-        sys.stdin.read()  # nothing is ever written
+        for line in sys.stdin:
+            if nodes[name := line.strip()].poll() is not None:
+                nodes[name] = _node(folder, name)
     except TimeoutError as error:
         print(error, _said_in(folder), sep="\n", flush=True)
     finally:
@@ -257,18 +318,26 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start(folder: Path) -> None:
-    _configure(folder)
+def _start(folder: Path, mpi: str) -> dict[str, subprocess.Popen]:
+    _configure(folder, mpi)
     munge = ["munged", "--foreground", f"--socket={folder}/munge.socket"]
     munge += [f"--key-file={folder}/munge.key", f"--pid-file={folder}/munged.pid"]
     munge += [f"--seed-file={folder}/munged.seed"]
     _daemon(folder, "munged", munge)
     _until((folder / "munge.socket").exists, START_S, "munged does not start")
     _daemon(folder, "slurmctld.out", ["slurmctld", "-D"])
-    for name in NODES:
-        _daemon(folder, f"slurmd-{name}.out", ["slurmd", "-D", "-N", name])
+    nodes = {name: _node(folder, name) for name in NODES}
     slurm = Slurm(folder, os.environ)
-    _until(lambda: _answers(slurm) and slurm._idle(), START_S, "the nodes do not come up")
+    _until(lambda: _answers(slurm) and slurm.idle(), START_S, "the nodes do not come up")
+    return nodes
+
+
+def _node(folder: Path, name: str) -> subprocess.Popen:
+    """Start a node without a disk: what it had kept is gone, sockets of PMIx among it."""
+    for kept in (folder / f"spool-{name}", folder / "tmp" / name):
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.mkdir(parents=True)
+    return _daemon(folder, f"slurmd-{name}.out", ["slurmd", "-D", "-N", name])
 
 
 def _answers(slurm: Slurm) -> bool:
@@ -276,16 +345,16 @@ def _answers(slurm: Slurm) -> bool:
     return ping.returncode == 0
 
 
-def _configure(folder: Path) -> None:
+def _configure(folder: Path, mpi: str) -> None:
     folder.chmod(0o755)  # munge is for all users
-    for name in ("state", "tmp", "plugins", *(f"tmp/{n}" for n in NODES)):
-        (folder / name).mkdir(parents=True)
+    for name in ("state", "plugins"):
+        (folder / name).mkdir()
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
     _link_plugins(folder / "plugins")
     host, (port, *ports) = socket.gethostname(), _free_ports(1 + len(NODES))
     nodes = [NODE.format(name=n, host=host, port=p) for n, p in zip(NODES, ports, strict=True)]
-    told = {"host": host, "port": port, "user": getpass.getuser(), "folder": folder}
+    told = {"host": host, "port": port, "user": getpass.getuser(), "folder": folder, "mpi": mpi}
     (folder / "slurm.conf").write_text(CONF.format(nodes="\n".join(nodes), **told))
     (folder / "gres.conf").write_text(GPUS)
 
@@ -318,9 +387,9 @@ def _free(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
-def _daemon(folder: Path, name: str, command: list[str]) -> None:
-    with open(folder / f"{name}.log", "w") as log:
-        subprocess.Popen(
+def _daemon(folder: Path, name: str, command: list[str]) -> subprocess.Popen:
+    with open(folder / f"{name}.log", "a") as log:
+        return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             env={**os.environ, "PATH": SBIN},
         )  # fmt: skip
@@ -331,12 +400,15 @@ def _end_all() -> None:
     deadline = time.monotonic() + STOP_S
     while (below := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
         for process in below:
-            try:
-                os.kill(process.pid, signal.SIGKILL)
+            _kill(process.pid)
+            with suppress(ChildProcessError):  # not ours to reap
                 os.waitpid(process.pid, os.WNOHANG)
-            except (ProcessLookupError, ChildProcessError):  # it has ended, or is not ours to reap
-                continue
         time.sleep(0.02)
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):  # it has ended
+        os.kill(pid, signal.SIGKILL)
 
 
 def _until(condition, limit_s: float, otherwise: str) -> None:

@@ -47,6 +47,7 @@ def _batch(job: Job, site: Site | None) -> dict[str, str]:
         "run": _run(job),
         "train": shlex.join(_train(job)),
         "max_restarts": str(job.max_restarts),
+        "warn_s": str(job.warn_s),
         "placement": _placement(job, site),
         "sizes": " ".join(map(str, job.sizes)),
         "tasks_per_node": str(tasks_per_node(job, site)),

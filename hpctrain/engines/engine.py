@@ -32,7 +32,7 @@ STEP_BITS = 40  # of a number that holds a rank and a step
 class Flags(NamedTuple):
     """What a rank has to say to all at a step boundary; all learn the largest value said."""
 
-    stop: int = 0  #: somebody was asked to stop
+    stop: int = 0  #: somebody was asked to stop: the number of the signal, see hpctrain.stop
     failed: int = 0  #: one more than the highest rank whose loss is not finite; 0 for none
 
     def seen_by(self, rank: int, sums: Sums) -> Flags:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 import real_slurm
+import threadpoolctl
 
-from hpctrain import rundir
+from hpctrain import checkpoint, recipe, rundir, runs
+from hpctrain.cluster.slurm import Job, render
+from hpctrain.transport.local import LocalLink, run_ranks
+from hpctrain.world import World, over_threads
 
 pytestmark = pytest.mark.processes
 
@@ -33,7 +42,7 @@ def test_slurm_ends_with_those_who_started_it():
         pytest.skip(reason)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     owner = subprocess.Popen([sys.executable, "-c", HOLD], env=environ, stdout=subprocess.PIPE)
-    folder = Path(owner.stdout.readline().decode().strip())
+    folder = Path(owner.stdout.readline().decode().strip() or "/not/up")
     assert _processes_of(folder) >= 8  # munged, a controller, four nodes, a step daemon, its job
     owner.send_signal(signal.SIGKILL)
     owner.communicate(timeout=30)
@@ -54,11 +63,172 @@ def _told(process: psutil.Process) -> str:
         return ""
 
 
-def test_srun_trains_on_four_nodes(slurm, tmp_path):
-    text = f"#!/bin/bash\n{slurm.srun} hpctrain train digits --epochs 3 --out run\n"
-    job = slurm.sbatch(text, "--nodes=4", "--ntasks-per-node=1", cwd=tmp_path)
-    assert slurm.wait(job) == "COMPLETED", slurm.told(job)
-    summary = rundir.read_summary(tmp_path / "run")
-    assert (summary["status"], summary["world_size"]) == ("done", 4)
-    assert summary["hosts"] == list(real_slurm.NODES)
-    assert summary["test_accuracy"] > 0.9
+TINY = ["run.epochs=3", "run.interval_steps=1", "wire.algorithm=ring", "checkpoint.every_steps=5"]
+STEPS, INTERVAL = 36, 5
+
+
+@dataclass
+class Training:
+    """A job of a rendered script that trains a few slow steps."""
+
+    slurm: real_slurm.Slurm
+    job: int
+    run: Path
+
+    def reach(self, step: int, limit_s: float = 60) -> None:
+        """Wait until a row of metrics tells of `step`."""
+        deadline = time.monotonic() + limit_s
+        while not self.steps or max(self.steps) < step:
+            assert time.monotonic() < deadline, self.slurm.told(self.job)
+            time.sleep(0.02)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of which there are rows."""
+        return [row["step"] for row in rundir.rows(self.run)]
+
+    @property
+    def to_do_again(self) -> int:
+        """How many steps are done and in no good checkpoint."""
+        found = [one for one in checkpoint.listing(self.run) if not checkpoint.verify(one.path)]
+        return max(self.steps, default=0) - max((one.step for one in found), default=0)
+
+    @property
+    def summary(self) -> dict:
+        return rundir.read_summary(self.run) or {}
+
+
+def submit(slurm, folder: Path, *options: object, step_ms: int = 40, **job: object) -> Training:
+    sets = [*TINY, f"faults.step_ms={step_ms}"]
+    arguments = tuple(word for one in sets for word in ("--set", one))
+    text = render(Job(**{"nodes": 4, "arguments": arguments, "out": "run", **job}))
+    folder.mkdir(exist_ok=True)
+    job = slurm.sbatch(text, "--export=ALL,OMP_NUM_THREADS=1", *options, cwd=folder)
+    return Training(slurm, job, folder / "run")
+
+
+@pytest.fixture(scope="module")
+def whole() -> str:
+    """The SHA-256 of the parameters of a run that nothing interrupts."""
+    spec = recipe.load("digits", TINY)
+
+    def of_nodes(link: LocalLink) -> World:
+        return over_threads(link, real_slurm.NODES)
+
+    with threadpoolctl.threadpool_limits(1), tempfile.TemporaryDirectory() as out:
+        ends = run_ranks(4, lambda link: runs.train(spec, of_nodes(link), Path(out), True))
+    return ends[0]["params_sha256"]
+
+
+@pytest.fixture(scope="module")
+def limited(slurm_daemons, tmp_path_factory) -> Iterator[Training]:
+    """A job that reaches its time limit while other tests run: Slurm looks twice a minute."""
+    folder = tmp_path_factory.mktemp("limited")
+    training = submit(slurm_daemons, folder, step_ms=1000, nodes=1, time="1", warn_s=50)
+    yield training
+    slurm_daemons.run("scancel", training.job)
+
+
+TEMPLATES = {
+    "multi_node.sbatch": [4],
+    "parameter_server.sbatch": [5],
+    "one_node.sbatch": [4],
+    "scaling_array.sbatch": [1, 2, 4],
+}
+QUICK = ("multi_node.sbatch", "parameter_server.sbatch")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.full) for n in TEMPLATES]
+)
+def test_templates_train_as_they_are(slurm, tmp_path, name, limited):
+    shutil.copytree(Path(__file__).parents[2] / "slurm", tmp_path / "slurm")
+    job = slurm.sbatch(Path("slurm", name), cwd=tmp_path)
+    assert slurm.wait(job, limit_s=100) == "COMPLETED", slurm.told(job)
+    found = [rundir.read_summary(path.parent) for path in tmp_path.rglob(rundir.SUMMARY)]
+    assert sorted(one["world_size"] for one in found) == TEMPLATES[name]
+    assert {one["status"] for one in found} == {"done"}
+    assert all(one["test_accuracy"] > 0.96 for one in found)
+    if TEMPLATES[name][-1] >= 4:
+        nodes = real_slurm.NODES[: 1 if name.startswith("one") else 4]
+        assert list(nodes) in [one["hosts"] for one in found]
+
+
+def usr1(slurm, job: int) -> None:
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+
+
+def lose_a_node(slurm, job: int) -> None:
+    slurm.node_lost("n4")
+    slurm.node_up("n4")
+
+
+# What happens to a job in mid-run, and how many steps may have to be done again.
+EVENTS = {
+    "USR1": (usr1, 0),
+    "an administrator requeues it": (lambda slurm, job: slurm.scontrol("requeue", job), 0),
+    "a node is lost": (lose_a_node, INTERVAL),
+}
+
+
+def test_an_interrupted_job_loses_nothing(slurm, tmp_path, whole, limited):
+    training = submit(slurm, tmp_path)
+    after = slurm.sbatch(
+        "#!/bin/sh\n:", f"--dependency=afterok:{training.job}", "--nodes=1", cwd=tmp_path
+    )
+    for step, (event, redone) in zip((7, 16, 24), EVENTS.values(), strict=True):
+        training.reach(step)
+        event(slurm, training.job)
+        slurm.wait(training.job, "PENDING")
+        assert training.to_do_again <= redone, slurm.told(training.job)
+        slurm.hurry(training.job)
+    assert slurm.state(after) == "PENDING"
+    _must_be(training, whole, restarts=3)
+    assert slurm.wait(after) == "COMPLETED"
+
+
+def _must_be(training: Training, whole: str, restarts: int) -> None:
+    """Assert that a job ends with each step done once and the parameters `whole`."""
+    assert training.slurm.wait(training.job) == "COMPLETED", training.slurm.told(training.job)
+    assert training.steps == list(range(1, STEPS + 1))
+    told = training.summary
+    assert (told["status"], told["params_sha256"], told["restarts"]) == ("done", whole, restarts)
+    assert told["steps_redone"] <= INTERVAL
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(20))
+def test_usr1_at_any_moment_loses_nothing(slurm, tmp_path, whole, seed):
+    """Also before Python has started, and while a checkpoint is written."""
+    training = submit(slurm, tmp_path)
+    slurm.wait(training.job, "RUNNING")
+    time.sleep(random.Random(seed).uniform(0, 8))
+    usr1(slurm, training.job)
+    ended = slurm.wait(training.job, "PENDING", "COMPLETED")
+    if ended == "PENDING":
+        assert training.to_do_again == 0
+        slurm.hurry(training.job)
+    _must_be(training, whole, restarts=int(ended == "PENDING"))
+    assert training.summary["steps_redone"] == 0
+
+
+def test_it_is_told_why_a_job_stops(slurm, tmp_path, limited):
+    two = {"nodes": 2, "step_ms": 300}
+    preempted = submit(slurm, tmp_path / "preempted", "--nodelist=n3,n4", **two)
+    cancelled = submit(slurm, tmp_path / "cancelled", "--nodelist=n1,n2", **two)
+    for training in (preempted, cancelled):
+        training.reach(2)
+    slurm.sbatch("#!/bin/sh\n:", "--partition=urgent", "--nodelist=n3", "--exclusive", cwd=tmp_path)
+    slurm.run("scancel", cancelled.job)
+    assert slurm.wait(cancelled.job) == "CANCELLED"
+    slurm.wait(preempted.job, "PENDING")
+    slurm.wait(limited.job, "PENDING")
+    for training, why in (
+        (preempted, "by SIGUSR1 (preempted)"),
+        (cancelled, "by SIGTERM"),
+        (limited, "by SIGUSR1 (time limit)"),
+    ):
+        step = training.steps[-1]
+        assert training.summary["status"] == "stopped"
+        assert training.summary["reason"] == f"stopped at step {step} of {STEPS} {why}; resume me"
+        assert training.to_do_again == 0

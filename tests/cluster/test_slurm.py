@@ -177,7 +177,9 @@ def test_values_stay_values(text, tmp_path):
         "--kill-on-bad-exit=1", "hpctrain", "train", text, "--set", f"run.name={text}",
         "--out", f"runs/{text}", "--resume",
     ]  # fmt: skip
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "job.sh", "made", "said"]
+    made = sorted(path.name for path in tmp_path.iterdir())
+    assert made == ["bin", "job.sh", "made", "runs", "said"]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [text]
     harmless = re.compile(r"#SBATCH --[a-z-]+(=[\w.:@-]+)?")
     assert all(map(harmless.fullmatch, directives(render(job))))
 

@@ -1,31 +1,76 @@
 # --- from here on the same in every template: stop in time, come back, end with the truth ---------
-# USR1 comes before the time is over: the ranks save a checkpoint at a step on which they agree, and
-# summary.json says "stopped". How a launcher ends is not the truth: some end with 0 when a node dies.
+# USR1 comes warn_s before the time is over, or where another job is to have the nodes. The ranks
+# save a checkpoint at a step on which they agree, and summary.json says "stopped". How a launcher
+# ends is not the truth: some end with 0 when a node dies.
 # srun needs to be told to end when a rank has died, and since 22.05 how many cores a task has.
 export SLURM_KILL_BAD_EXIT=1 SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
+# The last task of an array has the array's own number: requeued by it, all tasks would run again.
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID}
+mkdir -p "$run" || exit 1
+: >"$run/.began" # what is newer was written by this part of the run
 
-status() { sed -n 's/^  "status": "\(.*\)",*$/\1/p' "$run/summary.json" 2>/dev/null; }
+of_job() { timeout 20 scontrol -o show job "$job" | tr ' ' '\n' | sed -n "s/^$1=//p" | head -n 1; }
+
+# shellcheck disable=SC2317,SC2329 # the trap calls it
+why() { # why USR1 has come
+    local ends
+    if [[ $(of_job PreemptTime) == [0-9]* ]]; then
+        echo preempted
+    elif ends=$(date -d "$(of_job EndTime)" +%s) && ((ends - $(date +%s) < warn_s + 90)); then
+        echo 'time limit' # of which Slurm may warn a minute earlier than asked
+    fi
+} 2>/dev/null
+
+# shellcheck disable=SC2317,SC2329
+stop() {
+    asked=1
+    why >"$run/.why" # for the reason in summary.json
+    [ -z "$pid" ] || kill -USR1 "$pid"
+}
+
+told() { # what summary.json says of $1, if it is of this part
+    [ ! "$run/summary.json" -nt "$run/.began" ] ||
+        sed -n "s/^  \"$1\": \"\{0,1\}\([^\",]*\).*/\1/p" "$run/summary.json"
+}
+
+again() { # put the job back into the queue, unless it was ended from outside: cancelled, say
+    local restarts=${SLURM_RESTART_COUNT:-0} state
+    state=$(of_job JobState)
+    if [ "$state" != RUNNING ]; then
+        echo "job $job: $1; Slurm says ${state:-nothing}"
+    elif [ "$restarts" -ge "$max_restarts" ]; then
+        echo "job $job: $1; restarted $restarts times, which is enough: submit again to go on"
+    elif scontrol requeue "$job"; then
+        echo "job $job: $1; back into the queue for restart $((restarts + 1)) of $max_restarts"
+        exit 0
+    fi
+    exit 75
+}
 
 pid=
-trap '[ -z "$pid" ] || kill -USR1 "$pid"' USR1
+trap stop USR1
+trap : TERM # Slurm ends the job, and lets the ranks save (KillWait): do not leave before them
 "${launch[@]}" "${train[@]}" --out "$run" --resume &
 pid=$!
-wait "$pid"
-code=$?
-while [ "$code" -gt 128 ] && kill -0 "$pid" 2>/dev/null; do # a signal ends wait early
-    wait "$pid"
-    code=$?
-done
+[ -z "$asked" ] || kill -USR1 "$pid"
+while wait "$pid"; code=$?; kill -0 "$pid" 2>/dev/null; do :; done # a signal ends wait early
 
-case "$(status)" in
+case "$(told status)" in
 done) exit 0 ;;
-stopped)
-    if [ "${SLURM_RESTART_COUNT:-0}" -lt "$max_restarts" ]; then
-        echo "stopped after a checkpoint: job $SLURM_JOB_ID is put back into the queue"
-        scontrol requeue "$SLURM_JOB_ID" && exit 0
-    fi
-    echo "stopped after a checkpoint and ${SLURM_RESTART_COUNT:-0} restarts: submit again to go on"
-    exit 75
-    ;;
-*) exit $((code ? code : 1)) ;;
+stopped) again "$(told reason)" ;;
 esac
+[ -z "$asked" ] || again 'asked to stop before it had begun to train'
+# Ranks may be lost with their node, a bug comes again at once: a part that has saved something is
+# worth another. So are two in a row whose ranks never came to speak (MPI did not start, say), but
+# not where hpctrain itself (1, 2, 3), or the shell for want of it (127), gave the code.
+tries=0
+if ! find "$run/checkpoints" -newer "$run/.began" -name manifest.json 2>/dev/null | grep -q .; then
+    tries=$(($(cat "$run/.tries" 2>/dev/null) + 1))
+fi
+echo "$tries" >"$run/.tries"
+case "$(told exit_code)/$code/$tries" in
+/[0-3]/[1-9]* | /127/[1-9]*) ;;
+1/*/0 | 86/*/0 | /*/[0-2]) again 'ranks were lost, or hung' ;;
+esac
+exit $((code ? code : 1))
