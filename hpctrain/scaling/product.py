@@ -24,7 +24,6 @@ from hpctrain.scaling.results import Result, result
 from hpctrain.scaling.study import Folder, Study, claimed, joined
 from hpctrain.scaling.teller import Teller
 
-log = logging.getLogger(__name__)
 GAPS = 1  #: the exit code of a study in which something is missing
 Words = Mapping[str, Any]
 
@@ -128,7 +127,7 @@ def _measured(folder: Folder, study: Study, spec: Recipe) -> Study:
         if study.steps is None:
             study = conduct.piloted(folder, study, spec, teller)
             folder.save(study)
-        _say(spec, study)
+        _say(spec, study, teller)
         teller.expect(len(conduct.missing(folder, study)))
         if study.on == "slurm":
             missing_there = conduct.missing(folder, study)
@@ -141,16 +140,15 @@ def _measured(folder: Folder, study: Study, spec: Recipe) -> Study:
     return study
 
 
-def _say(spec: Recipe, study: Study) -> None:
+def _say(spec: Recipe, study: Study, teller: Teller) -> None:
     for sentence in changes.told(spec, study.mode, study.batch, study.timing, study.threads):
-        log.info("# %s", sentence)
+        teller.say(logging.INFO, f"# {sentence}")
     for size in study.sizes:
         if study.share(size) > 1:
-            log.warning(
-                "%s: oversubscribed, %.3g ranks share a core: told in the table, and left out of "
-                "fits where other sizes do",
-                size.said,
-                study.share(size),
+            teller.say(
+                logging.WARNING,
+                f"{size.said}: oversubscribed, {study.share(size):.3g} ranks share a core: marked "
+                "in the table, and left out of fits where other sizes do",
             )
 
 

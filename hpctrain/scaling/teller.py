@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from types import TracebackType
 
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hpctrain import progress
@@ -57,12 +58,13 @@ class Teller:
         """Say what became of a trial."""
         self._bar.update(self._task, advance=1, refresh=True)
         if isinstance(found, Gap):
-            self._say(logging.WARNING, f"{what}: {found.reason}")
+            self.say(logging.WARNING, f"{what}: {found.reason}")
         elif self._bar.disable:
-            self._say(logging.INFO, f"{what}: {found.samples_per_s:,.0f} samples/s")
+            self.say(logging.INFO, f"{what}: {found.samples_per_s:,.0f} samples/s")
 
-    def _say(self, level: int, text: str) -> None:
+    def say(self, level: int, text: str) -> None:
+        """Log a line; above the bar where there is one."""
         if self._bar.disable:
             log.log(level, text)
         else:
-            self._bar.console.print(text)
+            self._bar.console.print(escape(text))
