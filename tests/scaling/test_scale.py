@@ -6,6 +6,7 @@ import csv
 import json
 import shutil
 
+import psutil
 import pytest
 from conftest import Completed
 
@@ -23,7 +24,9 @@ def test_killed_half_way_and_called_again(start, tmp_path):
     words = ("-m", "hpctrain", "scale", "digits", "--ranks", "1,2", *SMALL)
     first = start(*words)
     first.until("1 rank, repeat 1 of 1: ")
-    first.kill()
+    below = first.ranks()
+    first.process.kill()  # it alone: those below it end with it
+    assert not psutil.wait_procs(below, timeout=30)[1]
     study = tmp_path / "study"
     assert not (study / "scaling.csv").exists()
     done = study / "trials/00001-ranks-00001-nodes/repeat-0/summary.json"
