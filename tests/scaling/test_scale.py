@@ -31,7 +31,7 @@ def test_killed_half_way_and_called_again(start, tmp_path):
     assert not (study / "scaling.csv").exists()
     done = study / "trials/00001-ranks-00001-nodes/repeat-0/summary.json"
     before = done.stat().st_mtime_ns
-    again: Completed = start(*words).finish()
+    again: Completed = start(*words).finish(90)
     assert again.returncode == 0, again.stdout + again.stderr
     assert done.stat().st_mtime_ns == before  # what was there was not run again
     assert "2 ranks, repeat 1 of 1" in again.stderr and "1 rank, repeat" not in again.stderr
@@ -51,7 +51,7 @@ def test_killed_half_way_and_called_again(start, tmp_path):
 def test_a_size_that_fails_is_a_gap_and_another_study_is_refused(hpctrain, tmp_path):
     slow = ("--set", "faults.slow_rank=1", "--set", "faults.slow_factor=1.0")
     words = ("scale", "digits", "--ranks", "1,2", "--mode", "weak", *slow, *SMALL)
-    done = hpctrain(*words)
+    done = hpctrain(*words, timeout=90)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 rank, repeat 1 of 1: [faults] slow_rank" in done.stderr
     found = rows(tmp_path / "study")
