@@ -4,8 +4,9 @@
 
     started    both ranks run, bytes in host memory arrive       what MPI says of itself
     ipc        each maps the other's memory, copies, compares    only on one node
+    staged     messages of several lengths, through the host     how long they take
     pointer    each gives MPI pointers to GPU memory, compares   an MPI not made for it crashes here
-    sizes      messages of several lengths, staged and by pointer, in turn: which is the faster?
+    sizes      the same messages staged and by pointer, in turn  which way is the faster
 
 Rank 0 prints a line of JSON after each stage: what is missing is where the job ended. Never to be
 called in a rank of a run: if it crashes, so does the run. Results are taken, and the job started,
@@ -84,11 +85,13 @@ def main() -> None:
     mine, inbox = Buffer(runtime, max(SIZES)), Buffer(runtime, max(SIZES))
     if hosts[0] == hosts[1]:
         _say(comm, "ipc", **by_ipc(comm, runtime, mine, inbox))
+    link = mpi.MpiLink(comm.Dup(), Record(None, comm.rank, comm.size).entry("main"))
+    cupy = gpus.cupy_module()
+    _say(comm, "staged", seconds=messages(link, cupy, ["staged"]))
     found = by_pointer(comm, mine, inbox)
     _say(comm, "pointer", **found)
     if found["right"]:
-        link = mpi.MpiLink(comm.Dup(), Record(None, comm.rank, comm.size).entry("main"))
-        _say(comm, "sizes", seconds=both_ways(link, gpus.cupy_module()))
+        _say(comm, "sizes", seconds=messages(link, cupy, ["staged", "cuda-aware"]))
     comm.Barrier()
     MPI.Finalize()
 
@@ -98,12 +101,14 @@ def by_ipc(comm: MPI.Comm, runtime: Any, mine: Buffer, inbox: Buffer) -> dict[st
     mine.write(pattern(comm.rank, mine.nbytes))
     why, seconds, right = "", float("inf"), False
     handles = comm.allgather(_handle(runtime, mine))
+    if refused := [one for one in handles if isinstance(one, str)]:
+        return {"right": False, "gb_s": 0.0, "why": refused[0]}
     try:
         theirs = runtime.ipcOpenMemHandle(handles[1 - comm.rank])
         copy = lambda: _copy(runtime, inbox.pointer, theirs, mine.nbytes)  # noqa: E731
         seconds = best(copy)
         right = bool((inbox.read(mine.nbytes) == pattern(1 - comm.rank, mine.nbytes)).all())
-    except (runtime.CUDARuntimeError, TypeError) as error:  # no handle: that rank says why
+    except runtime.CUDARuntimeError as error:
         why = str(error)
     everyone = comm.allgather((right, why))  # nobody gives its memory back before
     if right:
@@ -126,14 +131,14 @@ def by_pointer(comm: MPI.Comm, mine: Buffer, inbox: Buffer) -> dict[str, Any]:
     return _outcome(comm.allgather((right, why)), max(SIZES) / seconds)
 
 
-def both_ways(
-    link: Link, cupy: Any, sizes: Sequence[int] = TIMED
-) -> list[tuple[int, float, float]]:
-    """Return for each of `sizes` the seconds of a message staged and by pointer, each at its best.
+def messages(
+    link: Link, cupy: Any, paths: Sequence[Path], sizes: Sequence[int] = TIMED
+) -> list[tuple[int | float, ...]]:
+    """Return for each of `sizes` the bytes, and the seconds of a message on each of `paths`.
 
-    The two take turns: half of a message there and back, which begins where the first has landed.
+    Paths take turns, each at its best: half of a message there and back.
     """
-    ways: dict[Path, dict[int, float]] = {"staged": {}, "cuda-aware": {}}
+    ways: dict[Path, dict[int, float]] = {path: {} for path in paths}
     x = cupy.zeros(max(sizes), np.uint8)
     for path, found in [(path, found) for _ in range(ROUNDS) for path, found in ways.items()]:
         link.take([path] * link.size)
@@ -141,8 +146,7 @@ def both_ways(
             start = time.perf_counter()
             _there_and_back(link, x[:nbytes])
             found[nbytes] = min(found.get(nbytes, math.inf), time.perf_counter() - start)
-    staged, pointer = ways.values()
-    return [(n, staged[n] / 2, pointer[n] / 2) for n in sizes]
+    return [(n, *(found[n] / 2 for found in ways.values())) for n in sizes]
 
 
 def _there_and_back(link: Link, x: Any) -> None:
@@ -177,11 +181,13 @@ def _claims(comm: MPI.Comm) -> claims.Claims:
     return claims.asked(mpi.vendor, mpi.libmpi, kinds)
 
 
-def _handle(runtime: Any, buffer: Buffer) -> bytes | None:
+def _handle(runtime: Any, buffer: Buffer) -> bytes | str:
+    """Return the handle, or in words why there is none."""
     try:
-        return runtime.ipcGetMemHandle(buffer.pointer)
-    except runtime.CUDARuntimeError:
-        return None
+        handle: bytes = runtime.ipcGetMemHandle(buffer.pointer)
+    except runtime.CUDARuntimeError as error:
+        return str(error)
+    return handle
 
 
 def _copy(runtime: Any, to: int, source: int, nbytes: int) -> None:

@@ -41,12 +41,13 @@ class Trial:
     ipc_fault: str = ""
     #: (bytes, seconds of a message staged, of one by pointer), where pointers were right
     sizes: tuple[tuple[int, float, float], ...] = ()
+    staged: tuple[tuple[int, float], ...] = ()  #: (bytes, seconds of a message staged), always
 
 
 def from_table(said: Mapping[str, Any]) -> Trial:
     """Return the trial that `asdict` made a table of."""
-    sizes = tuple(map(tuple, said.get("sizes", ())))
-    return Trial(**{**said, "claims": _claims(said["claims"]), "sizes": sizes})
+    times = {key: tuple(map(tuple, said.get(key, ()))) for key in ("sizes", "staged")}
+    return Trial(**{**said, "claims": _claims(said["claims"]), **times})
 
 
 def _claims(said: Mapping[str, Any] | None) -> claims.Claims | None:
@@ -69,7 +70,7 @@ def understood(output: str, code: int, errors: str) -> Trial:
         _claims(started.get("claims")),
         pointer.get("why", "") if pointer else ended(code, errors),
         ipc.get("why", ""),
-        tuple(map(tuple, stages.get("sizes", {}).get("seconds", ()))),
+        *(tuple(map(tuple, stages.get(s, {}).get("seconds", ()))) for s in ("sizes", "staged")),
     )
 
 

@@ -62,12 +62,11 @@ def layout_of(group: Group, gpus: Gpus) -> Layout:
 
 def _wire(gpus: Gpus, name: str, where: str) -> cost.Machine:
     """Return what messages of a class cost; ranks that stage share the way of their GPU."""
+    pointer = getattr(gpus.verdict, name) in BY_POINTER
+    wire = POINTER[where] if pointer else STAGED[where]
     if times := gpus.verdict.seconds.get(name):
-        return cost.Machine(*fit.line(times), GAMMA)
-    if getattr(gpus.verdict, name) in BY_POINTER:
-        return POINTER[where]
-    staged = STAGED[where]
-    return replace(staged, beta=staged.beta * max(map(len, gpus.of_each)))
+        wire = cost.Machine(*fit.line(times), GAMMA)
+    return wire if pointer else replace(wire, beta=wire.beta * max(map(len, gpus.of_each)))
 
 
 def predicted(layout: Layout, n: int) -> Iterator[Row]:

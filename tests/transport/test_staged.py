@@ -136,7 +136,7 @@ def test_a_trial_times_both_ways(ranks, lazy_gpu):
     sizes = (1000, 300 * KIB)
 
     def body(world):
-        found = trial.both_ways(world.link, cupy, sizes)
+        found = trial.messages(world.link, cupy, ["staged", "cuda-aware"], sizes)
         assert [n for n, *_ in found] == list(sizes) and all(min(one) > 0 for one in found)
         staged = 2 * sum(sizes) * trial.ROUNDS  # one there, one back
         assert world.link.host_bytes == staged * (1 if world.transport == "mpi" else 2)

@@ -7,9 +7,8 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 
-import cupy_of_files
+import cupy_package
 import pytest
 from conftest import BIN, LAUNCHER
 
@@ -55,6 +54,24 @@ def test_judged(case):
     assert (told.verdict.same_gpu, told.verdict.same_node, told.verdict.across) == ways
     assert word in told.verdict.reason
     assert remedy in told.remedy
+    assert verdicts.from_json(json.dumps(asdict(told))) == told
+
+
+STAGED_ONLY = replace(CRASHED, staged=((1024, 3e-5), (65536, 5e-5)))
+#: trial -> seconds by which `auto` reckons
+SECONDS = {
+    "the faster way": (TIMED, ((1024, 1e-5), (65536, 2e-5), (1 << 20, 2e-4))),
+    "no pointers": (STAGED_ONLY, STAGED_ONLY.staged),
+    "an older hpctrain's": (WORKS, None),
+}
+
+
+@pytest.mark.parametrize("case", SECONDS)
+def test_what_messages_take(case):
+    trial, seconds = SECONDS[case]
+    told = verdicts.judged({"same_gpu": trial}, ADAPTER, {})
+    assert told.verdict.seconds == ({} if seconds is None else {"same_gpu": seconds})
+    assert told.verdict.mapped_gb_s == {"same_gpu": 100.0}
     assert verdicts.from_json(json.dumps(asdict(told))) == told
 
 
@@ -155,8 +172,10 @@ def test_understood(case):
 
 def test_lengths_that_were_timed():
     right = json.dumps({"stage": "pointer", "right": True, "gb_s": 9.0, "why": ""})
+    staged = json.dumps({"stage": "staged", "seconds": STAGED_ONLY.staged})
     sizes = json.dumps({"stage": "sizes", "seconds": TIMED.sizes})
-    assert trials.understood("\n".join([OPEN, right, sizes]), 0, "").sizes == TIMED.sizes
+    found = trials.understood("\n".join([OPEN, staged, right, sizes]), 0, "")
+    assert (found.staged, found.sizes) == (STAGED_ONLY.staged, TIMED.sizes)
     lost = trials.understood("\n".join([OPEN, right]), 139, "")  # it crashed in between
     assert lost.pointer and lost.sizes == ()
 
@@ -232,7 +251,7 @@ def test_what_a_verdict_depends_on(tmp_path):
 @pytest.fixture
 def machine(tmp_path):
     """Return the environment of a machine with made-up GPUs and a cache of its own."""
-    folder = cupy_of_files.install(tmp_path / "site")
+    folder = cupy_package.install(tmp_path / "site")
     path = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
     cache = tmp_path / "cache"
     return {**os.environ, **LAUNCHER, "PYTHONPATH": path, "XDG_CACHE_HOME": str(cache)}
@@ -253,25 +272,15 @@ print(json.dumps(asdict(verdicts.known(os.environ))))
 """
 
 
-CUPY_OF_FAKES = """
-import sys
-sys.path.append({tests!r})
-import fakes
-fakes.kept = fakes.installed(devices=2)
-fakes.kept.__enter__()
-"""
-
-
 @pytest.mark.processes
-def test_an_mpi_that_takes_these_pointers(machine, tmp_path):
-    cupy, tests = tmp_path / "site" / "cupy" / "__init__.py", str(Path(__file__).parents[1])
-    cupy.write_text(CUPY_OF_FAKES.format(tests=tests))
+def test_an_mpi_that_takes_these_pointers(machine):
     told = found(machine)
     assert (told.verdict.same_gpu, told.verdict.same_node) == ("cuda-aware", "cuda-aware")
     assert told.verdict.across == "staged"
     assert all(one.ipc and one.ipc_gb_s and one.pointer_gb_s for one in told.trials.values())
     for one in told.trials.values():
         assert len(one.sizes) >= 4 and all(min(size) > 0 for size in one.sizes)
+        assert [n for n, _ in one.staged] == [n for n, *_ in one.sizes]
     # A rank, with all its launcher's variables, finds what was remembered.
     line = [BIN / "mpiexec", "-n", "1", sys.executable, "-c", KNOWN]
     rank = subprocess.run(line, env=machine, capture_output=True, text=True, timeout=60)
@@ -287,6 +296,8 @@ def test_an_mpi_that_crashes_on_a_device_pointer(machine):
     assert (told.verdict.same_gpu, told.verdict.same_node) == ("ipc", "ipc")
     trial = told.trials["same_gpu"]
     assert trial.ipc and trial.pointer is False and trial.claims.sure is False
+    assert len(trial.staged) >= 4 and told.verdict.seconds["same_gpu"] == trial.staged
+    assert trial.sizes == () and told.verdict.by_size == {}
     assert "segmentation fault" in told.verdict.reason
     assert "built without CUDA" in told.verdict.reason
 
@@ -295,7 +306,7 @@ def test_an_mpi_that_crashes_on_a_device_pointer(machine):
 def test_a_container_that_opens_no_handles(machine):
     told = found({**machine, "FAKE_CRASH": "1", "FAKE_IPC": "refused", "FAKE_GPUS": "1"})
     assert told.verdict.same_gpu == "staged"
-    assert "CUDA IPC: cudaErrorInvalidValue" in told.verdict.reason
+    assert "CUDA IPC: cudaErrorNotSupported" in told.verdict.reason
 
 
 @pytest.mark.processes

@@ -171,8 +171,9 @@ def per_byte(plan) -> float:
 
 
 def test_ranks_that_stage_share_the_way_of_their_gpu():
-    alone, together = (guess("aaaa", cards, STAGED, seen=False) for cards in ("0123", "0000"))
-    assert per_byte(together) > 2 * per_byte(alone)
+    for seconds in ({}, {"same_node": CRAWLS, "same_gpu": CRAWLS}):
+        plans = [guess("aaaa", c, STAGED, False, seconds=seconds) for c in ("0123", "0000")]
+        assert per_byte(plans[1]) > 2 * per_byte(plans[0])
 
 
 # ---- measured ----
