@@ -31,7 +31,8 @@ _OURS = {
     "array": "name the sizes: --sizes 1,2,4",
     "chdir": "a job runs in the folder in which it was submitted",
     "cpus-per-task": "use --cpus-per-task",
-    "gpu-bind": "ranks of a node must see each other's GPUs, so it is always none",
+    "gpu-bind": "ranks of a node must see each other's GPUs, as they do unless the site binds: "
+    "then its profile says options = { gpu-bind = 'none' }",
     "gpus": "use --gpus-per-node",
     "gpus-per-node": "use --gpus-per-node",
     "gpus-per-socket": "use --gpus-per-node",

@@ -107,11 +107,14 @@ ANY = Nodes(gpus=1 << 10)
 
 
 def gpu_options(gpus: int, nodes: Nodes) -> dict[str, str]:
-    """Return the options of sbatch for `gpus` GPUs on each node, all of them seen by each task."""
+    """Return the options of sbatch for `gpus` GPUs on each node, all of them seen by each task.
+
+    Not `gpu-bind=none`: with it Slurm 22.05 tells tasks of no GPUs (CUDA_VISIBLE_DEVICES is unset),
+    and where nothing but that variable keeps jobs apart, they would take those of others.
+    """
     if not gpus:
         return {}
-    ask = {"gres": f"gpu:{gpus}"} if nodes.gpus_as == "gres" else {"gpus-per-node": str(gpus)}
-    return {**ask, "gpu-bind": "none"}
+    return {"gres": f"gpu:{gpus}"} if nodes.gpus_as == "gres" else {"gpus-per-node": str(gpus)}
 
 
 def names() -> list[str]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain import rundir
+from hpctrain import launchers, rundir
 from hpctrain.errors import HpctrainError, UsageError
 
 if sys.version_info >= (3, 11):
@@ -79,9 +79,13 @@ def submit(text: str, folder: Path, options: Sequence[str] = ()) -> int:
     """Give the script `text` to sbatch and return the job's id; keep both in `folder`.
 
     `options` are words for sbatch. The job runs in the current folder, and finds this Python's
-    `hpctrain` first. Raises UsageError where there is no Slurm, or with sbatch's own words.
+    `hpctrain` first. Raises UsageError in a rank of another job, where there is no Slurm, or with
+    sbatch's own words.
     """
     _must_have("sbatch")
+    here = launchers.launched(os.environ)
+    if here.size > 1:
+        raise UsageError(f"this is rank {here.rank} of {here.size}: each would submit a job")
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     done = _run(["sbatch", "--parsable", *_output(text, folder), *options], text)
@@ -89,10 +93,18 @@ def submit(text: str, folder: Path, options: Sequence[str] = ()) -> int:
         if made:
             folder.rmdir()
         raise UsageError(refusal(done.stderr, text))
-    job = int(done.stdout.split(";")[0])
+    job = _id_in(done.stdout)
     (folder / SCRIPT).write_text(text)
     rundir.write_json(folder / JOBS, {"jobs": [*jobs_of(folder), job]})
     return job
+
+
+def _id_in(said: str) -> int:
+    """Return the job's id in what sbatch says; some sites let it say more."""
+    found = re.search(r"^(\d+)(;\S*)?$", said, re.M)
+    if found is None:
+        raise HpctrainError(f"sbatch took the script, and has not told the job's id: {said!r}")
+    return int(found[1])
 
 
 def _output(text: str, folder: Path) -> list[str]:

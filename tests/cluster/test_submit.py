@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from hpctrain import rundir
 from hpctrain.cli import hpctrain
 from hpctrain.cluster import sbatch, submit
+from hpctrain.cluster.job import Job
 from hpctrain.cluster.slurm import DEFAULTS, render
 from hpctrain.cluster.submit import State
 from hpctrain.errors import HpctrainError, UsageError
@@ -85,6 +86,16 @@ def test_without_slurm_it_is_told_what_to_do(commands):
     assert not Path("run").exists()
 
 
+def test_where_nothing_can_be_submitted(commands, monkeypatch):
+    commands("sbatch", "echo welcome")
+    with pytest.raises(HpctrainError, match=r"has not told the job's id: 'welcome\\n'"):
+        submit.submit("#!/bin/sh", Path("run"))
+    for name, value in (("RANK", "1"), ("SIZE", "4"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    with pytest.raises(UsageError, match="this is rank 1 of 4: each would submit a job"):
+        submit.submit("#!/bin/sh", Path("run"))
+
+
 SAID = {
     "invalid partition specified: gold": [4],
     "Batch job submission failed: Requested node configuration is not available": [2],
@@ -146,7 +157,7 @@ def test_render_prints_what_was_asked_for():
 
 
 def test_status_shows_job_and_run(commands):
-    commands("sbatch", "echo '17;cluster'")
+    commands("sbatch", "echo welcome to the cluster; echo '17;cluster'")
     commands("scontrol", f"echo '{JOB.format(17, 'PENDING', 'BeginTime')}'")
     assert told("submit", "digits", "--out", "runs/a") == "17  runs/a\n"
     assert submit.jobs_of(Path("runs/a")) == [17]
@@ -187,6 +198,7 @@ def test_on_a_real_slurm(slurm, tmp_path, monkeypatch):
     for name in ("PATH", "SLURM_CONF"):
         monkeypatch.setenv(name, slurm.environ[name])
     monkeypatch.setenv("SLURM_MPI_TYPE", slurm.srun.rpartition("=")[2])
+    monkeypatch.setattr(submit, "POLL_S", 1.0)
     assert set(re.findall(r"--([a-z][a-z-]+)", slurm.run("sbatch", "--help"))) <= {*sbatch.KNOWN}
     with pytest.raises(
         UsageError, match=r"(?s)invalid partition.*line \d+: #SBATCH --partition=no"
@@ -210,3 +222,20 @@ def test_on_a_real_slurm(slurm, tmp_path, monkeypatch):
     assert [one["status"] for one in summaries] == ["done"] * 3
     assert [one["world_size"] for one in summaries] == [1, 2, 2]
     assert summaries[2]["servers"] == 1
+
+
+@pytest.mark.processes
+def test_who_sees_which_gpus(slurm, tmp_path):
+    """Ranks take turns on the nodes, workers see all GPUs of theirs, servers none."""
+    seen = tmp_path / "seen.sh"
+    seen.write_text(
+        '#!/bin/sh\necho $SLURM_PROCID $SLURMD_NODENAME "$CUDA_VISIBLE_DEVICES" >> seen\n'
+    )
+    seen.chmod(0o755)
+    text = render(Job(nodes=2, gpus_per_node=2, servers=1, max_restarts=0))
+    assert "train=(hpctrain" in text
+    job = slurm.sbatch(text.replace("train=(hpctrain", "train=(./seen.sh"), cwd=tmp_path)
+    assert slurm.wait(job) == "FAILED"  # no summary says that it is done
+    told = sorted(line.split() for line in (tmp_path / "seen").read_text().splitlines())
+    assert told == [["0", "n1", "0,1"], ["1", "n2", "0,1"], ["2", "n1", "0,1"], ["3", "n2", "0,1"],
+                    ["4", "n1"]], slurm.told(job)  # fmt: skip
