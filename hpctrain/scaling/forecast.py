@@ -11,8 +11,9 @@ other      reading, bookkeeping; that of the largest size
 
 alpha and beta are those of single messages between two ranks, where the study has measured such.
 All of it is then scaled by one factor, so that the time on the wire is what trials have measured;
-without such messages alpha and beta come from the wire times of all sizes. How many buckets leave
-while backward goes on is the number that explains the measured waits best.
+without such messages alpha and beta come from the wire times of several sizes. How many buckets
+leave while backward goes on is the number that explains the measured waits best. The three largest
+sizes that communicate tell what lies beyond.
 
 Source: Hockney, "The communication challenge for MPP: Intel Paragon and Meiko CS-2", 1994, for
 alpha + m beta; Alexandrov et al., 1995, for its refinement.
@@ -23,6 +24,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -36,7 +38,9 @@ from hpctrain.tuning.steps import even, step_time
 #: All-reduces that are no schedule of ours, and the one that is most like them.
 LIKE = {"direct-shared": "direct", "native": "halving-doubling"}
 #: In how many buckets the gradient may leave; 0: after backward, in one.
-BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
+BUCKETS = (0, 1, 2, 4, 8, 16, 32)
+HIDDEN = 0.03  #: of the wire: where less is hidden behind compute, nothing overlaps
+NEAREST = 3  #: so many sizes, the largest, tell what lies beyond them
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ class Model:
         return Forecast(size, compute + wait + self.other_s, compute, wait, self.other_s)
 
 
+@cache
 def replay(
     cluster: Cluster,
     algorithm: str,
@@ -143,14 +148,16 @@ def fitted(
     """
     apart = [one for one in seen if one.share == 1.0]
     used = apart if any(one.size.ranks > 1 for one in apart) else list(seen)
-    talking = [one for one in used if one.size.ranks > 1 and one.wire_s > 0]
+    talking = [one for one in used if one.size.ranks > 1 and one.wire_s > 0][-NEAREST:]
     if not talking:
         return None
     last = talking[-1]
+    overlaps = any(one.wait_s < (1 - HIDDEN) * one.wire_s for one in talking)
+    counts = BUCKETS if overlaps else BUCKETS[:1]
     shrinking, fixed = _computing(used, strong)
     cluster = _cluster(talking, nbytes, inside, between)
     buckets, factor = min(
-        ((count, _factor(cluster, talking, nbytes, count)) for count in BUCKETS),
+        ((count, _factor(cluster, talking, nbytes, count)) for count in counts),
         key=lambda found: _off(scaled(cluster, found[1]), talking, nbytes, found[0]),
     )
     model = Model(

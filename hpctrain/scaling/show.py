@@ -20,7 +20,7 @@ MEASURED, GAP, PREDICTED = "measured", "gap", "predicted"
 
 def table(found: Result) -> Table:
     """Return the rows as a table; intervals stand behind their means."""
-    shown = Table(title=title(found))
+    shown = Table(title=escape(title(found)))
     nodes = ["nodes"] * _over_nodes(found)
     for heading in ("ranks", *nodes, *HEADINGS):
         shown.add_column(heading, justify="right")

@@ -21,7 +21,7 @@ class Teller:
         console = progress.console()
         shown = log.isEnabledFor(logging.INFO)
         self._bar = Progress(
-            TextColumn(title),
+            TextColumn(escape(title)),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[what]}"),
