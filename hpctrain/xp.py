@@ -262,5 +262,5 @@ def _room() -> str:
     except cupy.cuda.runtime.CUDARuntimeError:  # no room for what CUDA itself needs
         return "out of memory on a GPU that does not tell how much is free"
     held = cupy.get_default_memory_pool().total_bytes()
-    told = f"{free:,} of {whole:,} bytes free, {held:,} held by this rank's arrays"
+    told = f"{free:,} of {whole:,} bytes free now, {held:,} held by this rank's arrays"
     return f"GPU {device} is out of memory ({told})"

@@ -90,9 +90,7 @@ PLACES = {
     "backward": True,
     "look": True,
 }
-ASKED = (
-    r"GPU 1 is out of memory \(([\d,]+) of ([\d,]+) bytes free, [\d,]+ held .*\): ([\d,]+) bytes"
-)
+ASKED = r"GPU 1 is out of memory \(([\d,]+) of ([\d,]+) bytes free now, .*\): ([\d,]+) bytes asked"
 
 
 @pytest.mark.parametrize("where", PLACES)

@@ -112,7 +112,9 @@ def test_out_of_memory(digits, when):
     assert ended.returncode == 1, ended.stderr
     assert ended.seconds < 20
     (said,) = re.findall(r"hpctrain: rank (\d) on \S+: (GPU 0 is out of memory .*)", ended.stderr)
-    assert re.search(r"\([\d,]+ of [\d,]+ bytes free, .*\): [\d,]+ bytes asked. Take a", said[1])
+    assert re.search(
+        r"\([\d,]+ of [\d,]+ bytes free now, .*\): [\d,]+ bytes asked. Take a", said[1]
+    )
     assert rank == EVERY or said[0] == str(rank)
     assert "Traceback" not in ended.stderr
     if step < 0:
