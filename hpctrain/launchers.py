@@ -8,7 +8,8 @@ variables belong to the daemon that started the ranks.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -85,6 +86,23 @@ def restarts(environ: Mapping[str, str]) -> int:
     return _integer(environ, "SLURM_RESTART_COUNT") or 0
 
 
+def slots(environ: Mapping[str, str]) -> int | None:
+    """Return how many ranks Slurm has set aside on all nodes of this job; None outside of one."""
+    return sum(_counts(environ.get("SLURM_TASKS_PER_NODE", ""))) or None
+
+
+def nodes(hosts: Sequence[str], slurm: Sequence[str]) -> tuple[str, ...]:
+    """Return the name of each rank's node, from the names of `hosts` and what `slurm` calls them.
+
+    Slurm's tell nodes apart that share one host, as in a test. They count for nothing where a
+    launcher hands on the environment of the first node: then one name stands for several hosts.
+    """
+    seen = set(zip(slurm, hosts, strict=True))
+    several = {name for name, count in Counter(name for name, _ in seen).items() if count > 1}
+    pairs = zip(hosts, slurm, strict=True)
+    return tuple(name if name and name not in several else host for host, name in pairs)
+
+
 def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without what makes a process a rank: a child that starts MPI needs this."""
 
@@ -142,11 +160,14 @@ def _srun(environ: Mapping[str, str]) -> Launched | None:
 def _srun_here(environ: Mapping[str, str]) -> int | None:
     """Return how many tasks of the step run on this node, from Slurm's "2(x3),1"."""
     node = _integer(environ, "SLURM_NODEID")
-    counts: list[int] = []
-    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
-        counts += [int(count)] * int(times or 1)
+    counts = _counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     return counts[node] if node is not None and node < len(counts) else None
+
+
+def _counts(tasks: str) -> list[int]:
+    """Return the number of each node, from Slurm's "2(x3),1"."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+    return [int(count) for count, times in found for _ in range(int(times or 1))]
 
 
 def _pmi(environ: Mapping[str, str]) -> Launched | None:

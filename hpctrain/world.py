@@ -292,8 +292,8 @@ def _over_mpi(device: gpus.Device, timeout_s: float) -> World:
     if wrong := launchers.mismatch(launched, link.size, mpi_is.vendor, mpi_is.libmpi):
         mpi.finalize()
         raise UsageError(wrong)
-    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     gather = partial(collectives.all_gather_bytes, link)
+    host = seat.node(gather, link.rank)
     places, verdict, seats = seat.told(link, gather, host, taken)
     hosts, several = tuple(one.host for one in seats), mpi.concurrent()
     local = hosts[: link.rank].count(host)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.launchers import ALONE, Launched, launched, mismatch, scrubbed, unstartable
+from hpctrain.launchers import (
+    ALONE,
+    Launched,
+    launched,
+    mismatch,
+    nodes,
+    scrubbed,
+    slots,
+    unstartable,
+)
 
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -91,6 +100,25 @@ TABLE = {
 def test_launched(case):
     environ, expected = TABLE[case]
     assert launched(environ) == expected
+
+
+@pytest.mark.parametrize("told, number", [("4", 4), ("2(x3),1", 7), ("", None)])
+def test_slots(told, number):
+    assert slots({"SLURM_TASKS_PER_NODE": told}) == number
+
+
+@pytest.mark.parametrize(
+    "hosts, slurm, names",
+    [
+        ("abab", ["", "", "", ""], "abab"),
+        ("aabb", ["n1", "n1", "n2", "n2"], ["n1", "n1", "n2", "n2"]),
+        ("aaaa", ["n1", "n1", "n2", "n2"], ["n1", "n1", "n2", "n2"]),  # one machine, in a test
+        ("aabb", ["n1", "n1", "n1", "n1"], "aabb"),  # handed on from the first node
+        ("abcc", ["n1", "n1", "n3", ""], ["a", "b", "n3", "c"]),
+    ],
+)
+def test_nodes(hosts, slurm, names):
+    assert nodes(hosts, slurm) == tuple(names)
 
 
 def test_scrubbed_environment_is_no_rank_and_keeps_settings():

@@ -71,7 +71,8 @@ def launch_argv(n: int, argv: Sequence[str]) -> int:
     """Run the command `argv` on `n` ranks; as `launch`."""
     _refuse(n, launchers.launched(os.environ))
     mpi, started = find_mpi(), time.time()
-    line, extra = command(mpi, n, argv, n > _physical_cores(), os.geteuid() == 0)
+    slots = launchers.slots(os.environ) or _physical_cores()
+    line, extra = command(mpi, n, argv, n > slots, os.geteuid() == 0)
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
         note = Path(folder, "run")
         environ = eager_defaults() | launchers.scrubbed(os.environ) | extra | _for_ranks(note)

@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hpctrain import launchers
 from hpctrain.errors import UsageError
 from hpctrain.hardware import pci
 from hpctrain.launchers import Launched
@@ -40,6 +42,13 @@ class Seat:
         by, binding, gpu = self.launched, self.binding, self.gpu.uuid if self.gpu else ""
         cores, threads = ranges(binding.cores), binding.blas_threads
         return Seated(host, by.name, by.local_rank, cores, binding.offered, threads, gpu, self.gpus)
+
+
+def node(gather: first.Gather, rank: int) -> str:
+    """Return the name of this rank's node; collective."""
+    mine = f"{socket.gethostname()}\n{os.environ.get('SLURMD_NODENAME', '')}"
+    hosts, slurm = zip(*(one.decode().split("\n") for one in gather(mine.encode())), strict=True)
+    return launchers.nodes(hosts, slurm)[rank]
 
 
 def take(launched: Launched, device: gpus.Device) -> Seat:

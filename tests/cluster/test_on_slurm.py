@@ -129,6 +129,16 @@ def limited(slurm_daemons, tmp_path_factory) -> Iterator[Training]:
     slurm_daemons.run("scancel", training.job)
 
 
+@pytest.mark.parametrize("line", ["mpiexec -n 4 hpctrain", "hpctrain launch -n 4"])
+def test_launchers_take_the_nodes_of_the_job(slurm, tmp_path, line):
+    sets = " ".join(f"--set {one}" for one in TINY)
+    text = f"#!/bin/bash\n{line} train digits {sets} --out run\n"
+    job = slurm.sbatch(text, "--nodes=4", "--ntasks-per-node=1", cwd=tmp_path)
+    assert slurm.wait(job) == "COMPLETED", slurm.told(job)
+    summary = rundir.read_summary(tmp_path / "run")
+    assert (summary["status"], summary["hosts"]) == ("done", list(real_slurm.NODES))
+
+
 TEMPLATES = {
     "multi_node.sbatch": [4],
     "parameter_server.sbatch": [5],
