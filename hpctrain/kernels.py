@@ -41,6 +41,21 @@ KINDS = {
     "float16": ("unsigned short", "float", _HALF),
     "bfloat16": ("unsigned short", "float", _BRAIN),
 }
+#: The sum of what all threads of a block have, which are a power of two; in one order.
+ADDED = """
+__device__ double added(double mine) {
+    __shared__ double part[256];
+    part[threadIdx.x] = mine;
+    for (int half = blockDim.x / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) part[threadIdx.x] += part[threadIdx.x + half];
+    }
+    __syncthreads();
+    double total = part[0];
+    __syncthreads();
+    return total;
+}
+"""
 HEAD = "typedef MEMORY T;\ntypedef REAL_TYPE REAL;\nCONVERSIONS\n"
 
 

@@ -21,12 +21,13 @@ from hpctrain.nn.dropout import Dropout
 
 cupy = pytest.importorskip("cupy")
 
-SGD, ADAMW, LARS, LAMB, NORMS, GELU, PHILOX, BF16, LARGEST, ORTHONORMAL, WINDOWS, CHANNELS = (
+(SGD, ADAMW, LARS, LAMB, NORMS, GELU, PHILOX, BF16, LARGEST, ORTHONORMAL, WINDOWS, CHANNELS,
+ VECTORS) = (
     import_module(f"hpctrain.{name}")
     for name in ("optim.sgd", "optim.adamw", "optim.lars", "optim.lamb", "optim.norms",
                  "nn.activations", "nn.philox", "collectives.bfloat16",
                  "gradients.compress.largest", "gradients.compress.orthonormal", "nn.windows",
-                 "nn.channels")
+                 "nn.channels", "nn.vectors")
 )  # fmt: skip
 #: function -> arrays and numbers that it takes
 FUSED = {
@@ -139,6 +140,7 @@ def test_sixteen_bits_have_products():
 def test_kernels_compile(dtype):
     ml_dtypes = pytest.importorskip("ml_dtypes")
     assert compiled(written(PHILOX.SOURCE, dtype))
+    assert compiled(VECTORS.source(dtype))
     for width in (1, 16 // np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize):
         for far in (False, True):
             assert compiled(WINDOWS.source(dtype, width, far))
@@ -149,7 +151,7 @@ def test_kernels_compile(dtype):
 def test_kernels_of_compression_compile(dtype):
     assert compiled(BF16.source(np.dtype(dtype)))
     assert compiled(LARGEST.source(np.dtype(dtype)))
-    assert compiled(written(ORTHONORMAL.SOURCE, dtype))
+    assert compiled(ORTHONORMAL.source(dtype))
 
 
 @pytest.fixture(scope="module")
@@ -222,15 +224,17 @@ def test_convolution_is_that_of_the_host(a_gpu, dtype, channels, kernel, stride,
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", [(64, 28, 28, 16), (3, 1, 700), (5, 3)])
-def test_normalization_is_that_of_the_host(a_gpu, dtype, shape):
-    draw, layer = np.random.default_rng(0).standard_normal, nn.BatchNorm()
+@pytest.mark.parametrize("layer", [nn.BatchNorm(), nn.LayerNorm()], ids=str)
+def test_normalization_is_that_of_the_host(a_gpu, layer, dtype, shape):
+    draw = np.random.default_rng(0).standard_normal
     x, dy = ((draw(shape) + 3).astype(dtype) for _ in range(2))
     p = {n: draw(shape[-1:]).astype(dtype) for n in layer.parameters(shape[1:])}
     told = []
     for to in (np.asarray, cupy.asarray):
         here, g = ({n: to(a.copy()) for n, a in p.items()} for _ in range(2))
         y, saved = layer.forward(here, to(x), nn.Key(0, 0, 0))
-        dx = layer.backward(here, g, saved, to(dy), True)
-        told.append([y, dx, g["weight"], g["bias"], here["mean"], here["variance"]])
+        trained = {n: g[n] for n in ("weight", "bias")}
+        dx = layer.backward(here, trained, saved, to(dy), True)
+        told.append([y, dx, *g.values(), *here.values()])
     for found, wanted in zip(told[1], told[0], strict=True):
         np.testing.assert_allclose(cupy.asnumpy(found), wanted, rtol=1e-3, atol=1e-2)

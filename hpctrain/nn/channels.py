@@ -139,19 +139,23 @@ class Normal(NamedTuple):
 @cache
 def source(dtype: str, far: bool) -> str:
     """Return the CUDA source for `dtype`; `far`: more elements than 2^31."""
-    parts = [HEAD.replace("INDEX", "unsigned long long" if far else "unsigned")]
-    for name, (parameters, loop, end) in ADDITIONS.items():
-        text = ADD.replace("NAME", name).replace("PARAMETERS", parameters)
-        parts.append(text.replace("LOOP", loop).replace("END", end))
-    return written("".join(parts) + REST, dtype)
+    head = HEAD.replace("INDEX", "unsigned long long" if far else "unsigned")
+    additions = (addition(name, *words) for name, words in ADDITIONS.items())
+    return written("".join([head, *additions, REST]), dtype)
+
+
+def addition(name: str, parameters: str, loop: str, end: str) -> str:
+    """Return the CUDA source of a kernel that adds two numbers, a and b, per channel."""
+    text = ADD.replace("NAME", name).replace("PARAMETERS", parameters)
+    return text.replace("LOOP", loop).replace("END", end)
 
 
 def sums_of_values(x: Array) -> Array:
     """Return [sum x, sum x^2] of the channels of `x` (rows, c), float64 (2 c,)."""
     c = x.shape[1]
-    total, part = _rooms(x)
+    total, part = rooms(x)
     if len(x):
-        _add("sums_of_values", part, x, (x, np.int64(len(x))))
+        add(_source(x), "sums_of_values", part, (x, np.int64(len(x))))
         end = (total, part, np.int32(len(part)), x, np.int64(len(x)), np.int32(c))
         _alone("totals_of_values", x, end)
     return total
@@ -159,13 +163,19 @@ def sums_of_values(x: Array) -> Array:
 
 def sums_of_gradients(normal: Normal, dy: Array, bias: Array, weight: Array) -> Array:
     """Return [sum dy, sum dy normal] of the channels, float64 (2 c,); write both into g as well."""
-    x, c = normal.x, normal.x.shape[1]
-    total, part = _rooms(x)
+    x = normal.x
+    total, part = rooms(x)
     if len(x):
-        _add("sums_of_gradients", part, x, (x, dy, normal.mean, normal.scale, np.int64(len(x))))
-    end = (total, part, np.int32(len(part)), bias, weight, np.int32(c))
-    _alone("totals_of_gradients", x, end)
+        args = (x, dy, normal.mean, normal.scale, np.int64(len(x)))
+        add(_source(x), "sums_of_gradients", part, args)
+    totals_of_gradients(x, total, part, bias, weight)
     return total
+
+
+def totals_of_gradients(x: Array, total: Array, part: Array, bias: Array, weight: Array) -> None:
+    """Write what blocks have added, of gradients for `x`, into `total`, `bias` and `weight`."""
+    end = (total, part, np.int32(len(part)), bias, weight, np.int32(x.shape[1]))
+    _alone("totals_of_gradients", x, end)
 
 
 def normal_of(
@@ -209,7 +219,7 @@ def _source(x: Array) -> str:
     return source(x.dtype.name, x.size >> 31 > 0)
 
 
-def _rooms(x: Array) -> tuple[Array, Array]:
+def rooms(x: Array) -> tuple[Array, Array]:
     """Return room for the totals, zeros where nothing is added, and for those of each block."""
     xp, c = namespace(x), x.shape[1]
     blocks = min(-(-x.size // PER_BLOCK), MOST_BLOCKS)
@@ -217,9 +227,10 @@ def _rooms(x: Array) -> tuple[Array, Array]:
     return total, xp.empty((blocks, 2, c), np.float64)
 
 
-def _add(name: str, part: Array, x: Array, args: tuple) -> None:
-    kernel = raw_kernel(x, _source(x), name)
-    kernel((len(part), 1), (THREADS,), (part, *args, np.int32(x.shape[1])))
+def add(code: str, name: str, part: Array, args: tuple) -> None:
+    """Let each block of a kernel add its rows into its row of `part`."""
+    kernel = raw_kernel(part, code, name)
+    kernel((len(part), 1), (THREADS,), (part, *args, np.int32(part.shape[2])))
 
 
 def _alone(name: str, x: Array, args: tuple) -> None:

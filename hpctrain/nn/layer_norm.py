@@ -1,11 +1,17 @@
-"""Layer normalization: each vector on its own, so nothing passes between samples or ranks."""
+"""Layer normalization: each vector on its own, so nothing passes between samples or ranks.
+
+On a GPU both ways are kernels of our own; see vectors.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from hpctrain.errors import UsageError
+from hpctrain.nn import vectors
 from hpctrain.nn.layer import Key, Parameter, Shape, ones, rows_of, sum_rows, zeros
 from hpctrain.xp import Array, namespace, narrow, on_device, wide
 
@@ -31,12 +37,15 @@ class LayerNorm:
 
     def forward(
         self, p: Mapping[str, Array], x: Array, key: Key | None
-    ) -> tuple[Array, tuple[Array, Array]]:
-        xp, full = namespace(x), wide(x)
+    ) -> tuple[Array, tuple[np.ndarray, np.ndarray] | vectors.Normal]:
+        if on_device(x):
+            there, saved = vectors.normalized(rows_of(x), p["weight"], p["bias"], self.epsilon)
+            return there.reshape(x.shape), saved
+        full = wide(x)
         normal = full - full.mean(axis=-1, keepdims=True)
         scale = _mean_product(normal, normal)
         scale += self.epsilon
-        xp.divide(1, xp.sqrt(scale, out=scale), out=scale)
+        np.divide(1, np.sqrt(scale, out=scale), out=scale)
         normal *= scale
         y = normal * p["weight"]
         y += p["bias"]
@@ -46,10 +55,14 @@ class LayerNorm:
         self,
         p: Mapping[str, Array],
         g: Mapping[str, Array],
-        saved: tuple[Array, Array],
+        saved: tuple[np.ndarray, np.ndarray] | vectors.Normal,
         dy: Array,
         want_dx: bool,
     ) -> Array | None:
+        if isinstance(saved, vectors.Normal):
+            flat = namespace(dy).ascontiguousarray(rows_of(dy))
+            vectors.sums(saved, flat, g["bias"], g["weight"])
+            return vectors.back(saved, flat, p["weight"]).reshape(dy.shape) if want_dx else None
         (normal, scale), given = saved, dy
         dy = wide(dy)
         sum_rows(rows_of(dy), out=g["bias"])
@@ -57,7 +70,7 @@ class LayerNorm:
         sum_rows(rows_of(product), out=g["weight"])
         if not want_dx:
             return None
-        dx = namespace(dy).multiply(dy, p["weight"], out=product)
+        dx = np.multiply(dy, p["weight"], out=product)
         # What would move the mean or the variance of a vector is taken out of its gradient.
         along = _mean_product(dx, normal)
         dx -= dx.mean(axis=-1, keepdims=True)
@@ -66,10 +79,8 @@ class LayerNorm:
         return narrow(dx, given)
 
 
-def _mean_product(a: Array, b: Array) -> Array:
+def _mean_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return the mean of a * b over the last axis, which stays with length 1."""
-    if on_device(a):  # where einsum makes a matrix product of each vector
-        return (a * b).mean(axis=-1, keepdims=True)
-    total = namespace(a).einsum("...i,...i->...", a, b)[..., None]
+    total: np.ndarray = np.einsum("...i,...i->...", a, b)[..., None]
     total /= a.shape[-1]
     return total

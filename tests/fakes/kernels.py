@@ -169,6 +169,31 @@ def back(grid, block, dx, dy, x, mean, scale, weight, total, share, count, c) ->
     dx[...] = (d * (scale * weight)).astype(dx.dtype)
 
 
+def _rows_of(x, mean, scale):
+    return (x.astype(scale.dtype) - mean[:, None]) * scale[:, None]
+
+
+def normalize_rows(grid, block, y, mean, scale, x, weight, bias, epsilon, rows, c) -> None:
+    assert x.shape == y.shape == (rows, c)
+    wide = x.astype(np.float64)
+    mean[...] = wide.mean(axis=1)
+    scale[...] = 1 / np.sqrt(((wide - mean[:, None]) ** 2).mean(axis=1) + epsilon)
+    y[...] = (_rows_of(x, mean, scale) * weight + bias).astype(y.dtype)
+
+
+def back_of_rows(grid, block, dx, dy, x, mean, scale, weight, rows, c) -> None:
+    d, normal = dy.astype(scale.dtype) * weight, _rows_of(x, mean, scale)
+    along = (d * normal).astype(np.float64).mean(axis=1, keepdims=True).astype(d.dtype)
+    level = d.astype(np.float64).mean(axis=1, keepdims=True).astype(d.dtype)
+    dx[...] = ((d - level - normal * along) * scale[:, None]).astype(dx.dtype)
+
+
+def sums_of_rows(grid, block, part, x, dy, mean, scale, rows, c) -> None:
+    d = dy.astype(np.float64)
+    part[...] = 0
+    part[0] = d.sum(axis=0), (d * _rows_of(x, mean, scale)).sum(axis=0)
+
+
 def nothing(grid, block, *args) -> None:
     """What only another kernel has use for."""
 
@@ -202,6 +227,9 @@ KERNELS = {
     "statistics": statistics,
     "normalize": normalize,
     "back": back,
+    "normalize_rows": normalize_rows,
+    "back_of_rows": back_of_rows,
+    "sums_of_rows": sums_of_rows,
     "columns": columns,
     "image": image,
     **COMBINED,

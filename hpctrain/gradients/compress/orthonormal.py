@@ -17,23 +17,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpctrain.kernels import THREADS, launch, written
+from hpctrain.kernels import ADDED, THREADS, launch, written
 from hpctrain.xp import Array, namespace, on_device
 
 SOURCE = """
-__device__ double added(double mine) {
-    __shared__ double part[256];
-    part[threadIdx.x] = mine;
-    for (int half = blockDim.x / 2; half > 0; half /= 2) {
-        __syncthreads();
-        if (threadIdx.x < half) part[threadIdx.x] += part[threadIdx.x + half];
-    }
-    __syncthreads();
-    double total = part[0];
-    __syncthreads();
-    return total;
-}
-
 // Column k of a (n x r), from row j on, becomes its reflection; v lies in column j below row j.
 __device__ void reflect(T* a, long long n, int r, int j, int k, double t) {
     double mine = 0;
@@ -81,6 +68,11 @@ void orthonormal(T* x, const long long* starts, const long long* rows, double* f
 """
 
 
+def source(dtype: str) -> str:
+    """Return the CUDA source for `dtype`, float32 or float64."""
+    return written(ADDED + SOURCE, dtype)
+
+
 class Orthonormal:
     """Makes the columns of matrices that lie in one flat array orthonormal, in place."""
 
@@ -99,7 +91,7 @@ class Orthonormal:
             return
         if on_device(x):
             args = (x, *self._where, self._factors, np.int32(self._rank))
-            code = written(SOURCE, x.dtype.name)
+            code = source(x.dtype.name)
             launch(x, code, "orthonormal", THREADS, args, rows=len(self._rows))
             return
         for start, n in zip(self._starts, self._rows, strict=False):
