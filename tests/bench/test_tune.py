@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from jobs import on_fakes
 from ranks import run_on
 
 from hpctrain import world as worlds
@@ -42,6 +43,24 @@ def test_a_table_is_made_shown_drawn_and_used(hpctrain, start, tmp_path):
     for env, told in (({table.FILE: str(out)}, "measured"), ({}, "guessed")):
         used = start("-c", AUTO, told, ranks=2, env=env).finish()
         assert used.returncode == 0, used.stderr
+
+
+@pytest.mark.processes
+def test_ranks_that_are_processes_tune_on_gpus_and_train_by_it(start, tmp_path):
+    """All of MPI's memory is the host's there: a pointer of the stand-in's would crash it."""
+    env = {**on_fakes(hidden=True), table.FILE: str(tmp_path)}
+    flags = ("--device", "gpu", "--sizes", "4KiB:64KiB*16", "--rounds", "3")
+    done = start("-m", "fakes", "tune", *flags, ranks=2, env=env).finish()
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*-gpu-*.json")
+    here = table.read(path).fingerprint
+    assert here.device.endswith("2 ranks on 1 GPU: 0 1") and here.paths in done.stdout
+    code = "import hpctrain as ht; print(ht.init('gpu').main.choices.gpus.measured)"
+    used = start("-c", f"import fakes\nwith fakes.installed(hidden=True): {code}", ranks=2, env=env)
+    assert used.finish().stdout.count("True") == 2, used.output()
+    env[table.FILE] = str(path)
+    shown = start("-m", "fakes", "tune", "--show", "--device", "gpu", env=env).finish()
+    assert shown.stdout == done.stdout
 
 
 # What is typed -> what is said, with exit code 2 and before MPI is started.
