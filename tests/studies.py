@@ -51,7 +51,7 @@ def write(folder, timing, times, samples, ranks, status="done"):
     rundir.write_summary(folder, summary)
 
 
-def runner(study, times, calls, failing=()):
+def runner(times, calls, failing=()):
     """Return what stands for `places.run`: it notes trials and writes their files at once.
 
     `times` tells the Times of a number of ranks and a repeat; sizes in `failing` say why they fail.

@@ -7,16 +7,20 @@ import io
 import json
 import math
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from browser import BROWSER, LOOK, browse, painted
+from click import Abort
 from matplotlib import image
 from rich.console import Console
 from studies import SPEC, Times, runner, study, write
 
 from hpctrain import rundir
+from hpctrain.cluster.launch import Mpi
+from hpctrain.commands.scale import scale
 from hpctrain.scaling import collect, conduct, laws, output, places, plots, product, show
 from hpctrain.scaling.changes import Timing
 from hpctrain.scaling.collect import Gap, Trial
@@ -216,7 +220,7 @@ def test_trials_that_do_not_count(kind, tmp_path):
 def conducted(folder, of, monkeypatch, times=amdahl, failing=()):
     """Run a study whose trials take no time; return what was called, in order."""
     calls = []
-    monkeypatch.setattr(places, "run", runner(of, times, calls, failing))
+    monkeypatch.setattr(places, "run", runner(times, calls, failing))
     with Teller("a study", 1) as teller:
         list(conduct.trials(folder, of, SPEC, teller))
     return calls
@@ -248,7 +252,7 @@ def test_a_size_that_fails_is_left_at_that(tmp_path, monkeypatch):
 def test_a_pilot_tells_how_many_steps_to_time(step_s, steps, tmp_path, monkeypatch):
     calls = []
     times = lambda ranks, repeat: Times(step_s / ranks, step_s / ranks / 2)  # noqa: E731
-    monkeypatch.setattr(places, "run", runner(study(), times, calls))
+    monkeypatch.setattr(places, "run", runner(times, calls))
     with Teller("a study", 1) as teller:
         found = conduct.piloted(Folder(tmp_path), study(steps=None), SPEC, teller)
     assert (found.steps, calls) == (steps, [("pilot", 1), ("pilot", 4)])
@@ -276,3 +280,47 @@ def test_the_report_in_a_browser(tmp_path):
     dom, said = browse(tmp_path, "--dump-dom", looked.as_uri())
     widths = dict(re.findall(r"(\w+\.png)=(\d+)", dom))
     assert (widths.keys(), said) == ({"scaling.png", "time.png"}, [])
+
+
+def called(monkeypatch, out, *words, failing=()):
+    """Return the exit code of `hpctrain scale` with trials that take no time, and their calls."""
+    calls = []
+    monkeypatch.setattr(places, "must_work", lambda *_: Mpi("MPICH", "5", "lib", "mpiexec"))
+    monkeypatch.setattr(places, "run", runner(amdahl, calls, failing))
+    line = ["digits", "--ranks", "1,2", "--out", str(out), *words]
+    return scale.main(line, standalone_mode=False), [one for one in calls if one[0] != "link"]
+
+
+def test_a_collector_that_was_stopped_is_called_again(tmp_path, monkeypatch):
+    def stop(found):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(plots, "plots", stop)
+        with pytest.raises((KeyboardInterrupt, Abort)):
+            called(patched, tmp_path / "s")
+    assert not list((tmp_path / "s").glob("scaling*"))
+    assert called(monkeypatch, tmp_path / "s") == (0, [])  # nothing is left to run
+    assert (tmp_path / "s" / "report.html").exists()
+    (tmp_path / "s" / "scaling.png").unlink()
+    assert called(monkeypatch, tmp_path / "s") == (0, [])
+    assert (tmp_path / "s" / "scaling.png").exists()
+
+
+def test_the_exit_code_tells_of_gaps(tmp_path, monkeypatch):
+    code, calls = called(monkeypatch, tmp_path / "s", "--repeats", "1", failing=(2,))
+    assert (code, calls) == (1, [("pilot", 1), ("pilot", 2), (0, 1), (0, 2)])
+    assert called(monkeypatch, tmp_path / "s", "--repeats", "1") == (0, [(0, 2)])
+    grown = called(monkeypatch, tmp_path / "s", "--repeats", "2")
+    assert grown == (0, [(1, 1), (1, 2)])  # no pilot: a trial is as long as before
+
+
+@pytest.mark.parametrize("missing", ["jinja2", "matplotlib.figure"])
+def test_without_the_extra_all_but_pictures_is_there(missing, tmp_path, monkeypatch, caplog):
+    for module in ("scaling.page", "scaling.plots", "report.page", "report.plots"):
+        monkeypatch.delitem(sys.modules, f"hpctrain.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert called(monkeypatch, tmp_path / "s")[0] == 0
+    assert "pip install 'hpctrain[report]'" in caplog.text
+    written = {path.name for path in (tmp_path / "s").iterdir() if path.is_file()}
+    assert written == {".lock", "study.json", "scaling.json", "scaling.csv"}
