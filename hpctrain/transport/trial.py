@@ -44,6 +44,7 @@ SIZES = (1, 1 << 16, 1 << 24)
 ROUNDS = 8
 #: Lengths at which both ways are timed, from a vote to a long bucket.
 TIMED = tuple(1 << i for i in (10, 14, 18, 20, 22, 25))
+LONG, LONG_ROUNDS = 1 << 22, 3  #: from so many bytes on fewer are sent: a wire may be slow
 TO_DEVICE, TO_HOST, ANYWHERE = 1, 2, 4  # kinds of cudaMemcpy
 
 
@@ -140,9 +141,11 @@ def messages(
     """
     ways: dict[Path, dict[int, float]] = {path: {} for path in paths}
     x = cupy.zeros(max(sizes), np.uint8)
-    for path, found in [(path, found) for _ in range(ROUNDS) for path, found in ways.items()]:
+    turns = [(i, path) for i in range(ROUNDS) for path in paths]
+    for i, path in turns:
         link.take([path] * link.size)
-        for nbytes in sizes:
+        found = ways[path]
+        for nbytes in (n for n in sizes if n < LONG or i < LONG_ROUNDS):
             start = time.perf_counter()
             _there_and_back(link, x[:nbytes])
             found[nbytes] = min(found.get(nbytes, math.inf), time.perf_counter() - start)
