@@ -3,9 +3,9 @@
     kernels = on_host.compiled(folder, [("float32", source), ...])
     kernels["dropout_float32"](*on_host.arguments(y, x, np.int64(7), ...))
 
-Called so, one thread does all of it. With `on_host.RawKernel` in the place of the stand-in's, what
-the product launches runs in blocks, one after the other, of threads that run at once and wait for
-each other where the source says so: a wait that is missing is seen, though not each time.
+Called so, one thread does all of it. After `on_host.install(monkeypatch)` what the product launches
+runs in blocks, one after the other, of threads that run at once and wait for each other where the
+source says so: a wait that is missing is seen, though not each time.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from threading import Lock
 
 import numpy as np
 import pytest
+from fakes import functions
 from fakes.arrays import write
 from fakes.machine import machine
 
@@ -132,6 +133,12 @@ class RawKernel:
             for block, row in product(range(blocks), range(grid[1])):
                 at = [block] * THREADS, [row] * THREADS
                 list(_pool().map(thread, range(THREADS), *at))
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all that is launched run as its source says; skip where that cannot be compiled."""
+    _alone(kernels.written("", "float16"))
+    monkeypatch.setattr(functions, "RawKernel", RawKernel)
 
 
 def arguments(*args: object) -> list:

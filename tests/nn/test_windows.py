@@ -6,7 +6,6 @@ import numpy as np
 import on_host
 import pytest
 from cases import dtype_of
-from fakes import functions
 
 from hpctrain import nn, xp
 from hpctrain.nn import windows
@@ -28,7 +27,7 @@ DTYPES = ("float32", "float64", "float16", "bfloat16")
 def compiled(request, gpu, monkeypatch):
     """Run kernels as the stand-in tells them, and their sources by the host's compiler."""
     if request.param:
-        monkeypatch.setattr(functions, "RawKernel", on_host.RawKernel)
+        on_host.install(monkeypatch)
 
 
 def drawn(shape, dtype: str) -> np.ndarray:
