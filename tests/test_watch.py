@@ -65,9 +65,11 @@ COMPUTE_LINE = 1 + CHILD.splitlines().index("    time.sleep(60)")
 def child(start: Callable, tmp_path: Path) -> Callable:
     """Return what starts rank 1, whose record lies in a folder of its own."""
 
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)  # once: a child that starts may be reading it
+
     def child(does: str) -> tuple[Job, Path]:
-        script, folder = tmp_path / "child.py", Path(mkdtemp(dir=tmp_path))
-        script.write_text(CHILD)
+        folder = Path(mkdtemp(dir=tmp_path))
         return start(script, folder, does), folder
 
     return child

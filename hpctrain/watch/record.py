@@ -16,7 +16,7 @@ from time import time as clock
 from types import FrameType
 
 REPORT = "hung-report.txt"  #: by the one rank that speaks for a hung job
-ENTRIES = 8
+ENTRIES = 16  #: names of threads: those of all engines, which one process may train by in turn
 
 _MAGIC = b"hpcwtch1"
 _BYTES = 4096  # one page: one fault, and the kernel writes it out as a whole
