@@ -73,4 +73,4 @@ def test_hosts_of_a_netlab(hpctrain, tmp_path):
     assert [(row["kind"], row["nodes"]) for row in found[:3]] == [("measured", n) for n in "124"]
     told = json.loads((tmp_path / "study/scaling.json").read_text())
     assert told["machine"]["hosts_seen"] == ["h1", "h2", "h3", "h4"]
-    assert told["model"]["beta_s_per_byte"] > 6e-9  # no faster than the link
+    assert told["model"]["beta_s_per_byte"] > 1e-9  # memory would be faster
