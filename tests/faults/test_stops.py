@@ -10,19 +10,20 @@ from jobs import sets, trap
 pytestmark = pytest.mark.processes
 
 # Who gets the signal: a rank from its own model at step 7, mpiexec, or `hpctrain launch`, which
-# hands on SIGTERM, SIGUSR1 and SIGHUP in the same way: tests/cluster/test_launch.py.
+# hands on SIGTERM, SIGUSR1 and SIGHUP in the same way: tests/cluster/test_launch.py. And what the
+# ranks get.
 ASKED = {
-    "SIGUSR1 to a rank": "usr1",
-    "SIGTERM to a rank": "term",
-    "SIGUSR1 to mpiexec": (signal.SIGUSR1, False),
-    "Ctrl-C to launch": (signal.SIGINT, True),
+    "SIGUSR1 to a rank": ("usr1", "SIGUSR1"),
+    "SIGTERM to a rank": ("term", "SIGTERM"),
+    "SIGUSR1 to mpiexec": ((signal.SIGUSR1, False), "SIGUSR1"),
+    "Ctrl-C to launch": ((signal.SIGINT, True), "SIGUSR1"),
 }
 LONG = sets(run_epochs=5000, checkpoint_every_epochs="")
 
 
 @pytest.mark.parametrize("asked", ASKED)
 def test_a_stop(digits, asked):
-    how = ASKED[asked]
+    how, name = ASKED[asked]
     if isinstance(how, str):
         job = digits(*LONG, *trap(how, 1))
     else:
@@ -35,7 +36,7 @@ def test_a_stop(digits, asked):
     summary = job.summary
     assert (summary["status"], summary["exit_code"]) == ("stopped", 75)
     assert job.steps == [summary["steps"]]
-    said = f"stopped at step {summary['steps']} of 60000 as asked; resume me"
+    said = f"stopped at step {summary['steps']} of 60000 by {name}; resume me"
     assert ended.stderr.count(said) == 1, ended.stderr
     assert summary["reason"] == said
 
