@@ -195,8 +195,8 @@ def test_status_wants_a_run_that_was_submitted(tmp_path, monkeypatch):
 def test_on_a_real_slurm(slurm, tmp_path, monkeypatch):
     """Options are known, a refusal is shown, a job that waits tells why, one that runs is done."""
     monkeypatch.chdir(tmp_path)
-    for name in ("PATH", "SLURM_CONF"):
-        monkeypatch.setenv(name, slurm.environ[name])
+    for name, value in slurm.environ.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("SLURM_MPI_TYPE", slurm.srun.rpartition("=")[2])
     monkeypatch.setattr(submit, "POLL_S", 1.0)
     assert set(re.findall(r"--([a-z][a-z-]+)", slurm.run("sbatch", "--help"))) <= {*sbatch.KNOWN}
@@ -206,7 +206,8 @@ def test_on_a_real_slurm(slurm, tmp_path, monkeypatch):
         told("submit", "digits", "--option", "partition=no-such")
     assert not list(Path("runs").glob("*"))
 
-    told("submit", "digits", "--nodes", "4", "--option", "hold", "--out", "held")
+    said = told("submit", "digits", "--nodes", "4", "--option", "hold", "--out", "held")
+    slurm.jobs.append(int(said.split()[0]))  # it does not end by itself
     assert "JobHeldUser: held: scontrol release it" in told("status", "held")
 
     shell = ["bash", "-c", render(DEFAULTS["interactive.sh"]), "x", "printenv", "SLURM_PROCID"]
