@@ -50,12 +50,15 @@ ENDED = (
     "BOOT_FAIL", "OUT_OF_MEMORY",
 )  # fmt: skip
 
+# Jobs are not numbered from 1: MPICH names its shared memory after the job, and finds what a killed
+# one of that number has left there.
 # No cgroups, no accounting, and no waiting where Slurm usually gathers work. Each node has its own
 # temporary folder: PMIx keeps its sockets there.
 CONF = """\
 ClusterName=hpctrain
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
+FirstJobId={first_job}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
@@ -355,7 +358,9 @@ def _configure(folder: Path, mpi: str) -> None:
     host, (port, *ports) = socket.gethostname(), _free_ports(1 + len(NODES))
     nodes = [NODE.format(name=n, host=host, port=p) for n, p in zip(NODES, ports, strict=True)]
     told = {"host": host, "port": port, "user": getpass.getuser(), "folder": folder, "mpi": mpi}
-    (folder / "slurm.conf").write_text(CONF.format(nodes="\n".join(nodes), **told))
+    first_job = random.randrange(1, 60_000_000)
+    text = CONF.format(nodes="\n".join(nodes), first_job=first_job, **told)
+    (folder / "slurm.conf").write_text(text)
     (folder / "gres.conf").write_text(GPUS)
 
 

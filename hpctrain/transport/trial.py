@@ -42,6 +42,7 @@ from hpctrain.xp import finish  # noqa: E402
 #: Short, long, and as long as a piece of a bucket: MPIs take another way for each.
 SIZES = (1, 1 << 16, 1 << 24)
 ROUNDS = 8
+HEARD_S = 0.3  # srun drops what was said when it kills a step: a crash must not come right after it
 #: Lengths at which both ways are timed, from a vote to a long bucket.
 TIMED = tuple(1 << i for i in (10, 14, 18, 20, 22, 25))
 LONG, LONG_ROUNDS = 1 << 22, 3  #: from so many bytes on fewer are sent: a wire may be slow
@@ -81,7 +82,8 @@ def main() -> None:
     comm = MPI.COMM_WORLD
     if comm.size != 2:
         sys.exit(f"expected a job of 2 ranks, this one has {comm.size}")
-    hosts = comm.allgather(MPI.Get_processor_name())
+    # Slurm may have several nodes on one machine.
+    hosts = comm.allgather(os.environ.get("SLURMD_NODENAME") or MPI.Get_processor_name())
     _say(comm, "started", claims=asdict(_claims(comm)), hosts=hosts)
     mine, inbox = Buffer(runtime, max(SIZES)), Buffer(runtime, max(SIZES))
     if hosts[0] == hosts[1]:
@@ -89,6 +91,7 @@ def main() -> None:
     link = mpi.MpiLink(comm.Dup(), Record(None, comm.rank, comm.size).entry("main"))
     cupy = gpus.cupy_module()
     _say(comm, "staged", seconds=messages(link, cupy, ["staged"]))
+    time.sleep(HEARD_S)
     found = by_pointer(comm, mine, inbox)
     _say(comm, "pointer", **found)
     if found["right"]:
