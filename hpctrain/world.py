@@ -173,16 +173,10 @@ class World:
         return "\n".join(map(": ".join, named))
 
     @contextmanager
-    def watched(
-        self,
-        run: Path,
-        timeout_s: float,
-        on_hang: Report | None = None,
-        first_step_factor: float = 10,
-    ) -> Iterator[None]:
+    def watched(self, run: Path, timeout_s: float, on_hang: Report | None = None) -> Iterator[None]:
         """Write what this rank does into the run's folder; when it hangs, end the job.
 
-        `on_hang`, called on every rank, is to do so in another way than `ends.hung`.
+        `on_hang`, called on every rank, does so for those who train no steps: none is a first one.
         """
         if self.record is None:
             yield
@@ -190,7 +184,7 @@ class World:
         directory = run / "watch"
         record = self.together(lambda: self._record_in(directory))
         tell = on_hang or partial(ends.hung, self.rank, run)
-        watch = Watch(record, directory, timeout_s, tell, first_step_factor)
+        watch = Watch(record, directory, timeout_s, tell, 1 if on_hang else 10)
         before = self.record
         self._write_into(record)
         try:

@@ -54,7 +54,7 @@ def watched(world: World, folder: Path | None, limit_s: float, tell: Tell) -> It
         try:
             if folder is None:
                 raise UsageError("no folder that all see")
-            stack.enter_context(world.watched(folder, limit_s, on_hang, first_step_factor=1))
+            stack.enter_context(world.watched(folder, limit_s, on_hang))
         except UsageError:
             assert world.record is not None
             watch = Watch(world.record, None, limit_s, on_hang, first_step_factor=1)
