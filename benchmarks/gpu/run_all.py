@@ -23,6 +23,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from _common import RESULTS
 from _kept import OUTCOMES
+from equal import told as reason
 
 from hpctrain.errors import UsageError
 from hpctrain.transport import gpus
@@ -98,6 +100,8 @@ def pieces(ranks: Sequence[int], out: Path, small: bool = False) -> list[Piece]:
     """Return all pieces, the surest first."""
     main = [sys.executable, "-m", "hpctrain"]
     p2p = "4KiB,64KiB" if small else "4KiB:256MiB*4"
+    draws = find_spec("matplotlib") is not None
+    plot = ["--plot", str(out / "p2p.png")] if draws else []
     many = ",".join(map(str, ranks))
 
     def ours(name: str, limit_s: float, *words: str, file: str = "") -> Piece:
@@ -119,8 +123,8 @@ def pieces(ranks: Sequence[int], out: Path, small: bool = False) -> list[Piece]:
         ours("optimizer", 30, *sized("--bytes", "4194304")),
         ours("precision", 75, *(SHORT if small else ())),
         Piece("p2p", [*main, "launch", "-n", "2", "bench", "p2p", "--device", "gpu", "--sizes",
-                      p2p, "--json", str(out / "p2p.json"), "--plot", str(out / "p2p.png")], 60),
-        Piece("plot", [sys.executable, str(HERE / "plot.py"), str(out)], 15),
+                      p2p, "--json", str(out / "p2p.json"), *plot], 60),
+        *([Piece("plot", [sys.executable, str(HERE / "plot.py"), str(out)], 15)] if draws else []),
     ]  # fmt: skip
 
 
@@ -170,7 +174,7 @@ def run(piece: Piece, until: float) -> Outcome:
     print(f"== {piece.name}: {'good' if holds else 'FAILED'}, {seconds:.0f} s", flush=True)
     if not holds:
         print(said[-_LAST_WORDS:], flush=True)
-    return Outcome(piece.name, holds, seconds, code, said[-_LAST_WORDS:])
+    return Outcome(piece.name, holds, seconds, code, "" if holds else reason(said))
 
 
 def end(process: subprocess.Popen[str]) -> None:

@@ -38,7 +38,7 @@ def test_without_a_gpu_it_says_so(start, tmp_path):
 PIECES = {
     "good": ("pass", 30, (0,), True, 0, ""),
     "another code": ("raise SystemExit(1)", 30, (0, 1), True, 1, ""),
-    "fails": ("raise SystemExit('so it is')", 30, (0,), False, 1, "so it is\n"),
+    "fails": ("raise SystemExit('so it is')", 30, (0,), False, 1, "so it is"),
     "hangs": ("import time; time.sleep(60)", 0.2, (0,), False, None, "ended after 0 s"),
 }
 
