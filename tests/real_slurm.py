@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -168,12 +169,12 @@ class Slurm:
         """Run `scontrol WORDS` and return what it prints."""
         return self.run("scontrol", *words)
 
-    def job(self, job: int) -> dict[str, str]:
+    def job(self, job: int | str) -> dict[str, str]:
         """Return what `scontrol show job` tells; of an array, what it tells of its first task."""
         line = self.scontrol("--oneliner", "show", "job", job).splitlines()[0]
         return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
-    def state(self, job: int) -> str:
+    def state(self, job: int | str) -> str:
         """Return the state of a job: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED ..."""
         return self.job(job)["JobState"]
 
@@ -189,7 +190,7 @@ class Slurm:
             time.sleep(0.1)
         return state
 
-    def told(self, job: int) -> str:
+    def told(self, job: int | str) -> str:
         """Return what a job wrote, what the controller did of late, and errors of the nodes."""
         out = Path(self.job(job)["StdOut"])
         said = [out.read_text() if out.exists() else f"(no {out})"]
@@ -207,6 +208,24 @@ class Slurm:
         """
         _until(lambda: not self._daemons(job), STOP_S, f"step daemons of job {job} do not end")
         self.scontrol("update", f"jobid={job}", "StartTime=now+2")
+
+    def nudge(self, job: int | str) -> None:
+        """Let a job start soon that put itself back into the queue: MPI does not always start."""
+        told = self.job(job)
+        soon = f"{datetime.now() + timedelta(seconds=9):%Y-%m-%dT%H:%M:%S}"  # else: hurried already
+        waits = (told["JobState"], told["Reason"]) == ("PENDING", "BeginTime")
+        if waits and told["EligibleTime"] > soon:
+            self.hurry(int(told["JobId"]))
+
+    def finish(self, job: int | str, limit_s: float = 60) -> str:
+        """Wait until the job has ended, however often it comes back; return its last state."""
+        deadline = time.monotonic() + limit_s
+        while (state := self.state(job)) not in ENDED:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"job {job} is {state}:\n{self.told(job)}")
+            self.nudge(job)
+            time.sleep(0.1)
+        return state
 
     def node_down(self, name: str) -> None:
         """Let the controller take a node for lost: its jobs end, or are requeued."""
