@@ -28,6 +28,7 @@ from hpctrain.optim.optimizer import Schedule, rate_of
 from hpctrain.recipe import Recipe
 from hpctrain.timeline import Timeline
 from hpctrain.trace import TraceOptions
+from hpctrain.transport import paths
 from hpctrain.world import World
 from hpctrain.xp import shortage
 
@@ -206,6 +207,7 @@ class Journal:
             "servers": engine.servers,
             "hosts": sorted(set(world.hosts)),
             "gpus": sorted({place.gpu for place in world.places} - {""}),
+            "gpu_paths": _gpu_paths(world),
             "epochs": step / self.sampler.steps_per_epoch,
             "steps": step,
             "steps_redone": self.steps_redone,
@@ -278,6 +280,14 @@ def _idle(ranks: Mapping[str, np.ndarray]) -> list[float] | None:
     """Return the fraction of each rank's time that its main thread waited; None for one alone."""
     idle = ranks["wait_s"] / np.maximum(ranks["wall_s"], 1e-9)
     return idle.round(4).tolist() if idle.size > 1 else None
+
+
+def _gpu_paths(world: World) -> dict[str, str] | None:
+    """Return which way GPU memory took between ranks, and why; None on CPUs."""
+    if not any(place.gpu for place in world.places):
+        return None
+    arenas = world.memory.gpu
+    return paths.table(world.verdict, arenas is not None and arenas.refused)
 
 
 def _means(name: str, sums: Sums) -> dict[str, float]:

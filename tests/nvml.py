@@ -17,8 +17,9 @@ class Nvml:
     NVML_NVLINK_MAX_LINKS, NVML_NVLINK_DEVICE_TYPE_SWITCH = 4, 2
     NVMLError = NVMLError
 
-    def __init__(self, wires=((), ()), mig=0):
+    def __init__(self, wires=((), ()), mig=0, gap=0):
         self.wires, self.mig, self.running = wires, mig, 0
+        self.gap = gap  # so many slices were removed, before those that are left
 
     def nvmlInit(self):
         self.running += 1
@@ -56,7 +57,7 @@ class Nvml:
         return 7
 
     def nvmlDeviceGetMigDeviceHandleByIndex(self, handle, index):
-        if index >= self.mig:
+        if not self.gap <= index < self.gap + self.mig:
             raise NVMLError("Not Found")
         return handle, index
 

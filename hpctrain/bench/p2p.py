@@ -80,8 +80,10 @@ def run(world: World, asked: Asked) -> list[Row]:
     """Measure, show and keep what was found; return the rows. Collective."""
     source, to = _ends(world, asked.ends)
     room.check(world, max(asked.sizes), rivals=False)
-    output.must_be_writable(world, asked.json, asked.plot)
     on_gpu = asked.device == "gpu"
+    if on_gpu and all(place.gpu for place in world.places):  # else `ends` names who has none
+        room.check_gpu(world, max(asked.sizes), max(asked.sizes))
+    output.must_be_writable(world, asked.json, asked.plot)
     x = _buffer(world, max(asked.sizes), on_gpu)
     all_ends = p2p_gpu.ends(world, source, to, x) if on_gpu else [Ends(world.link, source, to)]
     rate = p2p_gpu.nic_rate(world, source, to) if on_gpu else None

@@ -6,6 +6,7 @@ Ranks must not try: an MPI that takes no device pointers crashes on the first on
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -16,7 +17,9 @@ from itertools import pairwise
 from hpctrain import launchers
 from hpctrain.hardware import nvidia
 
+log = logging.getLogger(__name__)
 LIMIT_S = 240.0  # each of three trials ends within a minute
+GRACE_S = 15.0  # the child gives its trial twice 5 s
 
 
 def wanted(arguments: Sequence[str]) -> bool:
@@ -28,15 +31,27 @@ def wanted(arguments: Sequence[str]) -> bool:
 def verdict(again: bool = False) -> str:
     """Return the line of JSON about GPU memory here, "" if none was found in time."""
     line = [sys.executable, "-m", "hpctrain.transport.verdicts", *["--again"] * again]
+    process = subprocess.Popen(
+        line,
+        env=launchers.scrubbed(os.environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            said = process.communicate(timeout=LIMIT_S)[0]
+        except subprocess.TimeoutExpired:
+            log.warning("the trials of GPU memory did not end within %.0f s", LIMIT_S)
+            return _stopped(process)
+    return (said.splitlines() or [""])[-1]
+
+
+def _stopped(process: subprocess.Popen[str]) -> str:
+    """End the child, which first ends the trial that it has started; return nothing."""
+    process.terminate()
     try:
-        done = subprocess.run(
-            line,
-            env=launchers.scrubbed(os.environ),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=LIMIT_S,
-        )
+        process.communicate(timeout=GRACE_S)
     except subprocess.TimeoutExpired:
-        return ""
-    return (done.stdout.splitlines() or [""])[-1]
+        process.kill()
+    return ""

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -104,13 +105,16 @@ def _card(nvml: Any, index: int, handle: Any) -> Card:
 def _slices(nvml: Any, handle: Any) -> tuple[str, ...]:
     names = []
     try:
-        if not nvml.nvmlDeviceGetMigMode(handle)[0]:
-            return ()
-        for i in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        cut = nvml.nvmlDeviceGetMigMode(handle)[0]
+        most = nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if cut else 0
+    except nvml.NVMLError:  # it cannot be cut
+        return ()
+    for i in range(most):
+        with suppress(
+            nvml.NVMLError
+        ):  # no slice has this number; one that was removed leaves a gap
             slice_ = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i)
             names.append(_text(nvml.nvmlDeviceGetUUID(slice_)))
-    except nvml.NVMLError:  # it cannot be cut, or there are no more slices
-        pass
     return tuple(names)
 
 

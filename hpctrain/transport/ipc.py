@@ -73,6 +73,7 @@ class Arenas:
         self._places: dict[tuple[int, int, str], Place] = {}
         self._made = FIRST_NUMBER
         self.shares = link.size > 1  #: until a handle is refused
+        self.refused = False  #: whether one was
 
     def zeros(self, length: int, dtype: np.typing.DTypeLike) -> Array:
         """Return zeros (length,) of this rank's own on its GPU, which all neighbours see.
@@ -159,7 +160,7 @@ class Arenas:
         problem = "" if len(mapped) == self._link.size else "a handle was refused"
         if any(self._gather(problem.encode())):
             self._close([pointer for pointer in mapped if pointer])
-            self.shares = False
+            self.shares, self.refused = False, True
             if self._link.rank == 0:
                 _say_that_none_is_shared()
             return None

@@ -68,6 +68,22 @@ def _tuples(said: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, Any]:
     return {name: tuple(map(tuple, one)) for name, one in said.items()}
 
 
+def classes(places: Sequence[Place]) -> list[str]:
+    """Return the classes of pairs that there are among `places`, which all have GPUs."""
+    apart, nodes = len(set(places)), len({place.node for place in places})
+    there = {"same_gpu": apart < len(places), "same_node": apart > nodes, "across": nodes > 1}
+    return [name for name, some in there.items() if some]
+
+
+def table(verdict: Verdict, ipc_refused: bool) -> dict[str, str]:
+    """Return the path of each class and the reason, as a summary has them."""
+    said = {name: getattr(verdict, name) for name in ("same_gpu", "same_node", "across", "reason")}
+    if ipc_refused:
+        said = {name: "staged" if path == "ipc" else path for name, path in said.items()}
+        said["reason"] += "; CUDA IPC was refused between ranks of a node"
+    return said
+
+
 def class_of(here: Place, there: Place) -> str:
     """Return the class of a pair, which is the name of a path in a verdict."""
     if here.node != there.node:

@@ -12,6 +12,8 @@ import json
 import logging
 import os
 import socket
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,7 +24,7 @@ from hpctrain.launchers import Launched
 from hpctrain.transport import first, gpus, verdicts
 from hpctrain.transport.bind import Binding, bind
 from hpctrain.transport.link import Link
-from hpctrain.transport.paths import STAGED, Place, Verdict, from_table
+from hpctrain.transport.paths import STAGED, Place, Verdict, classes, from_table
 from hpctrain.transport.seats import Seated, faults, ranges
 
 logger = logging.getLogger("hpctrain")
@@ -86,14 +88,38 @@ def told(
     if link.rank == 0 and (wrong := faults(seats)):
         logger.warning("%s", "\n".join(map(str, wrong)))
     places = tuple(Place(one.host, one.gpu) for one in seats)
-    known = next((from_table(one["verdict"]) for one in said if "verdict" in one), STAGED)
-    return places, first.taken(link, gather, places, known), seats
+    known, unproven = next(
+        ((from_table(one["verdict"]), one["unproven"]) for one in said if "verdict" in one),
+        (STAGED, ()),
+    )
+    verdict = first.taken(link, gather, places, known)
+    if link.rank == 0:
+        _say([place for place in places if place.gpu], verdict, unproven)
+    return places, verdict, seats
+
+
+def _say(places: Sequence[Place], verdict: Verdict, unproven: Sequence[str]) -> None:
+    """Say which way memory takes between the GPUs at `places`, and that ranks share some."""
+    there = classes(places)
+    if lacking := [name.replace("_", " ") for name in there if name in unproven]:
+        logger.warning(
+            "GPU memory goes through the host (%s), since no trial showed that this MPI takes "
+            "pointers to it: %s", ", ".join(lacking), verdicts.UNTRIED,
+        )  # fmt: skip
+    ways = ", ".join(f"{name.replace('_', ' ')} {getattr(verdict, name)}" for name in there)
+    if ways:
+        logger.info("GPU memory between ranks: %s; %s", ways, verdict.reason)
+    if "same_gpu" in there:
+        counts = Counter(places)
+        most = max(counts.values())
+        logger.info("GPUs shared: %d ranks on %d, up to %d each", len(places), len(counts), most)
 
 
 def _known(seat: Seat) -> dict[str, Any]:
     if seat.gpu is None:
         return {}
     try:
-        return {"verdict": asdict(verdicts.known(os.environ).verdict)}
+        found = verdicts.known(os.environ)
+        return {"verdict": asdict(found.verdict), "unproven": found.unproven}
     except UsageError as error:
         return {"refused": str(error)}

@@ -24,6 +24,7 @@ from hpctrain.transport import claims
 CLASSES = ("same_gpu", "same_node", "across")
 #: A crash takes a second, an MPI that starts 10; a job that waits for the impossible is ended.
 LIMIT_S = 60.0
+GRACE_S = 5.0  #: for a launcher to end its ranks
 _LAST_WORDS = 200  # characters of what a failed job said
 TIMED_OUT = 1000  # stands for an exit code: no process ends with this one
 
@@ -142,7 +143,23 @@ def run(command: Sequence[str], environ: Mapping[str, str]) -> Trial:
         output, errors = process.communicate(timeout=LIMIT_S)
         return understood(output, process.returncode, errors)
     except subprocess.TimeoutExpired:
+        return understood(_stopped(process), TIMED_OUT, "")
+    except BaseException:  # we are to end: no trial outlives us
+        _stopped(process)
+        raise
+
+
+def _stopped(process: subprocess.Popen[str]) -> str:
+    """End a job and return what it printed.
+
+    Ranks may have left the launcher's group: it alone can end them, and is asked to, first.
+    """
+    said = b""
+    for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        output, errors = process.communicate()
-        return understood(output, TIMED_OUT, errors)
+            os.killpg(process.pid, number)
+        try:
+            return process.communicate(timeout=GRACE_S)[0]
+        except subprocess.TimeoutExpired as late:  # somebody still holds the pipe
+            said = late.output or b""
+    return said.decode(errors="replace")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -31,6 +32,7 @@ from hpctrain.transport.paths import STAGED, Verdict
 from hpctrain.transport.trials import Trial
 
 OVERRIDE = "HPCTRAIN_GPU_PATH"
+UNTRIED = "run `hpctrain doctor` once, in a job on such nodes"
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Told:
     verdict: Verdict
     remedy: str = ""
     trials: Mapping[str, Trial] = field(default_factory=dict)
+    #: the classes in which MPI gets no pointers for want of a trial, or against the user's wish
+    unproven: tuple[str, ...] = ()
 
 
 def known(environ: Mapping[str, str]) -> Told:
@@ -47,17 +51,63 @@ def known(environ: Mapping[str, str]) -> Told:
 
     MPI is loaded, not started. Raises UsageError if the user's variable makes no sense.
     """
-    remembered = _read(file_of(environ)) or Told(
-        replace(STAGED, reason="no trial was made"), "run `hpctrain doctor` on such a node"
-    )
+    remembered = _read(file_of(environ)) or Told(STAGED, UNTRIED)
+    untried = tuple(name for name in trials.CLASSES if name not in remembered.trials)
+    remembered = replace(remembered, unproven=untried)
     asked = environ.get(OVERRIDE, "")
-    if not asked:
-        return remembered
-    return Told(overridden(asked, remembered.verdict), trials=remembered.trials)
+    return overridden(asked, remembered) if asked else remembered
 
 
-def overridden(asked: str, otherwise: Verdict) -> Verdict:
-    """Return the verdict that a user asks for: "staged", or "same_node=cuda-aware,across=gdr"."""
+def overridden(asked: str, otherwise: Told) -> Told:
+    """Return what a user asks for: "staged", or "same_node=cuda-aware,across=gdr".
+
+    Where nothing speaks for it that MPI takes pointers, it gets none, whatever was asked.
+    """
+    wanted = _wanted(asked)
+    refused = [
+        name
+        for name, path in wanted.items()
+        if path in paths.BY_POINTER and not _believed(name, otherwise.trials)
+    ]
+    wanted |= dict.fromkeys(refused, "staged")
+    kept: dict[str, Any] = {
+        of: {
+            name: one for name, one in getattr(otherwise.verdict, of).items() if name not in wanted
+        }
+        for of in ("by_size", "seconds")
+    }
+    reason = f"{OVERRIDE}={asked}" + (f", refused for {', '.join(refused)}" if refused else "")
+    verdict = replace(otherwise.verdict, **wanted, **kept, reason=reason)
+    unproven = (*refused, *(name for name in otherwise.unproven if name not in wanted))
+    return Told(verdict, UNTRIED if refused else "", otherwise.trials, unproven)
+
+
+def _believed(name: str, made: Mapping[str, Trial]) -> bool:
+    """Return whether a user who wants pointers for a class may have them.
+
+    A trial showed it; or there was none that failed, and the MPI's own functions are sure.
+    """
+    if name in made and made[name].pointer:
+        return True
+    if any(one.pointer is False for one in made.values()):
+        return False
+    said = next((one.claims for one in made.values() if one.claims), None) or _claimed()
+    return said is not None and said.sure
+
+
+def _claimed() -> claims.Claims | None:
+    """Return what the MPI says of itself in this rank; None where it was not started."""
+    mpi = probe.loaded_mpi()
+    from mpi4py import MPI  # loaded by now, and not started by that
+
+    if not MPI.Is_initialized():
+        return None
+    kinds = MPI.COMM_WORLD.Get_info().Get("mpi_memory_alloc_kinds") or ""
+    return claims.asked(mpi.vendor, mpi.libmpi, kinds)
+
+
+def _wanted(asked: str) -> dict[str, Any]:
+    """Return the path of each class that is asked for; raise UsageError."""
     wanted: dict[str, Any] = dict.fromkeys(trials.CLASSES, asked) if "=" not in asked else {}
     for one in asked.split(",") if "=" in asked else ():
         name, _, path = one.strip().partition("=")
@@ -70,11 +120,7 @@ def overridden(asked: str, otherwise: Verdict) -> Verdict:
                 f"{OVERRIDE}: expected one of {', '.join(get_args(paths.Path))}, or some of "
                 f"{', '.join(f'{c}=PATH' for c in trials.CLASSES)} (no ipc across), seen '{asked}'"
             )
-    kept: dict[str, Any] = {
-        of: {name: one for name, one in getattr(otherwise, of).items() if name not in wanted}
-        for of in ("by_size", "seconds")
-    }
-    return replace(otherwise, **wanted, **kept, reason=f"{OVERRIDE}={asked}")
+    return wanted
 
 
 def _possible(name: str) -> tuple[str, ...]:
@@ -96,7 +142,11 @@ def find(environ: Mapping[str, str], again: bool = False) -> Told:
     commands = trials.jobs(probe.mpiexec(mpi), mpi.vendor, len(seen), _nodes(environ), environ)
     if not commands:
         return Told(replace(STAGED, reason="no mpiexec and no srun to start a trial with"))
-    made |= {name: trials.run(line, environ) for name, line in commands.items() if name not in made}
+    missing = {name: line for name, line in commands.items() if name not in made}
+    if missing:
+        said = f"trying which way GPU memory takes here, once ({', '.join(missing)})"
+        print(said.replace("_", " "), file=sys.stderr, flush=True)
+    made |= {name: trials.run(line, environ) for name, line in missing.items()}
     told = judged(made, gdr.gdr(nics.nics()), environ)
     if all(trial.claims for trial in made.values()):
         _write(file, told)
@@ -215,6 +265,7 @@ def _write(file: Path, told: Told) -> None:
 
 def main() -> None:
     """Print the verdict as a line of JSON; `--again` makes the trials anew."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # its trial ends, too
     try:
         print(json.dumps(asdict(find(os.environ, "--again" in sys.argv[1:]))))
     except UsageError as error:

@@ -130,6 +130,12 @@ def test_share_of_the_adapter_between_nodes(gpu, monkeypatch, tmp_path, capsys):
     assert "of NIC" in capsys.readouterr().out
 
 
+def test_gpus_without_room(gpu, monkeypatch):
+    monkeypatch.setattr(p2p.room.gpus, "free_bytes", lambda: 4095)
+    with pytest.raises(UsageError, match="--sizes: 4 KiB needs"):
+        run_on("threads", 2, lambda w: p2p.run(on_gpus(w), asked("4KiB", device="gpu")))
+
+
 def test_a_rank_without_a_gpu(gpu):
     def body(world):
         on_gpus(world)

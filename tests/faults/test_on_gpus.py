@@ -40,8 +40,18 @@ def test_a_run_ends_where_cores_end(digits, undisturbed, kind):
     wanted = undisturbed(*PLAIN, *engine, ranks=ranks or 1)
     assert summary["params_sha256"] == wanted["params_sha256"]
     assert (summary["gpus"], wanted["gpus"]) == (["GPU-number-0"], [])
+    way = "staged" if kind == "no handles" else "ipc"
+    assert (summary["gpu_paths"]["same_gpu"], wanted["gpu_paths"]) == (way, None)
+    for told in TOLD:
+        assert ended.stderr.count(told) == (ranks == 2), ended.stderr
 
 
+#: What a run says once where more than one rank has a GPU, and nobody has tried the ways
+TOLD = (
+    "run `hpctrain doctor` once, in a job on such nodes",
+    "GPU memory between ranks: same gpu ipc; no trial was made",
+    "GPUs shared: 2 ranks on 1, up to 2 each",
+)
 OTHERS = """
 import json, sys
 import fakes
@@ -231,17 +241,24 @@ print("all right")
 """
 
 
-@pytest.mark.parametrize("device", ["gpu", "cpu"])
-def test_arrays_of_gpus_given_to_an_mpi_that_knows_none(start, mark, device):
+@pytest.mark.parametrize("device, path", [("gpu", ""), ("gpu", "cuda-aware"), ("cpu", "")])
+def test_arrays_of_gpus_given_to_an_mpi_that_knows_none(start, mark, device, path):
     """They are staged; those that lie on another GPU than their rank's are named on all ranks."""
-    env = {MARK: mark, **on_fakes()}
+    env = {MARK: mark, "HPCTRAIN_GPU_PATH": path, **on_fakes()}
     ended = start("-c", CALLS, device, ranks=3, env=env).finish()
     assert (ended.returncode, ended.stdout.count("all right")) == (0, 3), ended.stderr
 
 
+BELIEVED = """
+from hpctrain.transport import verdicts
+way = verdicts.Verdict("cuda-aware", "cuda-aware", "staged", "so it was told")
+verdicts.known = lambda environ: verdicts.Told(way)
+"""
+
+
 def test_such_an_mpi_crashes_on_their_pointers(start, mark):
     """Otherwise the test above would show nothing."""
-    env = {MARK: mark, "HPCTRAIN_GPU_PATH": "cuda-aware", **on_fakes()}
-    ended = start("-c", CALLS, "gpu", ranks=2, env=env).finish()
+    code = CALLS.replace("world = ", f"{BELIEVED}world = ", 1)
+    ended = start("-c", code, "gpu", ranks=2, env={MARK: mark, **on_fakes()}).finish()
     assert ended.returncode != 0 and "all right" not in ended.stdout
     assert "UsageError" not in ended.stderr and "AssertionError" not in ended.stderr

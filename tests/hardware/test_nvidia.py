@@ -33,6 +33,10 @@ def test_slices(mig, slices, tmp_path):
     assert cards(tmp_path, Nvml(mig=mig)).cards[0].slices == slices
 
 
+def test_slices_after_one_that_was_removed(tmp_path):
+    assert cards(tmp_path, Nvml(mig=1, gap=2)).cards[0].slices == ("MIG-2",)
+
+
 QUERY = """\
 0, GPU-aaa, NVIDIA A100-SXM4-40GB, 00000000:07:00.0, 40960, 535.129.03
 1, GPU-bbb, NVIDIA A100-SXM4-40GB, 00000000:0A:00.0, [N/A], 535.129.03

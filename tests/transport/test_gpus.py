@@ -204,7 +204,9 @@ def told_on(world, gpu=True):
 
 @on_ranks(2, mpi=(2,))
 def test_all_are_told_of_all(ranks, caplog, monkeypatch, gpu):
-    monkeypatch.setenv("HPCTRAIN_GPU_PATH", "same_gpu=cuda-aware")
+    way = Verdict("cuda-aware", "ipc", "staged", "so it was told")
+    known = lambda environ: seat.verdicts.Told(way, unproven=("across",))  # noqa: E731
+    monkeypatch.setattr(seat.verdicts, "known", known)
     with caplog.at_level(logging.WARNING, "hpctrain"):
         found = ranks(lambda world: (told_on(world), world.rank, world.link.paths))
     for (places, verdict, seats), rank, paths in found:

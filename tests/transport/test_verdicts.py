@@ -6,15 +6,18 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 
 import cupy_package
 import pytest
 from conftest import BIN, LAUNCHER
+from ranks import on_ranks
 
+from hpctrain.cluster import gpus as before
 from hpctrain.errors import UsageError
 from hpctrain.hardware.gdr import Gdr
-from hpctrain.transport import claims, gpus, trials, verdicts
+from hpctrain.transport import claims, gpus, trial, trials, verdicts
 from hpctrain.transport.claims import Claims
 from hpctrain.transport.paths import STAGED, Verdict
 from hpctrain.transport.trials import Trial
@@ -97,8 +100,9 @@ def test_judged_by_size(case):
 def test_what_a_user_asks_for_holds_at_every_length():
     verdict = verdicts.judged({"same_gpu": TIMED, "across": TIMED}, ADAPTER, {}).verdict
     assert set(verdict.by_size) == {"same_gpu", "across"}
-    assert set(verdicts.overridden("across=cuda-aware", verdict).by_size) == {"same_gpu"}
-    assert verdicts.overridden("cuda-aware", verdict).by_size == {}
+    told = verdicts.Told(verdict, trials=dict.fromkeys(trials.CLASSES, TIMED))
+    one, all_of = (verdicts.overridden(f"{c}cuda-aware", told).verdict for c in ("across=", ""))
+    assert (set(one.by_size), all_of.by_size) == ({"same_gpu"}, {})
 
 
 CRAY = Claims("Cray MPICH", True, True)
@@ -224,13 +228,124 @@ OVERRIDES = {
 
 @pytest.mark.parametrize("asked", OVERRIDES)
 def test_overridden(asked):
-    assert verdicts.overridden(asked, STAGED) == OVERRIDES[asked]
+    told = verdicts.Told(STAGED, trials=dict.fromkeys(trials.CLASSES, WORKS))
+    assert verdicts.overridden(asked, told).verdict == OVERRIDES[asked]
+
+
+SURE, UNSURE = replace(PLAIN, query_gpu=True), PLAIN
+# remembered trials, what the MPI says in the rank -> the classes that get pointers when asked for
+BELIEVED = {
+    "no trial": ({}, None, ()),
+    "no trial, says no": ({}, UNSURE, ()),
+    "no trial, is sure": ({}, SURE, trials.CLASSES),
+    "one worked, is sure": ({"same_gpu": WORKS}, None, trials.CLASSES),
+    "one worked, says no": ({"same_gpu": replace(WORKS, claims=PLAIN)}, SURE, ("same_gpu",)),
+    "crashed": ({"same_gpu": CRASHED}, SURE, ()),
+    "crashed, though sure": ({"same_gpu": replace(CRASHED, claims=SURE)}, SURE, ()),
+    "one crashed": ({"same_gpu": WORKS, "across": CRASHED}, SURE, ("same_gpu",)),
+}
+
+
+@pytest.mark.parametrize("case", BELIEVED)
+def test_who_asks_for_pointers_needs_a_trial_or_an_mpi_that_is_sure(case, monkeypatch):
+    made, says, expected = BELIEVED[case]
+    monkeypatch.setattr(verdicts, "_claimed", lambda: says)
+    told = verdicts.overridden("cuda-aware", verdicts.Told(STAGED, trials=made))
+    ways = {name: getattr(told.verdict, name) for name in trials.CLASSES}
+    assert ways == {n: "cuda-aware" if n in expected else "staged" for n in trials.CLASSES}
+    assert told.unproven == tuple(name for name in trials.CLASSES if name not in expected)
+    assert ("refused for" in told.verdict.reason, "doctor" in told.remedy) == (
+        bool(told.unproven),
+    ) * 2
+
+
+@on_ranks(1, mpi=(1,))
+def test_what_an_mpi_says_in_a_rank(ranks):
+    """None of these was built for CUDA; among threads none was started."""
+    for said in ranks(lambda world: (verdicts._claimed(), world.transport)):
+        assert said[0] is None or not said[0].sure
+        assert said[1] == "local" or said[0] is not None
+
+
+def test_a_trial_asks_for_threads_as_a_run_does(monkeypatch):
+    asked = []
+    monkeypatch.setattr(trial.resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(trial, "_taken", lambda ordinal: None)
+    monkeypatch.setattr(trial.sys, "argv", ["trial", "0,0"])
+    monkeypatch.setattr(trial.MPI, "Init_thread", lambda level: asked.append(level) or sys.exit())
+    with pytest.raises(SystemExit):
+        trial.main()
+    assert asked == [trial.MPI.THREAD_MULTIPLE]
+
+
+#: A launcher whose rank is in a group of its own: it ends that one if it is asked to.
+LAUNCHER_OF_ONE = """
+import signal, subprocess, sys
+rank = subprocess.Popen(["sleep", "100"], start_new_session=True)
+signal.signal(signal.SIGTERM, lambda *_: (rank.kill(), rank.wait(), sys.exit("ended")))
+print('{"stage": "started", "hosts": []}', flush=True)
+open(sys.argv[1], "w").write(str(rank.pid))
+signal.pause()
+"""
+
+
+def alive(pid):
+    return os.path.exists(f"/proc/{pid}")
+
+
+def interrupted(monkeypatch, note, error):
+    """Let the first wait for a process end with `error`, once something is written in `note`."""
+    real, first = subprocess.Popen.communicate, iter([True])
+
+    def communicate(process, **limit):
+        if next(first, False):
+            while not (note.exists() and note.read_text()) and process.poll() is None:
+                time.sleep(0.01)
+            raise error
+        return real(process, **limit)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
+
+
+@pytest.mark.parametrize("ended_by", ["the limit", "us"])
+def test_no_rank_of_a_trial_outlives_it(monkeypatch, tmp_path, ended_by):
+    """Also where we are ended, as `hpctrain launch` does when it waits no longer."""
+    note = tmp_path / "pid"
+    error = SystemExit() if ended_by == "us" else subprocess.TimeoutExpired("trial", 1)
+    interrupted(monkeypatch, note, error)
+    line = [sys.executable, "-c", LAUNCHER_OF_ONE, str(note)]
+    if ended_by == "us":
+        with pytest.raises(SystemExit):
+            trials.run(line, os.environ)
+    else:
+        found = trials.run(line, os.environ)
+        assert (found.pointer, found.ended) == (False, "still running after 60 s")
+    assert not alive(int(note.read_text()))
+
+
+CHILD = """
+import signal, sys
+signal.signal(signal.SIGTERM, lambda *_: (open({!r}, "w"), sys.exit()))
+open({!r}, "w").write("up")
+signal.pause()
+"""
+
+
+def test_launch_ends_trials_that_take_too_long(monkeypatch, tmp_path, caplog):
+    up, ended = tmp_path / "up", tmp_path / "ended"
+    python = tmp_path / "python"
+    python.write_text(f"#!{sys.executable}\n{CHILD.format(str(ended), str(up))}")
+    python.chmod(0o755)
+    monkeypatch.setattr(before.sys, "executable", str(python))
+    interrupted(monkeypatch, up, subprocess.TimeoutExpired("child", 1))
+    assert before.verdict() == "" and ended.exists()
+    assert "did not end within 240 s" in caplog.text
 
 
 @pytest.mark.parametrize("asked", ["rdma", "across=ipc", "everywhere=gdr", "across=", "a=b=c"])
 def test_an_override_that_makes_no_sense(asked):
     with pytest.raises(UsageError, match="expected one of gdr, cuda-aware, ipc, staged"):
-        verdicts.overridden(asked, STAGED)
+        verdicts.overridden(asked, verdicts.Told(STAGED))
 
 
 def test_what_a_verdict_depends_on(tmp_path):
@@ -257,10 +372,10 @@ def machine(tmp_path):
     return {**os.environ, **LAUNCHER, "PYTHONPATH": path, "XDG_CACHE_HOME": str(cache)}
 
 
-def found(environ, *arguments):
+def found(environ, *arguments, said=""):
     line = [sys.executable, "-m", "hpctrain.transport.verdicts", *arguments]
     done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and said in done.stderr, done.stderr
     return verdicts.from_json(done.stdout)
 
 
@@ -274,7 +389,7 @@ print(json.dumps(asdict(verdicts.known(os.environ))))
 
 @pytest.mark.processes
 def test_an_mpi_that_takes_these_pointers(machine):
-    told = found(machine)
+    told = found(machine, said="trying which way GPU memory takes here, once (same gpu, same node)")
     assert (told.verdict.same_gpu, told.verdict.same_node) == ("cuda-aware", "cuda-aware")
     assert told.verdict.across == "staged"
     assert all(one.ipc and one.ipc_gb_s and one.pointer_gb_s for one in told.trials.values())
@@ -285,6 +400,9 @@ def test_an_mpi_that_takes_these_pointers(machine):
     line = [BIN / "mpiexec", "-n", "1", sys.executable, "-c", KNOWN]
     rank = subprocess.run(line, env=machine, capture_output=True, text=True, timeout=60)
     assert verdicts.from_json(rank.stdout) == told
+    by_pointer = {**machine, "HPCTRAIN_GPU_PATH": "same_gpu=cuda-aware"}
+    rank = subprocess.run(line, env=by_pointer, capture_output=True, text=True, timeout=60)
+    assert verdicts.from_json(rank.stdout).verdict.same_gpu == "cuda-aware"
     # and what is remembered is not tried again
     broken = {**machine, "FAKE_CRASH": "1"}
     assert found(broken) == told
