@@ -17,7 +17,7 @@ EPILOG = """\b
 Examples:
   hpctrain doctor
   srun -N 1 -n 1 --gpus-per-node=4 hpctrain doctor --json doctor.json
-  srun hpctrain doctor --job --out /scratch/me/runs --recipe my.toml
+  srun --kill-on-bad-exit=1 hpctrain doctor --job --out /scratch/me/runs --recipe my.toml
   mpirun -n 4 hpctrain doctor --job
   hpctrain launch -n 4 doctor --job --json job.json
 

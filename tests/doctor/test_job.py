@@ -240,6 +240,14 @@ def test_a_folder_is_looked_at_and_left_as_it_was(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("asked", ["afile", "afile/x"])
+def test_what_lies_there_is_no_folder(asked, tmp_path):
+    (tmp_path / "afile").touch()
+    place = folder.there(tmp_path / asked)
+    checks = folder.checks(place, {"n1": folder.look(place, *folder.mark(place))})
+    assert found(checks, "output folder")[:2] == ("bad", f"n1: {tmp_path}/afile: Not a directory")
+
+
 @pytest.fixture
 def full(tmp_path, monkeypatch):
     """A folder on a file system without room: a small tmpfs, or what looks like one."""

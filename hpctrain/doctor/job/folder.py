@@ -41,9 +41,9 @@ class Seen:
 
 
 def there(folder: Path) -> Path:
-    """Return `folder`, or the nearest above that exists."""
+    """Return `folder`, or the nearest above that exists, also where it is no folder."""
     folder = folder.absolute()
-    return next(one for one in (folder, *folder.parents) if one.is_dir())
+    return next(one for one in (folder, *folder.parents) if os.path.lexists(one))
 
 
 def mark(place: Path) -> tuple[str, str]:
