@@ -114,6 +114,11 @@ class Recipe:
         """Return the recipe as it was resolved; training it again repeats the run."""
         return tomli_w.dumps(self.tables)
 
+    def must_fit(self, ranks: int) -> None:
+        """Raise UsageError where `ranks` cannot train this: engine, ranks and batch do not fit."""
+        workers = engines.workers_of(self.engine, ranks)
+        engines.must_fit(self.engine, ranks, self.batch.size(workers))
+
     @property
     def sha256(self) -> str:
         """Return the hash of the resolved recipe."""

@@ -35,11 +35,11 @@ def train(
 
     Collective; raises what Trainer.fit raises.
     """
+    world.together(lambda: spec.must_fit(world.size))
     split = world.together(lambda: resized(spec.data.load(spec.run.seed), spec.run.epoch_samples))
     world.must_agree(_fingerprint(split.train), "training data (by the hash of a few samples)")
     model = world.together(lambda: build_model(spec, split))
-    workers = world.together(lambda: engines.workers_of(spec.engine, world.size))
-    batch = spec.batch.size(workers)
+    batch = spec.batch.size(engines.workers_of(spec.engine, world.size))
     per_epoch = -(-len(split.train) // batch)
     total = spec.run.steps or (spec.run.epochs or 0) * per_epoch
     trainer = Trainer(

@@ -69,6 +69,7 @@ class Trainer:
         self.engine: Engine = self.world.together(
             lambda: engine.build(self.world, replica, optimizer)
         )
+        self._options = engine
         self._blocks = engines.blocks_of(engine, self.engine.workers)
         self.world.together(lambda: self._must_compute(faults.slow_rank))
 
@@ -178,14 +179,7 @@ class Trainer:
         self.world.must_agree(taken, f"the SHA-256 of the weights at {path}")
 
     def _sampler(self, train: Samples, batch: int) -> Sampler:
-        whom, then = "workers", "start fewer ranks"
-        if self._blocks != self.engine.workers:
-            whom, then = "blocks of an ordered sum", "set [wire] blocks lower"
-        if (least := min(len(train), batch)) < self._blocks:
-            what = "training samples" if len(train) < batch else "samples per batch"
-            raise UsageError(
-                f"{least} {what} for {self._blocks} {whom}: each needs at least one; {then}"
-            )
+        engines.must_fit(self._options, self.world.size, batch, len(train))
         return Sampler(len(train), batch, self.seed)
 
     def _must_be_made(self, keep_best: Metric | None, tested: bool) -> None:

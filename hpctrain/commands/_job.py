@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hpctrain import engines, recipe
+from hpctrain import recipe
 from hpctrain.cluster import job as jobs
 from hpctrain.cluster import site as sites
 from hpctrain.cluster.job import Job
@@ -37,7 +37,7 @@ def asked_for(given: dict[str, Any], interactive: bool = False) -> tuple[Job, Si
     jobs.check(job, site)
     spec = recipe.load(job.recipe, overrides)
     for size in job.sizes or (job.nodes,):
-        engines.workers_of(spec.engine, jobs.ranks(replace(job, nodes=size), site))
+        spec.must_fit(jobs.ranks(replace(job, nodes=size), site))
     return job, site
 
 

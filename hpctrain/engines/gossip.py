@@ -24,13 +24,17 @@ class GossipOptions:
 
     graph: Literal["bipartite", "ring", "exponential"] = "bipartite"
 
-    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> AdPsgd | DPsgd:
-        """Return this rank's engine; collective."""
-        if world.size < 2:
+    def must_fit(self, workers: int) -> None:
+        """Raise UsageError for a worker that nobody is there to average with."""
+        if workers < 2:
             raise UsageError(
                 "engine 'gossip' needs at least 2 workers, which average with each other, but 1 "
                 "rank was started; start more, or choose --engine single"
             )
+
+    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> AdPsgd | DPsgd:
+        """Return this rank's engine; collective."""
+        self.must_fit(world.size)
         if self.graph != "bipartite":
             return DPsgd(world, replica, optimizer, self.graph)
         if not world.concurrent:

@@ -59,7 +59,7 @@ class PsAsyncOptions(ServerOptions):
         """Return this rank's engine; collective."""
         roles = self.roles(world.size)
         workers = len(roles.workers)
-        self._check(workers)
+        self.must_fit(workers)
         together = FirstGradients(workers, workers)
         method: Method = together if self.staleness == 0 else AsTheyCome(workers, self)
         return ParameterServer("ps-async", world, replica, optimizer, roles, method)
@@ -74,7 +74,8 @@ class PsAsyncOptions(ServerOptions):
             return 1.0
         return workers / (self.push_every * self.gradients_per_update(workers))
 
-    def _check(self, workers: int) -> None:
+    def must_fit(self, workers: int) -> None:
+        """Raise UsageError for keys that contradict each other, or that need more workers."""
         if self.pull_every % self.push_every:
             raise UsageError(
                 f"[engine] pull_every: expected a multiple of push_every, which is "

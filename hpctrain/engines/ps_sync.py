@@ -39,15 +39,19 @@ class PsSyncOptions(ServerOptions):
 
     backup_workers: Annotated[int, Field(ge=0)] = 0
 
-    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> ParameterServer:
-        """Return this rank's engine; collective."""
-        roles = self.roles(world.size)
-        workers = len(roles.workers)
+    def must_fit(self, workers: int) -> None:
+        """Raise UsageError where no worker is needed."""
         if self.backup_workers >= workers:
             raise UsageError(
                 f"[engine] backup_workers is {self.backup_workers} of {workers} workers; at least "
                 "one must be needed: take fewer backup workers or start more ranks"
             )
+
+    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> ParameterServer:
+        """Return this rank's engine; collective."""
+        roles = self.roles(world.size)
+        workers = len(roles.workers)
+        self.must_fit(workers)
         method = FirstGradients(workers, workers - self.backup_workers)
         return ParameterServer("ps-sync", world, replica, optimizer, roles, method)
 

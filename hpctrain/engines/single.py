@@ -37,13 +37,17 @@ from hpctrain.world import World
 class SingleOptions(ReductionOptions):
     """One device has nothing to choose but the order of its sums."""
 
-    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> Single:
-        """Return the engine of the only rank there is."""
-        if world.size > 1:
+    def must_fit(self, workers: int) -> None:
+        """Raise UsageError for more than one worker."""
+        if workers > 1:
             raise UsageError(
-                f"engine 'single' trains on one rank, but {world.size} were started; start one, "
+                f"engine 'single' trains on one rank, but {workers} were started; start one, "
                 "or choose --engine allreduce"
             )
+
+    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> Single:
+        """Return the engine of the only rank there is."""
+        self.must_fit(world.size)
         tree = self.tree(1)
         return Single(InBlocks(replica, tree, 0) if tree else replica, optimizer, world.trace)
 

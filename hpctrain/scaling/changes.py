@@ -11,6 +11,7 @@ behind it. All else that interrupts steps is left out, and the user is told of e
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -66,14 +67,15 @@ def base_batch(spec: Recipe, mode: str, sizes: list[Size]) -> int:
 
 def workers(spec: Recipe, size: Size) -> int:
     """Return how many ranks of `size` compute gradients; raise UsageError where it cannot be."""
-    try:
+    with _said_of(size):
         return engines.workers_of(spec.engine, size.ranks)
-    except UsageError as error:
-        raise UsageError(f"{size.said}: {error}") from None
 
 
 def must_divide(spec: Recipe, mode: str, batch: int, sizes: list[Size]) -> None:
-    """Raise UsageError where ranks would have uneven shares of a batch: the largest counts."""
+    """Raise UsageError where ranks would have uneven shares of a batch, or cannot train at all.
+
+    The largest share counts.
+    """
     for size in sizes:
         n = workers(spec, size)
         if mode == "strong" and batch % n:
@@ -83,6 +85,17 @@ def must_divide(spec: Recipe, mode: str, batch: int, sizes: list[Size]) -> None:
                 f"shares would be timed as bad scaling; take --set optimizer.batch={near}, other "
                 "sizes, or --mode weak"
             )
+        with _said_of(size):
+            engines.must_fit(spec.engine, size.ranks, batch if mode == "strong" else batch * n)
+
+
+@contextmanager
+def _said_of(size: Size) -> Iterator[None]:
+    """Let an error that comes up name the size."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{size.said}: {error}") from None
 
 
 def trial(spec: Recipe, mode: str, batch: int, size: Size, timing: Timing) -> Recipe:

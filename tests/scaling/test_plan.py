@@ -162,6 +162,8 @@ WRONG = {
     "--ranks 1 --on netlab --link fast": "--link fast: expected 1mbit",
     "--nodes 65 --mode weak --on netlab": "--hosts 65",
     "--ranks 1 --on slurm": "--on slurm: there is no sbatch on the PATH",
+    "--ranks 1,2 --set engine.kind=gossip": "1 rank: engine 'gossip' needs at least 2 workers",
+    "--ranks 2 --mode weak --set optimizer.batch=1 --set wire.reduction=ordered": "for 8 blocks",
     "--ranks 1 --set engine.kind=rings": "unknown .*'rings'",
 }
 
