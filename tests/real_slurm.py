@@ -4,6 +4,7 @@
                                        there names a node that was lost, and starts it again
 
 All that it writes lies in FOLDER; ports and munge key are its own; it needs Debian's packages.
+Tests install them where they may, unless HPCTRAIN_NO_SLURM is set.
 Whoever starts it holds the other end of its stdin, so it ends with them, however they end. It
 adopts orphans, and step daemons are such: with it go all jobs.
 """
@@ -105,6 +106,8 @@ GPUS = "Name=gpu File=/dev/tty[0-3]\n"  # stand-ins: Slurm only wants four files
 @cache
 def missing() -> str | None:
     """Return why there can be no Slurm here, after trying to install it; None where it is."""
+    if os.environ.get("HPCTRAIN_NO_SLURM"):
+        return "HPCTRAIN_NO_SLURM is set: Slurm is neither installed nor started"
     lacking = [name for name in COMMANDS if shutil.which(name, path=SBIN) is None]
     if not lacking:
         return None

@@ -38,6 +38,11 @@ with real_slurm.running(os.environ) as slurm:
 """
 
 
+def test_slurm_can_be_left_out(monkeypatch):
+    monkeypatch.setenv("HPCTRAIN_NO_SLURM", "1")
+    assert "HPCTRAIN_NO_SLURM" in real_slurm.missing.__wrapped__()
+
+
 def test_slurm_ends_with_those_who_started_it():
     if reason := real_slurm.missing():
         pytest.skip(reason)
