@@ -187,12 +187,16 @@ def _own_stream(x: Array) -> Iterator[None]:
         yield
 
 
-def allow_tf32() -> None:
-    """Let products of float32 be made of 10 bits of mantissa, in this process from now on.
+def allow_tf32(allowed: bool) -> None:
+    """Say whether the current device may make products of float32 of 10 bits of mantissa.
 
-    CuPy reads the variable at its first product.
+    It holds for all that this process multiplies from now on. CUPY_TF32 would not: CuPy reads it
+    at its first product. A device older than Ampere has no such products; there CuPy warns, and
+    makes them of all bits.
     """
-    os.environ["CUPY_TF32"] = "1"
+    products = sys.modules["cupy"]._core._routines_linalg
+    kind = products.COMPUTE_TYPE_TF32 if allowed else products.COMPUTE_TYPE_DEFAULT
+    products.set_compute_type(np.float32, kind)
 
 
 def zeros(length: int, dtype: Any) -> Array:

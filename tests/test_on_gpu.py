@@ -74,8 +74,7 @@ def test_gradients(name, samples):
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", MIXED.MODELS)
-def test_gradients_with_fewer_digits(monkeypatch, name, precision):
-    monkeypatch.setenv("CUPY_TF32", "0")  # it is set for the rest of the process
+def test_gradients_with_fewer_digits(name, precision):
     batch, wanted = MIXED.batch(name), replica_of(MIXED.built(name), 3, "float32", False)
     found = replica_of(MIXED.built(name), 3, precision, True)
     told = wanted.gradient(batch, 1 / 6, MIXED.KEY, MIXED.nobody)
@@ -83,6 +82,22 @@ def test_gradients_with_fewer_digits(monkeypatch, name, precision):
     close = MIXED.CLOSE.get(precision, 0.005)
     assert away(sums.loss, told.loss) <= close
     assert away(found.arena.grad.get(), wanted.arena.grad) <= 6 * close
+    again = replica_of(MIXED.built(name), 3, "float32", True)  # with all digits, as ever after
+    again.gradient(batch, 1 / 6, MIXED.KEY, MIXED.nobody)
+    assert away(again.arena.grad.get(), wanted.arena.grad) <= 1e-4
+
+
+def test_products_have_the_digits_of_the_precision():
+    import cupy
+
+    x = np.random.default_rng(0).standard_normal((512, 512)).astype(np.float32)
+    there, wanted, model = cupy.asarray(x), x.astype(np.float64) @ x, MIXED.built("mlp")
+    for precision, least, most in (("float32", 0, 1e-5), ("tf32", 1e-5, 1e-2),
+                                   ("float32", 0, 1e-5)):  # fmt: skip
+        replica_of(model, 3, precision, True)
+        if int(there.device.compute_capability) < 80:  # no TF32 there
+            least = 0
+        assert least <= away((there @ there).get(), wanted) <= most, precision
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

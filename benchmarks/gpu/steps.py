@@ -35,7 +35,8 @@ from hpctrain.gradients.replica import Batch
 from hpctrain.world import World, init
 
 LIMIT = {"mlp": 1.5, "transformer": 1.5, "resnet20": 3.0}
-BESIDE: tuple[Precision, ...] = ("bf16", "tf32")  # tf32 last: CuPy reads once whether it may
+#: each timed before the next is made: the last replica tells how products are made, for all
+BESIDE: tuple[Precision, ...] = ("bf16", "tf32")
 STEPS = 5  # between two looks at the clock
 Step = Callable[[], object]
 

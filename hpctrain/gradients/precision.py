@@ -44,15 +44,17 @@ def replica_of(
 ) -> ModelReplica | MixedReplica:
     """Return the replica of `model` that computes in `precision`; see ModelReplica.
 
-    Raises UsageError if that needs a GPU, or a package that is not installed.
+    On a GPU, products of all replicas of this process are made as the last one asks: with TF32 if
+    that is its precision, else without. Raises UsageError if that needs a GPU, or a package that
+    is not installed.
     """
     if precision not in ON_CORES and not on_gpu:
         raise UsageError(
             f"[run] precision: '{precision}' needs a GPU; expected one of {', '.join(ON_CORES)} "
             "where cores compute, or device = 'gpu'"
         )
+    if on_gpu:
+        xp.allow_tf32(precision == "tf32")
     if precision in ("bf16", "fp16"):
         return MixedReplica(model, seed, dtype_named(precision), on_gpu)
-    if precision == "tf32":
-        xp.allow_tf32()
     return ModelReplica(model, seed, master(precision), on_gpu)

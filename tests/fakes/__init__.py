@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from fakes import arrays, cuda, functions
+from fakes import arrays, cuda, functions, products
 from fakes.machine import CUDARuntimeError, ImplicitHostAccess, Machine, OutOfMemoryError, replaced
 from fakes.machine import machine as machine_now
 
@@ -47,6 +47,7 @@ def modules() -> dict[str, ModuleType]:
     cupy, found = _Cupy("cupy"), cuda.modules()
     cupy.__spec__ = ModuleSpec("cupy", None)  # whoever asks whether there is a CuPy looks for it
     cupy.ndarray, cupy.cuda = arrays.ndarray, found["cupy.cuda"]
+    cupy._core = products.module()
     cupy.get_default_memory_pool = lambda: cuda.MemoryPool()
     return {"cupy": cupy, **found}
 

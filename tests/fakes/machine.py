@@ -67,6 +67,7 @@ class Machine:
         self.driver = 0 if devices is None else driver
         self.pinned_bytes, self.away = pinned_bytes, AWAY if hidden else 0
         self.limits: dict[int, int] = {}  # of devices that have less memory than the others
+        self.compute_types: dict[str, int] = {}  # of products, by the letter of their dtype
         self.counts: Counter[str] = Counter()
         self.lock = threading.RLock()
         self.here = threading.local()  # the current device, and streams, of each thread

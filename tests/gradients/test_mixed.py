@@ -175,12 +175,16 @@ def test_parameters_are_rounded_when_they_are_needed(gpu):
     assert (small.outputs(batch("mlp").x) == 0).all()
 
 
-def test_tf32_is_asked_of_cupy(gpu, monkeypatch):
-    monkeypatch.delenv("CUPY_TF32", raising=False)
-    one = replica_of(built("mlp"), 3, "tf32", True)
-    import os
+def test_products_are_those_of_the_last_replica(gpu, monkeypatch):
+    """Whatever was multiplied before: CuPy looks at CUPY_TF32 at its first product only."""
+    import cupy
 
-    assert os.environ["CUPY_TF32"] == "1" and one.arena.param.dtype == np.float32
+    monkeypatch.delenv("CUPY_TF32", raising=False)
+    products, model = cupy._core._routines_linalg, built("mlp")
+    for precision in ("float32", "tf32", "float32", "tf32", "bf16", "tf32", "float64"):
+        replica_of(model, 3, precision, True)
+        wanted = "COMPUTE_TYPE_TF32" if precision == "tf32" else "COMPUTE_TYPE_DEFAULT"
+        assert products.get_compute_type(np.float32) == getattr(products, wanted), precision
 
 
 @pytest.mark.parametrize("precision", ["tf32", *SIXTEEN])
