@@ -2,6 +2,9 @@
 
 Each group makes its communicator on the first call, of an identifier that rank 0 broadcasts. That
 all ranks end with the same bytes is not promised. See `hpctrain.transport.nccl`.
+
+CUDA's numbers for GPUs are each process's own: where a site shows each rank one, all are number 0.
+So ranks of a node tell each other the address of theirs, by which NCCL tells them apart, too.
 """
 
 from __future__ import annotations
@@ -26,23 +29,19 @@ _made: WeakKeyDictionary[Link, Communicator] = WeakKeyDictionary()
 def nccl(group: Group, x: Array, op: Operation) -> None:
     """Reduce flat `x` in place over all ranks of `group`."""
     if x.size:
-        device = x.data.device_id if on_device(x) else None
-        communicator(group, device).allreduce(x, op)
+        communicator(group, x).allreduce(x, op)
 
 
-def communicator(group: Group, device: int | None = None) -> Communicator:
-    """Return the communicator of a group's ranks; the first call is collective.
+def communicator(group: Group, x: Array) -> Communicator:
+    """Return the communicator of a group's ranks for arrays like `x`; the first call is collective.
 
-    `device` is CUDA's number for this rank's GPU, None for that of its place in the node. Raises
-    UsageError on all ranks where a node has fewer GPUs than ranks.
+    It is on the GPU where `x` is; arrays of the host go to the one that is the rank's turn among
+    those it sees. Raises UsageError on all ranks where two of a node would share a GPU.
     """
     link, node = group.link, group.node or group.link
     if link not in _made:
-        if device is None:
-            _must_suffice(group, node.size - devices(libraries()[0]))
-        else:
-            _must_suffice(group, _shared(node, device))
-        device = node.rank if device is None else device
+        device = x.data.device_id if on_device(x) else node.rank % devices(libraries()[0])
+        _must_suffice(group, _shared(node, device))
         shared = new_id() if link.rank == 0 else np.zeros(ID_BYTES, np.int16)
         broadcast(group, shared)
         _made[link] = Communicator(link.rank, link.size, device, shared)

@@ -157,7 +157,7 @@ class AllReduce:
         concurrent = overlap.pays(world, options)
         wire = self._wire = world.group_for("wire", alone=not concurrent)
         if sums.allreduce is nccl:
-            communicator(wire)  # now, before training, it can still be refused
+            communicator(wire, arena.grad)  # now, before training, it can still be refused
         overlap.let_compute(wire, concurrent)
         cut = overlap.cut(arena, wire, options, concurrent)
         reduce = overlap.shared_form(self.update.reduce, wire, arena.grad, cut, options)

@@ -5,9 +5,9 @@
     on a GPU     the sum over all ranks there, in the current stream
     elsewhere    host memory --copy--> GPU, sum over all ranks there --copy--> host memory
 
-CuPy is imported when the algorithm is asked
-for, never before. **Not yet run on a GPU**: tests run it against a stand-in for CuPy that checks
-every call. Source of the calls: the reference of `cupy.cuda.nccl.NcclCommunicator`.
+CuPy is imported when the algorithm is asked for, never before. **Not yet run on a GPU**: tests run
+it against a stand-in for CuPy that checks every call. Source of the calls: the reference of
+`cupy.cuda.nccl.NcclCommunicator`.
 """
 
 from __future__ import annotations

@@ -6,12 +6,13 @@ No GPU is needed, so this shows the calls that are made, not that they work on o
 from __future__ import annotations
 
 import sys
-from threading import Barrier, Lock
+from threading import Barrier, Lock, local
 from types import ModuleType, SimpleNamespace
 
+import fakes
 import numpy as np
 import pytest
-from ranks import run_on
+from ranks import on_gpus, run_on
 
 from hpctrain import collectives, engines, nn, optim, recipe
 from hpctrain.errors import UsageError
@@ -43,7 +44,7 @@ class Cuda:
     def __init__(self, ranks: int, devices: int):
         self.memory, self.joined, self.calls = {}, {}, []
         self.barrier, self.lock, self.devices = Barrier(ranks), Lock(), devices
-        self.ids = 0
+        self.ids, self.here = 0, local()
 
     def get_unique_id(self):
         self.ids += 1
@@ -69,9 +70,8 @@ class Cuda:
         vars(nccl).update(CONSTANTS)
         nccl.get_unique_id, nccl.NcclCommunicator = self.get_unique_id, self.communicator
         cuda.Device, cuda.Stream, cuda.nccl = Device, Stream, nccl
-        name = "0000:{}:00".format
         cuda.runtime = SimpleNamespace(
-            getDeviceCount=self.count, CUDARuntimeError=OSError, deviceGetPCIBusId=name
+            getDeviceCount=self.count, CUDARuntimeError=OSError, deviceGetPCIBusId=self.address
         )
         cuda.get_current_stream = lambda: SimpleNamespace(ptr=77)
         cupy.cuda, cupy.ndarray = cuda, DeviceArray
@@ -82,6 +82,10 @@ class Cuda:
         if self.devices is None:
             raise OSError("no driver")
         return self.devices
+
+    def address(self, device):
+        """Return where a rank's device is; of those before `here.first` it sees none."""
+        return f"0000:{device + getattr(self.here, 'first', 0)}:00"
 
 
 class Device:
@@ -180,6 +184,47 @@ def test_an_engine_sums_by_it(cuda):
     first, second = run_on("threads", 2, body)
     assert (first.grad == second.grad).all() and first.grad.any()
     assert len(fake.calls) == 2
+
+
+def test_ranks_that_see_one_gpu_each_have_one_each(cuda):
+    fake = cuda(3, 1)
+
+    def body(world):
+        fake.here.first = world.rank
+        x = np.full(4, world.rank, np.float32)
+        allreduce_named("nccl")(world.main, x, np.add)
+        assert (x == 3).all()
+
+    run_on("threads", 3, body)
+    assert Device.used == {0}  # each one's own
+
+
+@pytest.mark.parametrize("devices", [(1, 0), (0, 0)])
+def test_an_engine_takes_the_gpu_of_its_arrays(monkeypatch, devices):
+    """Whatever the rank's place in its node; two that share one are refused though two are seen."""
+    nccl, made = ModuleType("cupy.cuda.nccl"), {}
+    nccl.get_unique_id = lambda: ID
+    with fakes.installed(devices=2) as machine:
+        import cupy
+
+        nccl.NcclCommunicator = lambda _, shared, rank: made.update({rank: machine.device})
+        monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", nccl)
+
+        def body(world):
+            cupy.cuda.Device(devices[world.rank]).use()
+            world = on_gpus(world, gpus="".join(map(str, devices)))
+            ours = ModelReplica(replica().model, 0, np.float32, on_gpu=True)
+            try:
+                engines.AllReduce(algorithm="nccl").build(world, ours, optim.sgd(0.1)).close()
+            except UsageError as error:
+                return str(error)
+            return ""
+
+        said = run_on("threads", 2, body)
+    if len(set(devices)) == 2:
+        assert said == ["", ""] and made == dict(enumerate(devices))
+    else:
+        assert all("seen a node with 1 fewer" in one for one in said) and not made
 
 
 def test_what_nccl_would_round_in_its_own_way_is_refused(cuda):
