@@ -3,7 +3,8 @@
     python benchmarks/gpu/precision.py [--steps 400] [--set data.test_fraction=0.001]
 
 One rank, one GPU, the same seed, samples and schedule, which ends with the last step. Each
-precision is a run of the command line: what one does to the process does not reach the next.
+precision is a run of the command line: what one does to the process does not reach the next. Each
+may take its share of what is left of `--limit`, seconds for all, and is kept when it ends.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import tempfile
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -26,37 +28,42 @@ from hpctrain import rundir
 from hpctrain.machine import facts
 
 PRECISIONS = ("float32", "bf16", "fp16", "tf32")
-CLOSE, LIMIT_S = 0.02, 60
+CLOSE = 0.02
 
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds for all of it")
     parser.add_argument("--set", action="append", default=[], help="further keys of the recipe")
     parser.add_argument("--json", type=Path, default=RESULTS / "gpu" / "precision.json")
     given = parser.parse_args()
+    until = monotonic() + given.limit
     about = {"machine": facts(("here",), "mpi"), "steps": given.steps}
     rows: list[dict[str, Any]] = []
     claims: dict[str, bool | None] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in PRECISIONS:
-            rows.append(trained(Path(folder, name), name, given.steps, given.set))
+        for i, name in enumerate(PRECISIONS):
+            share_s = (until - monotonic()) / (len(PRECISIONS) - i)
+            rows.append(trained(Path(folder, name), name, given.steps, given.set, share_s))
             claims = claims_of(rows)
             keep(given.json, about, claims, rows)
     sys.exit(not told(claims))
 
 
-def trained(run: Path, precision: str, steps: int, further: Sequence[str]) -> dict[str, Any]:
+def trained(
+    run: Path, precision: str, steps: int, further: Sequence[str], limit_s: float
+) -> dict[str, Any]:
     """Train `pylm`; return its losses, samples per second, and what went wrong."""
     keys = (f"run.steps={steps}", f"run.precision={precision}", "run.interval_steps=20", *further)
     words = [word for key in keys for word in ("--set", key)]
     line = [sys.executable, "-m", "hpctrain", "-q", "train", "pylm", "--device", "gpu", *words]
     try:
         done = subprocess.run(
-            [*line, "--out", str(run)], capture_output=True, text=True, timeout=LIMIT_S
+            [*line, "--out", str(run)], capture_output=True, text=True, timeout=limit_s
         )
     except subprocess.TimeoutExpired:
-        return {"precision": precision, "fault": f"still training after {LIMIT_S} s"}
+        return {"precision": precision, "fault": f"still training after {limit_s:.0f} s"}
     if done.returncode != 0:
         return {"precision": precision, "fault": fault_told(done.stderr)}
     summary, curve = rundir.read_summary(run) or {}, run / "metrics.jsonl"

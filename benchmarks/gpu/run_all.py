@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def pieces(ranks: Sequence[int], out: Path, small: bool = False) -> list[Piece]:
-    """Return all pieces, the surest first."""
+    """Return all pieces, the surest first; for two numbers of ranks there is time for each."""
     main = [sys.executable, "-m", "hpctrain"]
     p2p = "4KiB,64KiB" if small else "4KiB:256MiB*4"
     draws = find_spec("matplotlib") is not None
@@ -116,12 +116,12 @@ def pieces(ranks: Sequence[int], out: Path, small: bool = False) -> list[Piece]:
         # What is bad about the node is told in its JSON; the pieces below say whether it matters.
         Piece("doctor", [*main, "doctor", "--json", str(out / "doctor.json")], 70, (0, 1)),
         ours("equal", 160, "--ranks", many),
-        *(ours(f"allreduce-{p}-ranks", 45, "--ranks", str(p), *sized("--sizes", "4096,65536"),
+        *(ours(f"allreduce-{p}-ranks", 40, "--ranks", str(p), *sized("--sizes", "4096,65536"),
                file="allreduce") for p in ranks),
-        ours("paths", 40, *sized("--bytes", "65536")),
+        ours("paths", 35, *sized("--bytes", "65536")),
         ours("steps", 60, *sized("--sizes", "small")),
         ours("optimizer", 30, *sized("--bytes", "4194304")),
-        ours("precision", 75, *(SHORT if small else ())),
+        ours("precision", 75, "--limit", "70", *(SHORT if small else ())),
         Piece("p2p", [*main, "launch", "-n", "2", "bench", "p2p", "--device", "gpu", "--sizes",
                       p2p, "--json", str(out / "p2p.json"), *plot], 60),
         *([Piece("plot", [sys.executable, str(HERE / "plot.py"), str(out)], 15)] if draws else []),

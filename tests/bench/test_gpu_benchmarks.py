@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from ranks import run_on_gpus
+
+from hpctrain.cluster import gpus
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -35,7 +40,6 @@ SMALL = {
 @pytest.mark.parametrize("name", SMALL)
 def test_runs(script, gpu, monkeypatch, tmp_path, name):
     words, rows, claims = SMALL[name]
-    monkeypatch.setenv("CUPY_TF32", "0")  # steps.py sets it
     monkeypatch.setattr(sys, "argv", [name, *words, "--json", str(tmp_path / "found.json")])
     module = script(name)
 
@@ -101,6 +105,66 @@ def test_what_did_not_come_to_its_end_is_not_measured(script, tmp_path):
     assert told[6]["claim"] == "all the rest: exit code -11"
     assert told[-1] == {"piece": "d", "claim": "all of it: ended after 1 s",
                         "outcome": "not measured"}  # fmt: skip
+
+
+def test_there_is_time_for_all_pieces(script, tmp_path):
+    run_all = script("run_all")
+    assert sum(piece.limit_s for piece in run_all.pieces([2, 4], tmp_path)) <= run_all.TOTAL_S
+
+
+def test_the_runs_of_a_piece_end_before_it(script, monkeypatch, tmp_path):
+    """However slow they are: each row is kept, and none takes the time of those behind it."""
+    (piece,) = (one for one in script("run_all").pieces([2], tmp_path) if one.name == "precision")
+    precision, now, taken = script("precision"), [0.0], []
+
+    def slow(line, timeout, **_):
+        taken.append(timeout)
+        now[0] += timeout
+        raise subprocess.TimeoutExpired(line, timeout)
+
+    monkeypatch.setattr(precision, "monotonic", lambda: now[0])
+    expired = subprocess.TimeoutExpired
+    monkeypatch.setattr(precision, "subprocess", SimpleNamespace(run=slow, TimeoutExpired=expired))
+    monkeypatch.setattr(sys, "argv", piece.command[1:])
+    with pytest.raises(SystemExit):
+        precision.main()
+    assert len(json.loads(piece.result.read_text())["rows"]) == len(taken) == 4
+    assert sum(taken) < piece.limit_s and min(taken) > 10
+
+
+def test_what_was_found_before_the_limit_is_kept(script, monkeypatch, tmp_path):
+    equal = script("equal")
+
+    def compared(folder, name, ranks, device, precision, wanted):
+        if name == "ps-sync":
+            raise KeyboardInterrupt  # as run_all.py ends it
+        return {"regime": name, "ranks": ranks, "precision": precision, "said": "", "holds": True}
+
+    monkeypatch.setattr(equal, "reference", lambda *_: np.zeros(1))
+    monkeypatch.setattr(equal, "compared", compared)
+    monkeypatch.setattr(sys, "argv", ["equal", "--json", str(tmp_path / "found.json")])
+    with pytest.raises(KeyboardInterrupt):
+        equal.main()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [(one["regime"], one["precision"]) for one in found["rows"][:3]] == [
+        ("single", "float64"), ("allreduce direct", "float64"), ("single", "float32"),
+    ]  # fmt: skip
+    assert len(found["claims"]) == len(found["rows"]) == 6
+
+
+def test_a_run_on_the_cpu_tries_no_way_between_gpus(script, monkeypatch, tmp_path):
+    equal, lines = script("equal"), []
+
+    def run(line, **_):
+        lines.append(line)
+        return SimpleNamespace(returncode=1, stderr="Error")
+
+    monkeypatch.setattr(equal, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(gpus.nvidia, "driver", lambda: "580.1")
+    monkeypatch.setattr(gpus, "find_spec", lambda name: name)
+    for device in ("cpu", "gpu"):
+        equal.trained(tmp_path / "run", 1, device, ())
+    assert [gpus.wanted(line) for line in lines] == [False, True]
 
 
 def test_plots(script, monkeypatch, tmp_path):
