@@ -23,10 +23,10 @@ from hpctrain.xp import Array, like, namespace, narrow, on_device, to_host, wide
 
 
 class Saved(NamedTuple):
-    """What the way back needs."""
+    """What the way back needs on the host."""
 
-    normal: Array  #: (rows, channels), mean 0 and variance 1 over all ranks
-    scale: Array  #: (channels,), 1 / sqrt(variance + epsilon)
+    normal: np.ndarray  #: (rows, channels), mean 0 and variance 1 over all ranks
+    scale: np.ndarray  #: (channels,), 1 / sqrt(variance + epsilon)
     rows: float  #: of all ranks
     sum_over_ranks: SumOverRanks | None
 
@@ -87,7 +87,10 @@ class BatchNorm:
         y = channels.normalized(normal, p["weight"], p["bias"])
         return y.reshape(x.shape), SavedThere(normal, rows, add)
 
-    def _train(self, p: Mapping[str, Array], x: Array, key: Key) -> tuple[Array, Saved]:
+    def _train(
+        self, p: Mapping[str, np.ndarray], x: np.ndarray, key: Key
+    ) -> tuple[np.ndarray, Saved]:
+        """Normalize `x` of the host, by the statistics of all ranks; take note of them."""
         add = key.sum_over_ranks
         flat = rows_of(wide(x))
         centre = _mean_of(flat)
@@ -97,19 +100,21 @@ class BatchNorm:
         rows, mean, variance = _joined(len(flat), exact, square, add)
         if rows and not key.again:
             self._note(p, rows, mean, variance)
-        scale = like(flat, 1 / np.sqrt(variance + self.epsilon))
-        normal += like(flat, exact - mean)
+        scale = (1 / np.sqrt(variance + self.epsilon)).astype(flat.dtype)
+        normal += (exact - mean).astype(flat.dtype)
         normal *= scale
         y = np.multiply(normal, p["weight"], out=square)
         y += p["bias"]
         return narrow(y, x).reshape(x.shape), Saved(normal, scale, rows, add)
 
-    def _note(self, p: Mapping[str, Array], rows: float, mean: Array, variance: Array) -> None:
+    def _note(
+        self, p: Mapping[str, np.ndarray], rows: float, mean: np.ndarray, variance: np.ndarray
+    ) -> None:
         """Move the running statistics towards those of this batch."""
         unbiased = variance * (rows / max(rows - 1, 1))
         for buffer, new in ((p["mean"], mean), (p["variance"], unbiased)):
             buffer *= 1 - self.momentum
-            buffer += like(buffer, self.momentum * new)
+            buffer += (self.momentum * new).astype(buffer.dtype)
 
     def backward(
         self,
@@ -131,7 +136,7 @@ class BatchNorm:
         total = parts if add is None else add(parts)
         if not want_dx:
             return None
-        total = like(flat, total / max(rows, 1))
+        total = (total / max(rows, 1)).astype(flat.dtype)
         by_mean, by_variance = total[: len(scale)], total[len(scale) :]
         dx = np.multiply(normal, by_variance, out=product)
         np.subtract(flat, dx, out=dx)
@@ -162,8 +167,8 @@ def _mean_of(flat: np.ndarray) -> np.ndarray:
 
 
 def _joined(
-    n: int, centre: Array, square: Array, add: SumOverRanks | None
-) -> tuple[float, Array, Array]:
+    n: int, centre: np.ndarray, square: np.ndarray, add: SumOverRanks | None
+) -> tuple[float, np.ndarray, np.ndarray]:
     """Return rows, mean and variance over all ranks, float64, from this rank's share.
 
     `square` is (x - centre)^2: sums of x^2 itself, made in float32, would cancel to nothing.
