@@ -11,6 +11,8 @@ from hpctrain.errors import UsageError
 
 _TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?)|(?:(\d+)(?::(\d+))?(?::(\d+))?)")
 
+MOST_WARN_S = 65535  #: of sbatch's --signal
+
 
 @dataclass(frozen=True)
 class Job:
@@ -77,14 +79,30 @@ def check(job: Job, site: Site | None = None) -> None:
     """Raise UsageError, which names all that is wrong, for a job that cannot be."""
     wrong = [*_numbers(job), *_places(job, site), *_texts(job)]
     limit_s = seconds(job.time)
+    wrong += _of_a_shell(job) if job.interactive else _stop(job, limit_s)
+    if wrong:
+        raise UsageError("\n".join(wrong))
+    sbatch.check(job.options, site.plugins if site else ())
+
+
+def _of_a_shell(job: Job) -> list[str]:
+    """Return what is asked of salloc that only a script for sbatch could do."""
+    asked = {"--sizes": job.sizes, "--servers": job.servers, "--server-nodes": job.server_nodes}
+    given = [flag for flag, value in asked.items() if value]
+    return [f"--interactive trains nothing: leave out {', '.join(given)}"] if given else []
+
+
+def _stop(job: Job, limit_s: int) -> list[str]:
+    """Return what is wrong about when the job is told to stop."""
+    wrong = []
+    if job.warn_s > MOST_WARN_S:
+        wrong.append(f"--warn-s: expected {MOST_WARN_S} at most, as of sbatch, seen {job.warn_s}")
     if limit_s <= job.warn_s:
         wrong.append(
             f"--time {job.time} is {limit_s} s, and a stop is asked for {job.warn_s} s before its "
             "end: take more time, or a smaller --warn-s (the longest checkpoint, and a minute)"
         )
-    if wrong:
-        raise UsageError("\n".join(wrong))
-    sbatch.check(job.options, site.plugins if site else ())
+    return wrong
 
 
 def _numbers(job: Job) -> list[str]:

@@ -73,6 +73,17 @@ VARIABLES = {
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:;=@%+/~^*!&|()\[\]<>?{}-]*")
 
 
+def named(text: str) -> tuple[str, str]:
+    """Return the name and the value of NAME=VALUE; of a flag, a NAME alone, no value.
+
+    Raises UsageError for a value that is empty: left out, the option would mean something else.
+    """
+    name, sign, value = text.lstrip("-").partition("=")
+    if sign and not value:
+        raise UsageError(f"--option {text}: expected a value behind the =, or a flag without one")
+    return name, value
+
+
 def check(options: Mapping[str, str], plugins: Sequence[str] = ()) -> None:
     """Raise UsageError for an option that sbatch does not know, or that a job has already.
 

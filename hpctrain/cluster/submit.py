@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain import launchers, rundir
+from hpctrain.cluster.reasons import explained
 from hpctrain.errors import HpctrainError, UsageError
 
 if sys.version_info >= (3, 11):
@@ -35,21 +37,6 @@ ENDED = (
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
     "PREEMPTED", "TIMEOUT", "UNKNOWN",
 )  # fmt: skip
-#: Reasons why a job does not start, as Slurm words them, and what they mean.
-REASONS = {
-    "AssocGrpCPUMinutesLimit": "the account has used up its time",
-    "BadConstraints": "no node has what the job asks for",
-    "BeginTime": "it comes back later; after a requeue Slurm lets two minutes pass",
-    "Dependency": "another job has to end first",
-    "DependencyNeverSatisfied": "the job that had to end well did not: scancel this one",
-    "JobHeldAdmin": "held by an administrator",
-    "JobHeldUser": "held: scontrol release it",
-    "PartitionNodeLimit": "the partition has not, or does not give, so many nodes",
-    "PartitionTimeLimit": "the partition does not give so much time",
-    "Priority": "other jobs come first",
-    "ReqNodeNotAvail": "nodes are down, drained or reserved",
-    "Resources": "waits for nodes to become free",
-}
 _ABSENT = (
     "no {command} on this PATH, so no Slurm: call this on a login node of the cluster. Here, "
     "`hpctrain slurm render` prints the script, and `hpctrain launch -n 4 train ...` starts ranks"
@@ -79,15 +66,15 @@ def submit(text: str, folder: Path, options: Sequence[str] = ()) -> int:
     """Give the script `text` to sbatch and return the job's id; keep both in `folder`.
 
     `options` are words for sbatch. The job runs in the current folder, and finds this Python's
-    `hpctrain` first. Raises UsageError in a rank of another job, where there is no Slurm, or with
-    sbatch's own words.
+    `hpctrain` first. Raises UsageError in a rank of another job, where there is no Slurm, where
+    `folder` cannot be made, or with sbatch's own words.
     """
     _must_have("sbatch")
     here = launchers.launched(os.environ)
     if here.size > 1:
         raise UsageError(f"this is rank {here.rank} of {here.size}: each would submit a job")
-    made = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
+    made = _made(folder)
+    known = jobs_of(folder)
     done = _run(["sbatch", "--parsable", *_output(text, folder), *options], text)
     if done.returncode:
         if made:
@@ -95,8 +82,18 @@ def submit(text: str, folder: Path, options: Sequence[str] = ()) -> int:
         raise UsageError(refusal(done.stderr, text))
     job = _id_in(done.stdout)
     (folder / SCRIPT).write_text(text)
-    rundir.write_json(folder / JOBS, {"jobs": [*jobs_of(folder), job]})
+    rundir.write_json(folder / JOBS, {"jobs": [*known, job]})
     return job
+
+
+def _made(folder: Path) -> bool:
+    """Make `folder`; return whether it is new."""
+    try:
+        new = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {folder} cannot be made: {error.strerror}") from None
+    return new
 
 
 def _id_in(said: str) -> int:
@@ -136,7 +133,12 @@ def _is_meant(option: str, value: str, said: str) -> bool:
 def jobs_of(folder: Path) -> list[int]:
     """Return the ids of the jobs of a run, the latest last."""
     path = folder / JOBS
-    return list(json.loads(path.read_text())["jobs"]) if path.exists() else []
+    try:
+        return [int(job) for job in json.loads(path.read_text())["jobs"]] if path.exists() else []
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(
+            f'{path} is damaged: expected {{"jobs": [17, ...]}}; write the ids anew, or remove it'
+        ) from None
 
 
 def ask(job: int) -> list[State]:
@@ -149,8 +151,18 @@ def ask(job: int) -> list[State]:
     if done.returncode == 0:
         return _tasks(done.stdout)
     if "Invalid job id" not in done.stderr:
-        raise HpctrainError(f"scontrol does not tell of job {job}: {done.stderr.strip()}")
+        raise HpctrainError(f"scontrol does not tell of the job: {done.stderr.strip()}")
     return _accounted(job) or [State(str(job), "UNKNOWN", "Slurm has forgotten it")]
+
+
+def heard(job: int) -> list[State]:
+    """Return what `ask` does; a controller that does not answer says nothing new."""
+    try:
+        return ask(job)
+    except UsageError:
+        raise
+    except HpctrainError as error:
+        return [State(str(job), "NO ANSWER", str(error))]
 
 
 def _tasks(told: str) -> list[State]:
@@ -179,9 +191,9 @@ def _accounted(job: int) -> list[State]:
 
 
 def status(folder: Path) -> list[dict[str, Any]]:
-    """Return a row per job, or task of an array, of the latest job of a run.
+    """Return a row for the latest job of a run, and for each before it that has not ended.
 
-    Raises UsageError where no job was submitted from `folder`.
+    Of an array a row per task. Raises UsageError where no job was submitted from `folder`.
     """
     jobs = jobs_of(folder)
     if not jobs:
@@ -189,12 +201,22 @@ def status(folder: Path) -> list[dict[str, Any]]:
             f"{folder} holds no {JOBS}: expected the folder of a run that `hpctrain slurm submit` "
             "made"
         )
-    return [{**vars(state), **told(_run_of(folder, state))} for state in ask(jobs[-1])]
+    states = [
+        state for job in jobs for state in heard(job) if job == jobs[-1] or state.state not in ENDED
+    ]
+    return [{**vars(state), **told(_run_of(folder, state))} for state in states]
 
 
 def _run_of(folder: Path, state: State) -> Path:
-    """Return the folder of the run that a job, or a task of an array, makes."""
+    """Return the folder of the run that a job, or a task of an array, makes.
+
+    It is where the script says, which of a trial of `hpctrain scale` is not `folder`.
+    """
     text = (folder / SCRIPT).read_text()
+    named = re.search(r"^run=(.*)$", text, re.M)
+    run = Path(shlex.split(named[1])[0].removesuffix("/nodes-$nodes")) if named else folder
+    # seen from the folder of submission; not there where it was moved
+    folder = run if run.is_absolute() and run.is_dir() else folder
     sizes = re.search(r"^sizes=\(([\d ]+)\)$", text, re.M)
     task = re.fullmatch(r"\d+_(\d+)", state.job)
     if not (sizes and task):
@@ -239,11 +261,9 @@ def wait(folders: Sequence[Path], limit_s: float) -> list[dict[str, Any]]:
 
 def meaning(row: dict[str, Any]) -> str:
     """Return why a job is where it is: the run's own reason, or Slurm's with what it means."""
-    reason = row["reason"]
-    known = REASONS.get(reason.rstrip(",").partition(",")[0])
     if row["state"] in ENDED and row["reason_of_run"]:
         return str(row["reason_of_run"])
-    return f"{reason}: {known}" if known else reason
+    return explained(row["reason"])
 
 
 def _must_have(command: str) -> None:

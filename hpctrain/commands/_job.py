@@ -8,6 +8,7 @@ from typing import Any
 
 from hpctrain import recipe
 from hpctrain.cluster import job as jobs
+from hpctrain.cluster import sbatch
 from hpctrain.cluster import site as sites
 from hpctrain.cluster.job import Job
 from hpctrain.cluster.site import Site
@@ -17,9 +18,10 @@ from hpctrain.errors import UsageError
 
 def asked_for(given: dict[str, Any], interactive: bool = False) -> tuple[Job, Site | None]:
     """Return the job and the site that `given`, the values of a command's options, describe."""
+    _must_say_something(given)
     site = sites.load(given["site"]) if given["site"] else None
     sizes = tuple(_numbers(given["sizes"])) if given["sizes"] else ()
-    nodes = given["nodes"] or max(sizes, default=1)
+    nodes = max(sizes, default=1) if given["nodes"] is None else given["nodes"]
     direct = ("gpus_per_node", "cpus_per_task", "time", "warn_s", "max_restarts", "servers",
               "server_nodes", "out")  # fmt: skip
     engine, overrides = _engine(given)
@@ -30,7 +32,7 @@ def asked_for(given: dict[str, Any], interactive: bool = False) -> tuple[Job, Si
         sizes=sizes,
         arguments=tuple(_arguments(engine, given["sets"])),
         name=given["job_name"],
-        options=dict(_option(text) for text in given["options"]),
+        options=dict(sbatch.named(text) for text in given["options"]),
         interactive=interactive,
         **{key: given[key] for key in direct},
     )
@@ -39,6 +41,13 @@ def asked_for(given: dict[str, Any], interactive: bool = False) -> tuple[Job, Si
     for size in job.sizes or (job.nodes,):
         spec.must_fit(jobs.ranks(replace(job, nodes=size), site))
     return job, site
+
+
+def _must_say_something(given: dict[str, Any]) -> None:
+    """Raise UsageError for an option that is there and empty, as of a variable that is not set."""
+    for name in ("sizes", "site", "job_name", "out"):
+        if given[name] == "":
+            raise UsageError(f"--{name.replace('_', '-')}: expected a value, seen ''")
 
 
 def _engine(given: dict[str, Any]) -> tuple[str | None, list[str]]:
@@ -78,8 +87,3 @@ def _numbers(text: str) -> list[int]:
         return [int(number) for number in text.split(",")]
     except ValueError:
         raise UsageError(f"--sizes {text}: expected numbers of nodes, as in 1,2,4") from None
-
-
-def _option(text: str) -> tuple[str, str]:
-    name, _, value = text.partition("=")
-    return name.lstrip("-"), value

@@ -37,7 +37,7 @@ anything ran. See docs/scaling.md.
 )
 @click.option("--link", metavar="SPEED", help="Of a netlab's links; 1gbit unless given.")
 @click.option("--site", metavar="NAME", help="Of Slurm: as for `hpctrain slurm render`.")
-@click.option("--time", default="0:30:00", show_default=True, metavar="TIME", help="Of each job.")
+@click.option("--time", metavar="TIME", help="Of each job of Slurm; 0:30:00 unless given.")
 @click.option("--gpus-per-node", type=int, metavar="N", help="Of Slurm's nodes; a rank per GPU.")
 @click.option("--cpus-per-task", type=int, metavar="N", help="Of Slurm's: cores of a rank.")
 @click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Of sbatch.")

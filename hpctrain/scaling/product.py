@@ -53,7 +53,8 @@ def study_of(spec: Recipe, words: Words) -> Study:
     """Return the study that `words` ask for; raise UsageError where it cannot be."""
     on, mode = words["on"], words["mode"]
     link = words["link"] or ("1gbit" if on == "netlab" else None)
-    per_node = words["ranks_per_node"] or words["gpus_per_node"]
+    per_node = words["ranks_per_node"]
+    per_node = (words["gpus_per_node"] or None) if per_node is None else per_node
     some = sizes.parse(words["ranks"], words["nodes"], per_node, on)
     _must_be_slurms(words)
     for option in ("repeats", "steps"):
@@ -86,8 +87,8 @@ def study_of(spec: Recipe, words: Words) -> Study:
 
 def _must_be_slurms(words: Words) -> None:
     """Raise UsageError for options of jobs where there are none."""
-    for name in ("site", "gpus_per_node", "cpus_per_task", "options"):
-        if words[name] and words["on"] != "slurm":
+    for name in ("site", "time", "gpus_per_node", "cpus_per_task", "options"):
+        if words[name] not in (None, ()) and words["on"] != "slurm":
             option = "--option" if name == "options" else f"--{name.replace('_', '-')}"
             raise UsageError(f"{option} is about jobs of Slurm; seen --on {words['on']}")
 

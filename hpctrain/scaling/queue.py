@@ -16,14 +16,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hpctrain.cluster import sbatch, submit
 from hpctrain.cluster import site as sites
-from hpctrain.cluster import submit
 from hpctrain.cluster.job import Job
 from hpctrain.cluster.job import check as must_be
+from hpctrain.cluster.reasons import explained
 from hpctrain.cluster.site import Site
 from hpctrain.cluster.slurm import render
 from hpctrain.cluster.submit import ENDED, POLL_S, State
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import HpctrainError
 from hpctrain.recipe import Recipe
 from hpctrain.scaling import changes, collect
 from hpctrain.scaling.collect import Gap, Trial
@@ -31,6 +32,7 @@ from hpctrain.scaling.sizes import Size
 from hpctrain.scaling.study import Folder, Study
 from hpctrain.scaling.teller import Teller
 
+TIME = "0:30:00"  #: of each job, unless one is asked for
 STEPS = 200  #: timed per trial: a pilot would have to queue for itself
 LIMIT_S = 24 * 3600.0  #: who waits longer may call again
 LATE_S = 10.0  #: a shared file system may show the files of a job that has ended so much later
@@ -39,13 +41,12 @@ Key = tuple[int, Size]
 
 def asked(words: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the options of the command line say about jobs."""
-    pairs = (text.lstrip("-").partition("=") for text in words["options"])
     return {
         "site": words["site"],
-        "time": words["time"],
+        "time": TIME if words["time"] is None else words["time"],
         "gpus_per_node": words["gpus_per_node"] or 0,
         "cpus_per_task": words["cpus_per_task"],
-        "options": {name: value for name, _, value in pairs},
+        "options": dict(sbatch.named(text) for text in words["options"]),
     }
 
 
@@ -64,7 +65,7 @@ def trials(
         out = folder.trial(size, repeat)
         try:
             waiting[repeat, size] = _under_way(out) or _submitted(folder, study, spec, size, out)
-        except UsageError as error:  # this size may be too large for the site, and others not
+        except HpctrainError as error:  # of this size alone, it may be; so is an sbatch too slow
             out.parent.mkdir(parents=True, exist_ok=True)
             collect.log_of(out).write_text(f"hpctrain: {' '.join(str(error).split())}\n")
             yield _told(folder, study, (repeat, size), teller)
@@ -82,7 +83,7 @@ def _told(folder: Folder, study: Study, key: Key, teller: Teller) -> Trial | Gap
 def _under_way(out: Path) -> int | None:
     """Return the job that makes the run `out` and has not ended."""
     known = submit.jobs_of(collect.job_of(out))
-    return known[-1] if known and _state(known[-1]).state not in ENDED else None
+    return known[-1] if known and submit.heard(known[-1])[0].state not in ENDED else None
 
 
 def _submitted(folder: Folder, study: Study, spec: Recipe, size: Size, out: Path) -> int:
@@ -108,14 +109,14 @@ def _job(study: Study, size: Size, recipe: str, out: str) -> Job:
 
 def _site(study: Study) -> Site | None:
     name = study.job["site"]
-    return sites.load(name) if name else None
+    return None if name is None else sites.load(name)
 
 
 def _ended(waiting: dict[Key, int], folder: Folder, teller: Teller) -> Iterator[Key]:
     """Yield the trials whose jobs have ended, as they do; after LIMIT_S all that are left."""
     left, deadline, pause = dict(waiting), time.monotonic() + LIMIT_S, 0.5
     while left:
-        states = {key: _state(job) for key, job in left.items()}
+        states = {key: submit.heard(job)[0] for key, job in left.items()}
         over = time.monotonic() > deadline
         for (repeat, size), state in states.items():
             if state.state in ENDED or over:
@@ -123,19 +124,9 @@ def _ended(waiting: dict[Key, int], folder: Folder, teller: Teller) -> Iterator[
                 _note(folder.trial(size, repeat), state)
                 yield repeat, size
         if left:
-            teller.begin(_summary([states[key] for key in left]))
+            teller.news(_summary([states[key] for key in left]))
             time.sleep(pause)
             pause = min(1.3 * pause, POLL_S)
-
-
-def _state(job: int) -> State:
-    """Return what Slurm says of `job`; a controller that does not answer says nothing new."""
-    try:
-        return submit.ask(job)[0]
-    except UsageError:
-        raise
-    except HpctrainError as error:
-        return State(str(job), "NO ANSWER", str(error))
 
 
 def _note(out: Path, state: State) -> None:
@@ -152,5 +143,6 @@ def _summary(states: list[State]) -> str:
     """Return how many jobs are in which state, and why they do not start."""
     names = [one.state for one in states]
     counts = ", ".join(f"{names.count(name)} {name.lower()}" for name in dict.fromkeys(names))
-    whys = dict.fromkeys(one.reason for one in states if one.state == "PENDING" and one.reason)
-    return f"jobs: {counts}" + (f" ({', '.join(whys)})" if whys else "")
+    idle = [one for one in states if one.state in ("PENDING", "NO ANSWER") and one.reason]
+    whys = dict.fromkeys(explained(one.reason) for one in idle)
+    return f"jobs: {counts}" + (f" ({'; '.join(whys)})" if whys else "")

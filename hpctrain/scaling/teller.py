@@ -30,6 +30,7 @@ class Teller:
             disable=not (shown and console.is_terminal),
             auto_refresh=False,  # a thread that draws would take a core from those who compute
         )
+        self._news = ""
         self._task = self._bar.add_task("", total=total, what="")
 
     def __enter__(self) -> Teller:
@@ -53,6 +54,13 @@ class Teller:
     def begin(self, what: str) -> None:
         """Say what runs now."""
         self._bar.update(self._task, what=what, refresh=True)
+
+    def news(self, what: str) -> None:
+        """Say how things stand while nothing ends; in a log once, until that changes."""
+        if self._bar.disable and what != self._news:
+            self.say(logging.INFO, what)
+        self._news = what
+        self.begin(what)
 
     def end(self, what: str, found: Trial | Gap) -> None:
         """Say what became of a trial."""

@@ -13,6 +13,7 @@ from hpctrain import rundir
 from hpctrain.cli import hpctrain
 from hpctrain.cluster import sbatch, submit
 from hpctrain.cluster.job import Job
+from hpctrain.cluster.reasons import explained
 from hpctrain.cluster.slurm import DEFAULTS, render
 from hpctrain.cluster.submit import State
 from hpctrain.errors import HpctrainError, UsageError
@@ -76,8 +77,87 @@ def test_what_the_controller_forgot_is_asked_of_accounting(commands):
 
 def test_a_controller_that_is_away_is_an_error(commands):
     commands("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
-    with pytest.raises(HpctrainError, match="job 17: Unable to contact"):
+    with pytest.raises(HpctrainError, match="tell of the job: Unable to contact"):
         submit.ask(17)
+
+
+def test_status_outlives_a_controller_that_is_away(commands, monkeypatch):
+    commands("sbatch", "echo 17")
+    told("submit", "digits", "--out", "a")
+    away = "[ -e asked ] || { : > asked; echo 'Unable to contact' >&2; exit 1; }"
+    commands("scontrol", f"{away}; echo '{JOB.format(17, 'COMPLETED', 'None')}'")
+    shown = told("status", "a")
+    assert "NO ANSWER" in shown
+    assert "17: scontrol does not tell of the job: Unable to contact" in shown
+    Path("asked").unlink()
+    monkeypatch.setattr(submit.time, "sleep", lambda seconds: None)
+    assert [row["state"] for row in submit.wait([Path("a")], 60)] == ["COMPLETED"]
+
+
+def test_status_shows_all_jobs_that_have_not_ended(commands):
+    commands("sbatch", "echo 17")
+    told("submit", "digits", "--out", "a")
+    commands("sbatch", "echo 18")
+    told("submit", "digits", "--out", "a")
+    show = 'case $4 in 17) echo "{}" ;; 18) echo "{}" ;; esac'
+    later = JOB.format(18, "PENDING", "Priority")
+    for state, seen in (("RUNNING", ["17", "18"]), ("COMPLETED", ["18"])):
+        commands("scontrol", show.format(JOB.format(17, state, "None"), later))
+        assert [row["job"] for row in submit.status(Path("a"))] == seen
+
+
+@pytest.mark.parametrize("line, sizes, run", [
+    ("run='{}/a trial'", "", "a trial"),
+    ("run='{}/a trial'/nodes-$nodes", "sizes=(1 2)", "a trial/nodes-2"),
+])  # fmt: skip
+def test_status_reads_the_run_that_the_script_makes(line, sizes, run, commands, tmp_path):
+    job = "18 ArrayJobId=17 ArrayTaskId=1" if sizes else 17
+    commands("scontrol", f"echo '{JOB.format(job, 'RUNNING', 'None')}'")
+    commands("sbatch", "echo 17")
+    submit.submit(f"#!/bin/sh\n{line.format(tmp_path)}\n{sizes}\n", Path("study", "a.job"))
+    Path(run).mkdir(parents=True)
+    rundir.append_row(Path(run), {"step": 120})
+    (row,) = submit.status(Path("study", "a.job"))
+    assert (row["run"], row["step"]) == (str(tmp_path / run), 120)
+
+
+@pytest.mark.parametrize("out", ["afile", "afile/run"])
+def test_a_folder_that_cannot_be_made(out, commands):
+    Path("afile").touch()
+    commands("sbatch", ": > called; echo 17")
+    with pytest.raises(UsageError, match=f"--out {out} cannot be made: (File exists|Not a dir)"):
+        told("submit", "digits", "--out", out)
+    assert not Path("called").exists()
+
+
+@pytest.mark.parametrize("text", ["", '{"jobs": [17', "[17]", "{}", '{"jobs": [null]}'])
+def test_damaged_ids_are_said_before_anything_is_submitted(text, commands):
+    commands("sbatch", ": > called; echo 18")
+    Path("a").mkdir()
+    Path("a", submit.JOBS).write_text(text)
+    for words in (("status", "a"), ("submit", "digits", "--out", "a")):
+        with pytest.raises(UsageError, match=r"a/jobs\.json is damaged: expected"):
+            told(*words)
+    assert not Path("called").exists()
+
+
+MEANT = {
+    "Resources": "waits for nodes",
+    "ReqNodeNotAvail,_UnavailableNodes:n1": "nodes are down",
+    "QOSMaxNodePerUserLimit": "a limit of the QOS on all jobs together",
+    "QOSMaxNodePerJobLimit": "more than the QOS gives one job",
+    "QOSMinGRES": "less than the QOS takes",
+    "QOSGrpCPURunMinutesLimit": "a limit of the QOS on all",
+    "QOSGrpCPUMinutesLimit": "the QOS has used up",
+    "AssocGrpCPUMinutesLimit": "the account has used up",
+    "AssocMaxJobsLimit": "a limit of the account on all",
+}
+
+
+@pytest.mark.parametrize("reason", MEANT)
+def test_what_reasons_mean(reason):
+    assert explained(reason).startswith(f"{reason}: {MEANT[reason]}")
+    assert explained(f"Un{reason}") == f"Un{reason}"
 
 
 def test_without_slurm_it_is_told_what_to_do(commands):
@@ -140,6 +220,15 @@ REFUSED = {
     "--option constrain=a100": "did you mean 'constraint'",
     "--set run.epoch=1": "did you mean 'epochs'",
     "--site cpus": "did you mean 'cpu'",
+    "--nodes 0": "--nodes: expected 1 or more, seen 0",
+    "--sizes=": "--sizes: expected a value, seen ''",
+    "--site=": "--site: expected a value, seen ''",
+    "--job-name=": "--job-name: expected a value, seen ''",
+    "--out=": "--out: expected a value, seen ''",
+    "--option account=": "--option account=: expected a value behind the =",
+    "--warn-s 70000 --time 2-0": "--warn-s: expected 65535 at most, as of sbatch, seen 70000",
+    "--interactive --sizes 1,2": "--interactive trains nothing: leave out --sizes",
+    "--interactive --nodes 2 --servers 1 --server-nodes 1": "leave out --servers, --server-nodes",
 }
 
 
@@ -159,7 +248,8 @@ def test_render_prints_what_was_asked_for():
         assert line in text.splitlines()
     text = told("render", "digits", "--servers", "1", "--nodes", "2")
     assert "--engine ps-sync --set engine.servers=1 --set engine.placement=dedicated" in text
-    assert told("render", "digits", "--interactive").splitlines()[-1].startswith("exec salloc")
+    text = told("render", "digits", "--interactive", "--time", "1")  # nothing to stop in time
+    assert text.splitlines()[-1].startswith("exec salloc")
 
 
 def test_status_shows_job_and_run(commands):

@@ -165,6 +165,10 @@ WRONG = {
     "--ranks 1,2 --set engine.kind=gossip": "1 rank: engine 'gossip' needs at least 2 workers",
     "--ranks 2 --mode weak --set optimizer.batch=1 --set wire.reduction=ordered": "for 8 blocks",
     "--ranks 1 --set engine.kind=rings": "unknown .*'rings'",
+    "--nodes 1 --on netlab --ranks-per-node 0": "--ranks-per-node: expected 1 or more, seen 0",
+    "--ranks 1 --time 0:05:00": "--time is about jobs of Slurm; seen --on local",
+    "--ranks 1 --gpus-per-node 0": "--gpus-per-node is about jobs of Slurm",
+    "--ranks 1 --site=": "--site is about jobs of Slurm",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 import re
 import shlex
 import subprocess
@@ -28,8 +29,8 @@ JOB = {"site": None, "time": "10", "gpus_per_node": 0, "cpus_per_task": None, "o
 class MadeUp:
     """Stands for cluster/submit.py: jobs end when they are asked for the second time."""
 
-    def __init__(self, monkeypatch, refused=(), lost=()):
-        self.refused, self.lost, self.jobs, self.asked = refused, lost, [], {}
+    def __init__(self, monkeypatch, refused=(), lost=(), silent=()):
+        self.refused, self.lost, self.silent, self.jobs, self.asked = refused, lost, silent, [], {}
         monkeypatch.setattr(queue.submit, "submit", self.submit)
         monkeypatch.setattr(queue.submit, "ask", self.ask)
         monkeypatch.setattr(queue.time, "sleep", lambda seconds: None)
@@ -39,6 +40,8 @@ class MadeUp:
         size = int(re.search(r"^#SBATCH --nodes=(\d+)", text, re.M)[1])
         if size in self.refused:
             raise UsageError("sbatch refuses the job:\nToo many nodes\n  line 3")
+        if size in self.silent:
+            raise HpctrainError("sbatch has not answered within 120 s")
         words = shlex.split(re.search(r"^train=\((.*)\)$", text, re.M)[1])
         run = shlex.split(re.search(r"^run=(.*)$", text, re.M)[1])[0]
         self.jobs.append((size, words[2], submit.Path(run)))
@@ -96,13 +99,41 @@ def test_jobs_under_way_are_found_again(tmp_path, monkeypatch):
 
 
 def test_what_slurm_refuses_or_loses_is_a_gap(tmp_path, monkeypatch):
-    MadeUp(monkeypatch, refused=(4,), lost=(2,))
-    of, folder = of_nodes(1, 2, 4), Folder(tmp_path)
+    MadeUp(monkeypatch, refused=(4,), lost=(2,), silent=(8,))
+    of, folder = of_nodes(1, 2, 4, 8), Folder(tmp_path)
     run(folder, of)
     found = {size.ranks: conduct.trial(folder, of, 0, size) for size in of.sizes}
     assert isinstance(found[1], collect.Trial)
     assert found[2].reason == "Slurm's job 2 is NODE_FAIL"
     assert found[4].reason == "sbatch refuses the job: Too many nodes line 3"
+    assert found[8].reason == "sbatch has not answered within 120 s"
+
+
+def test_who_waits_in_a_log_reads_why_jobs_do_not_start(tmp_path, monkeypatch, caplog):
+    made, of, folder = MadeUp(monkeypatch), of_nodes(1), Folder(tmp_path)
+    polls = {}
+
+    def held(job):
+        polls[job] = polls.get(job, 0) + 1
+        return made.ask(job) if polls[job] > 5 else [State(str(job), "PENDING", "JobHeldUser")]
+
+    monkeypatch.setattr(queue.submit, "ask", held)
+    with caplog.at_level(logging.INFO, "hpctrain"):
+        run(folder, of)
+    assert [one.getMessage() for one in caplog.records if "jobs: " in one.getMessage()] == [
+        "jobs: 2 pending (JobHeldUser: held: scontrol release it)",
+        "jobs: 2 pending (Priority: other jobs come first)",
+        "jobs: 2 no answer (scontrol has not answered within 120 s)",
+    ]
+
+
+@pytest.mark.parametrize("options, time", [((), "0:30:00"), (("account=m1",), "5")])
+def test_what_is_asked_about_jobs(options, time):
+    words = dict.fromkeys(("site", "gpus_per_node", "cpus_per_task")) | {"options": options}
+    asked = queue.asked(words | {"time": None if time == queue.TIME else time})
+    assert (asked["time"], asked["options"]) == (time, {"account": "m1"} if options else {})
+    with pytest.raises(UsageError, match="--option account=: expected a value"):
+        queue.asked(words | {"time": time, "options": ("account=",)})
 
 
 def test_gpus_go_with_ranks():
