@@ -128,6 +128,10 @@ def _places(job: Job, site: Site | None) -> list[str]:
         f"--servers {job.servers} for {workers} workers: more servers than workers serve nobody": (
             job.servers > workers > 0
         ),
+        f"--server-nodes {job.server_nodes}: {_title(site)} has no nodes without GPUs; leave it "
+        "out, and servers run beside the workers": (
+            bool(job.server_nodes and site and not site.cpu)
+        ),
         "--server-nodes without --servers: nothing would run there": (
             job.server_nodes > 0 and not job.servers
         ),

@@ -7,7 +7,7 @@ backslashes bind, `#` ends a line. A value without all of these is read as it st
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hpctrain import config
 from hpctrain.errors import UsageError
@@ -17,13 +17,12 @@ _OPTIONS = """
 account acctg-freq bb bbf batch begin cluster-constraint clusters comment constraint
 consolidate-segments container container-id contiguous core-spec cores-per-socket cpu-freq
 cpus-per-gpu deadline delay-boot dependency distribution error exclude exclusive export export-file
-extra extra-node-info get-user-env gid gpu-freq gres gres-flags hint hold ignore-pbs input
+extra extra-node-info get-user-env gid gpu-bind gpu-freq gres gres-flags hint hold ignore-pbs input
 kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu
 mincpus network nice no-kill nodefile nodelist ntasks-per-core ntasks-per-socket oom-kill-step
 output overcommit oversubscribe partition power prefer priority profile propagate qos reboot
 reservation resv-ports segment sockets-per-node spread-job spread-segments stepmgr switches
-thread-spec threads-per-core time-min tmp tres-bind tres-per-task uid use-min-nodes
-wait-all-nodes wckey
+thread-spec threads-per-core time-min tmp uid use-min-nodes wait-all-nodes wckey
 """
 
 # Options that a script must not have, and why.
@@ -31,8 +30,6 @@ _OURS = {
     "array": "name the sizes: --sizes 1,2,4",
     "chdir": "a job runs in the folder in which it was submitted",
     "cpus-per-task": "use --cpus-per-task",
-    "gpu-bind": "ranks of a node must see each other's GPUs, as they do unless the site binds: "
-    "then its profile says options = { gpu-bind = 'none' }",
     "gpus": "use --gpus-per-node",
     "gpus-per-node": "use --gpus-per-node",
     "gpus-per-socket": "use --gpus-per-node",
@@ -47,6 +44,8 @@ _OURS = {
     "requeue": "use --max-restarts",
     "signal": "use --warn-s",
     "time": "use --time",
+    "tres-bind": "it hides the neighbours' GPUs from a rank; use --gpus-per-node",
+    "tres-per-task": "of GPUs it hides the neighbours'; use --gpus-per-node and --cpus-per-task",
     **dict.fromkeys(
         ("help", "parsable", "quiet", "test-only", "usage", "verbose", "version", "wait", "wrap"),
         "it is no property of a job; call sbatch yourself with what `hpctrain slurm render` prints",
@@ -56,21 +55,29 @@ _OURS = {
 #: All that may be named.
 KNOWN = dict.fromkeys([*_OPTIONS.split(), *_OURS])
 
+
+def _variable(option: str) -> str:
+    return f"SBATCH_{option.upper().replace('-', '_')}"
+
+
 #: Options that sbatch also reads from the environment.
 VARIABLES = {
     **{
-        name: f"SBATCH_{name.upper().replace('-', '_')}"
+        name: _variable(name)
         for name in (
             "account", "clusters", "constraint", "cpus-per-gpu", "exclusive", "gpu-bind",
             "gpus-per-node", "gres", "gres-flags", "hint", "network", "partition", "qos",
             "reservation", "threads-per-core",
         )
     },
+    "array": "SBATCH_ARRAY_INX",
     "mem": "SBATCH_MEM_PER_NODE",
     "time": "SBATCH_TIMELIMIT",
 }  # fmt: skip
 
-_PLAIN = re.compile(r"[A-Za-z0-9_.,:;=@%+/~^*!&|()\[\]<>?{}-]*")
+_MARKS = "_.,:;=@%+/~^*!&|()[]<>?{}-"
+_PLAIN = re.compile(rf"[A-Za-z0-9{re.escape(_MARKS)}]*")
+_GPUS = re.compile(r"(^|,)(gres[:/])?gpu\b")
 
 
 def named(text: str) -> tuple[str, str]:
@@ -91,18 +98,38 @@ def check(options: Mapping[str, str], plugins: Sequence[str] = ()) -> None:
     """
     for name, value in options.items():
         config.pick({**KNOWN, **dict.fromkeys(plugins)}, name, "option of sbatch")
-        if name in _OURS:
-            raise UsageError(f"sbatch's --{name} cannot be set: {_OURS[name]}")
+        must_be_free(f"sbatch's --{name}", name, value)
         must_be_plain(f"--option {name}", value)
+
+
+def must_be_free(what: str, name: str, value: str) -> None:
+    """Raise UsageError for an option that a job has already, or that hides GPUs from its ranks."""
+    if name in _OURS:
+        raise UsageError(f"{what} cannot be set: {_OURS[name]}")
+    if name == "gres" and _GPUS.search(value):
+        raise UsageError(f"{what} cannot ask for GPUs: use --gpus-per-node; seen {value!r}")
+    if name == "gpu-bind" and value != "none":
+        raise UsageError(
+            f"{what}: ranks of a node must see each other's GPUs; where the site binds tasks to "
+            f"GPUs, 'none' undoes that, else leave it out; seen {value!r}"
+        )
 
 
 def must_be_plain(what: str, value: str) -> None:
     """Raise UsageError unless sbatch reads `value` as one word, and a shell would not run it."""
     if not _PLAIN.fullmatch(value):
         raise UsageError(
-            f"{what}: expected letters, digits and _.,:=@%+/-&|()[] alone, since sbatch reads it "
+            f"{what}: expected letters (ASCII), digits and {_MARKS} alone, since sbatch reads it "
             f"from a line of the script; seen {value!r}"
         )
+
+
+def variables(options: Iterable[str]) -> set[str]:
+    """Return the variables from which sbatch would read something else for `options`."""
+    names = set(options)
+    if names & {"requeue", "no-requeue"}:
+        names |= {"requeue", "no-requeue"}
+    return {VARIABLES.get(name, _variable(name)) for name in names}
 
 
 def lines(options: Mapping[str, str]) -> str:

@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from hpctrain import config
-from hpctrain.cluster.sbatch import VARIABLES, must_be_plain
+from hpctrain.cluster.sbatch import VARIABLES, must_be_free, must_be_plain
 from hpctrain.errors import UsageError
 
 if sys.version_info >= (3, 11):
@@ -41,6 +41,11 @@ class Nodes:
     options: dict[str, str] = Field(default_factory=dict)  #: of sbatch
     modules: list[str] = Field(default_factory=list)
     environment: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def cores(self) -> int:
+        """The cores of a node, as far as the profile tells."""
+        return self.cpus_per_task * (self.gpus or self.tasks_per_node)
 
 
 @config.options
@@ -78,24 +83,28 @@ class Site:
         """Return the options of sbatch for `nodes`."""
         return {**self.options, **nodes.options}
 
-    def setup(self, nodes: Nodes) -> str:
-        """Return shell text that makes a shell ready to start ranks on `nodes`."""
+    def setup(self, nodes: Nodes, leave: str = "exit 1") -> str:
+        """Return shell text that makes a shell ready to start ranks on `nodes`.
+
+        Where modules or the environment are missing it says `leave`: another MPI would be taken.
+        """
         exports = {"HPCTRAIN_LAUNCHER": self.launcher, **self.environment, **nodes.environment}
         modules = [*self.modules, *nodes.modules]
-        lines = [f"module load {shlex.join(modules)}"] if modules else []
-        lines += [f". {shlex.quote(self.venv)}/bin/activate"] if self.venv else []
+        lines = [f"module load {shlex.join(modules)} || {leave}"] if modules else []
+        lines += [f". {shlex.quote(self.venv)}/bin/activate || {leave}"] if self.venv else []
         lines += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
         return "\n".join([*self._comments(), *lines])
 
     def env(self, nodes: Nodes) -> str:
         """Return the text of a file site.env: options of sbatch as variables, then `setup`."""
-        options = {**self.sbatch_options(nodes), **gpu_options(nodes.gpus, nodes)}
+        more = self.sbatch_options(nodes)
+        options = {**more, **with_gpus(gpu_options(nodes.gpus, nodes), more)}
         exports = [f"export {VARIABLES[k]}={shlex.quote(v)}" for k, v in options.items()]
         # Of ranks and their cores sbatch reads no variables.
         ranks = f"--ntasks-per-node={nodes.gpus or nodes.tasks_per_node}"
         hint = f"#   sbatch {ranks} --cpus-per-task={nodes.cpus_per_task} slurm/multi_node.sbatch"
-        return "\n".join([self.setup(nodes), "# Options of sbatch; others go with it:", hint,
-                          *exports, ""])  # fmt: skip
+        setup, told = self.setup(nodes, "return 1"), "# Options of sbatch; others go with it:"
+        return "\n".join([setup, told, hint, *exports, ""])
 
     def _comments(self) -> list[str]:
         seen = "Read from public documentation, not run there:" if self.read else ""
@@ -115,6 +124,12 @@ def gpu_options(gpus: int, nodes: Nodes) -> dict[str, str]:
     if not gpus:
         return {}
     return {"gres": f"gpu:{gpus}"} if nodes.gpus_as == "gres" else {"gpus-per-node": str(gpus)}
+
+
+def with_gpus(gpus: dict[str, str], more: dict[str, str]) -> dict[str, str]:
+    """Return the options that ask for GPUs and `more`; what both list behind --gres is joined."""
+    both = [part["gres"] for part in (gpus, more) if "gres" in part]
+    return {**gpus, **more, **({"gres": ",".join(both)} if both else {})}
 
 
 def names() -> list[str]:
@@ -160,6 +175,7 @@ def _check(site: Site, where: str) -> None:
     for part in parts:
         for key, value in part.options.items():
             config.pick(VARIABLES, key, f"option of sbatch in {where}:")
+            must_be_free(f"[{where}] {key}", key, value)
             must_be_plain(f"[{where}] {key}", value)
         for variable in part.environment:
             if not _VARIABLE.fullmatch(variable):

@@ -14,7 +14,7 @@ from importlib import resources
 
 from hpctrain.cluster import sbatch
 from hpctrain.cluster.job import Job, check, job_name, nodes_of, tasks_per_node
-from hpctrain.cluster.site import ANY, Nodes, Site, gpu_options
+from hpctrain.cluster.site import ANY, Nodes, Site, gpu_options, with_gpus
 
 _MARK = re.compile(r"\{\{ (\w+) \}\}")
 #: What slurm/ holds: a job of the built-in recipe for each template.
@@ -57,30 +57,48 @@ def _batch(job: Job, site: Site | None) -> dict[str, str]:
 
 def _options(job: Job, site: Site | None) -> str:
     """Return the #SBATCH lines; of a heterogeneous job, those of both its parts."""
-    nodes = nodes_of(job, site)
-    beside = -(-job.servers // job.nodes) if not job.server_nodes else 0
+    nodes, cores = nodes_of(job, site), _cores(job, site)
+    tasks, each = _tasks(job, site)
+    gpus = gpu_options(job.gpus_per_node, nodes)
     first = {
         "job-name": job_name(job),
-        **_size(job.nodes, tasks_per_node(job, site) + beside, job, nodes),
-        **gpu_options(job.gpus_per_node, nodes),
+        **_size(job.nodes, tasks, cores),
+        **gpus,
         "time": job.time,
         **({"array": f"0-{len(job.sizes) - 1}%1"} if job.sizes else {}),
         "signal": f"B:USR1@{job.warn_s}",
-        "requeue": "",
+        ("requeue" if job.max_restarts else "no-requeue"): "",
         "open-mode": "append",
-        **_more(job, site, nodes),
+        **with_gpus(gpus, _more(job, site, nodes)),
     }
     if not job.server_nodes:
         return sbatch.lines(first)
-    each = job.servers // job.server_nodes
     of_servers = _more(job, site, site.nodes(0) if site else ANY)
-    second = {**_size(job.server_nodes, each, job, nodes), **of_servers}
+    second = {**_size(job.server_nodes, each, cores), **of_servers}
     return f"{sbatch.lines(first)}\n#SBATCH hetjob\n{sbatch.lines(second)}"
 
 
-def _size(nodes: int, tasks: int, job: Job, kind: Nodes) -> dict[str, str]:
-    cores = job.cpus_per_task or kind.cpus_per_task
+def _size(nodes: int, tasks: int, cores: int) -> dict[str, str]:
     return {"nodes": str(nodes), "ntasks-per-node": str(tasks), "cpus-per-task": str(cores)}
+
+
+def _tasks(job: Job, site: Site | None) -> tuple[int, int]:
+    """Return the ranks on a node, servers beside workers among them, and on one for servers."""
+    workers = tasks_per_node(job, site)
+    if job.server_nodes:
+        return workers, job.servers // job.server_nodes
+    return workers + -(-job.servers // job.nodes), 0
+
+
+def _cores(job: Job, site: Site | None) -> int:
+    """Return a rank's cores: the profile's, fewer where a node has not so many for all of them."""
+    if job.cpus_per_task or site is None:
+        return job.cpus_per_task or ANY.cpus_per_task
+    (tasks, each), nodes = _tasks(job, site), nodes_of(job, site)
+    room = [nodes.cpus_per_task, nodes.cores // tasks]
+    if each:  # srun takes one number for both parts
+        room.append(site.nodes(0).cores // each)
+    return max(1, min(room))
 
 
 def _more(job: Job, site: Site | None, nodes: Nodes) -> dict[str, str]:
@@ -125,9 +143,10 @@ train=(bash -c "$hide" "$workers" "${train[@]}")"""
 
 def _interactive(job: Job, site: Site | None) -> dict[str, str]:
     nodes = nodes_of(job, site)
-    size = _size(job.nodes, tasks_per_node(job, site), job, nodes)
+    size = _size(job.nodes, tasks_per_node(job, site), _cores(job, site))
     gpus = gpu_options(job.gpus_per_node, nodes)
-    options = {**size, **gpus, "time": job.time, **_more(job, site, nodes)}
+    more = with_gpus(gpus, _more(job, site, nodes))
+    options = {**size, **gpus, "time": job.time, **more}
     return {
         "site": site.setup(nodes) if site else "",
         "options": "\n".join(f"    {shlex.quote(word)}" for word in sbatch.words(options)),

@@ -16,12 +16,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpctrain import launchers, rundir
+from hpctrain.cluster import sbatch
 from hpctrain.cluster.reasons import explained
 from hpctrain.errors import HpctrainError, UsageError
 
@@ -75,7 +76,9 @@ def submit(text: str, folder: Path, options: Sequence[str] = ()) -> int:
         raise UsageError(f"this is rank {here.rank} of {here.size}: each would submit a job")
     made = _made(folder)
     known = jobs_of(folder)
-    done = _run(["sbatch", "--parsable", *_output(text, folder), *options], text)
+    line = ["sbatch", "--parsable", *_output(text, folder), *options]
+    # For sbatch a variable goes before a line of the script, which was asked for and checked.
+    done = _run(line, text, without=sbatch.variables(_options(text)))
     if done.returncode:
         if made:
             folder.rmdir()
@@ -106,11 +109,15 @@ def _id_in(said: str) -> int:
 
 def _output(text: str, folder: Path) -> list[str]:
     """Return the option that sends what a job says into `folder`, unless the script has one."""
-    given = {found[1] for found in re.finditer(r"^#SBATCH --([a-z-]+)", text, re.M)}
+    given = _options(text)
     if "output" in given:
         return []
     out = str(folder.absolute() / "slurm-").replace("%", "%%")
     return [f"--output={out}{'%A_%a' if 'array' in given else '%j'}.out"]
+
+
+def _options(text: str) -> set[str]:
+    return {found[1] for found in re.finditer(r"^#SBATCH --([a-z-]+)", text, re.M)}
 
 
 def refusal(said: str, text: str) -> str:
@@ -271,9 +278,12 @@ def _must_have(command: str) -> None:
         raise UsageError(_ABSENT.format(command=command))
 
 
-def _run(line: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
+def _run(
+    line: Sequence[str], text: str = "", without: Collection[str] = ()
+) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    environ = {**os.environ, "PATH": path}
+    kept = {name: value for name, value in os.environ.items() if name not in without}
+    environ = {**kept, "PATH": path}
     try:
         return subprocess.run(
             line, input=text, env=environ, capture_output=True, text=True, timeout=LIMIT_S

@@ -12,8 +12,8 @@ from hpctrain.transport.gpus import VISIBLE, listed
 from hpctrain.transport.verdicts import Told
 
 ALL_IN_SIGHT = (
-    "srun --gpus-per-node=N --ntasks-per-node=N --gpu-bind=none: every rank sees all GPUs, and "
-    "hpctrain takes one by the local rank"
+    "srun --gpus-per-node=N --ntasks-per-node=N, where the site binds tasks to GPUs also "
+    "--gpu-bind=none: every rank sees all GPUs, and hpctrain takes one by the local rank"
 )
 
 

@@ -27,8 +27,8 @@ FEWER = (
     "a rank"
 )
 OWN_GPU = (
-    "srun --gpus-per-node=N --ntasks-per-node=N --gpu-bind=none: every rank sees all GPUs and "
-    "takes one by its local rank"
+    "srun --gpus-per-node=N --ntasks-per-node=N, where the site binds tasks to GPUs also "
+    "--gpu-bind=none: every rank sees all GPUs and takes one by its local rank"
 )
 TELL = (
     "start ranks with `srun --mpi=pmix` (MPICH: pmi2), the MPI's own mpiexec or `hpctrain launch`"

@@ -56,6 +56,7 @@ TABLE = {
     "stopped, whatever the launcher says": Part("stopped 75", code=0, again=True),
     "stopped at the cap": Part("stopped 75", ends=75, restarts=20),
     "stopped below the cap": Part("stopped 75", again=True, restarts=19),
+    "requeued by Slurm beyond the cap": Part("done 0", ends=75, restarts=21),
     "cancelled": Part("stopped 75", ends=75, state="CANCELLED"),
     "requeued by an administrator": Part("stopped 75", ends=75, state="PENDING"),
     "cannot be requeued": Part("stopped 75", ends=75, again=True, refused=1),

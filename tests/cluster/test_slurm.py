@@ -1,6 +1,7 @@
 """slurm render: what is printed, kept as files; bad input as a table; values that stay values.
 
-`python tests/cluster/test_slurm.py` writes the files anew: slurm/ and tests/golden/slurm/.
+`PYTHONPATH=tests python tests/cluster/test_slurm.py` writes the files anew: slurm/ and
+tests/golden/slurm/.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from scripts import directives, fake, run_script
 
-from hpctrain.cluster import site
+from hpctrain.cluster import sbatch, site
 from hpctrain.cluster.job import Job, ranks, seconds
 from hpctrain.cluster.slurm import DEFAULTS, render
 from hpctrain.errors import UsageError
@@ -91,6 +93,11 @@ BAD = [
     (Job(out="runs/\udcff"), "one line without control characters"),
     (Job(options={"constrain": "a100"}), "did you mean 'constraint'"),
     (Job(options={"gpus-per-task": "1"}), "hides the neighbours' GPUs"),
+    (Job(options={"gpu-bind": "single:1"}), "where the site binds tasks to GPUs, 'none' undoes"),
+    (Job(options={"tres-per-task": "gres/gpu:1"}), "hides the neighbours'"),
+    (Job(options={"tres-bind": "gres/gpu:single:1"}), "hides the neighbours' GPUs"),
+    (Job(options={"gres": "nvme:1,gpu:a100:4"}), "cannot ask for GPUs: use --gpus-per-node"),
+    (Job(options={"gres": "gres:gpu"}), "cannot ask for GPUs: use --gpus-per-node"),
     (Job(options={"chdir": "/tmp"}), "runs in the folder in which it was submitted"),
     (Job(options={"qos": "a b"}), "sbatch reads it from a line of the script; seen 'a b'"),
     (Job(options={"comment": "a\n#SBATCH --uid=0"}), "--option comment: expected letters"),
@@ -110,6 +117,8 @@ def test_refused_of_a_site():
         render(Job(gpus_per_node=4), CPU)
     with pytest.raises(UsageError, match="nodes with 4 GPUs, and none without"):
         render(Job(gpus_per_node=8), site.load("alps"))
+    with pytest.raises(UsageError, match=r"--server-nodes 2: Alps .* has no nodes without GPUs"):
+        render(Job(nodes=2, gpus_per_node=4, servers=2, server_nodes=2), site.load("alps"))
     with pytest.raises(UsageError, match="did you mean 'uenv'"):
         render(Job(gpus_per_node=4, options={"uenf": "a"}), site.load("alps"))
     with pytest.raises(UsageError, match="A cluster starts ranks with `mpirun`"):
@@ -117,6 +126,29 @@ def test_refused_of_a_site():
             Job(nodes=2, servers=1),
             site.Site(title="A cluster", cpu=site.Nodes(), launcher="mpirun"),
         )
+
+
+def test_a_refusal_of_a_value_names_all_that_is_allowed():
+    with pytest.raises(UsageError) as error:
+        sbatch.must_be_plain("--option comment", "\n")
+    named = re.search(r"digits and (\S+) alone", str(error.value))[1]
+    for mark in filter(str.isprintable, map(chr, range(256))):
+        if mark in named or (mark.isascii() and mark.isalnum()):
+            sbatch.must_be_plain("", mark)
+        else:
+            with pytest.raises(UsageError):
+                sbatch.must_be_plain("", mark)
+
+
+def test_gpu_bind_none_undoes_a_binding():
+    text = render(Job(gpus_per_node=2, options={"gpu-bind": "none"}))
+    assert "#SBATCH --gpu-bind=none" in directives(text)
+
+
+def test_without_restarts_slurm_makes_none_either():
+    assert "#SBATCH --requeue" in directives(render(Job(max_restarts=1)))
+    lines = directives(render(Job(max_restarts=0)))
+    assert "#SBATCH --no-requeue" in lines and "#SBATCH --requeue" not in lines
 
 
 TIMES = {"90": 5400, "2:30": 150, "2:00:00": 7200, "1-12": 129600, "1-0:30": 88200, "0-0:0:9": 9}
@@ -144,24 +176,6 @@ HOSTILE = [
     "\\",
     "!!",
 ]
-
-
-def fake(folder: Path, name: str, script: str) -> None:
-    """Put a command into `folder`/bin."""
-    path = folder / "bin" / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-
-
-def run_script(folder: Path, text: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run what was rendered, with the commands of `folder`/bin first."""
-    (folder / "job.sh").write_text(text)
-    known = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(folder)}
-    return subprocess.run(
-        ["bash", "job.sh"], cwd=folder, env=known | {"SLURM_JOB_ID": "7"} | environ,
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("text", HOSTILE)
@@ -206,68 +220,6 @@ def test_interactive_asks_salloc_for_what_sbatch_would_be_asked(tmp_path):
         options = "--nodes=2 --ntasks-per-node=1 --cpus-per-task=1 --time=1:00:00 --exclusive"
         told = (tmp_path / "said").read_text()
         assert told == f"{options} {started} hpctrain doctor a b [gold] []\n"
-
-
-def directives(text: str) -> list[str]:
-    """Return the lines that sbatch reads: those before the first command."""
-    lines = text.splitlines()
-    first = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))
-    return [line for line in lines[:first] if line.startswith("#SBATCH")]
-
-
-HEAD = 'title = "x"\n[cpu]\n'
-SITES = {
-    'gpus_pernode = 4\ntitle = "x"': "unknown key in [site s.toml]: 'gpus_pernode'",
-    f"{HEAD}task_per_node = 4": "in [site s.toml.cpu]: 'task_per_node'; did you mean 'tasks_per_n",
-    f'{HEAD}options.partion = "a"': "did you mean 'partition'?",
-    f'{HEAD}options.partition = "a b"': "[site s.toml] partition: expected letters",
-    f'{HEAD}environment."A B" = "1"': "'A B' is no name of a variable",
-    f'{HEAD}environment.A = "1\\n2"': "without control characters",
-    f'{HEAD}modules = ["a\\nb"]': "without control characters",
-    'title = "x"': "expected a table [cpu] or [gpu]",
-    "title = ": "is not TOML",
-    "[cpu]": "title is missing",
-}
-
-
-@pytest.mark.parametrize("text", SITES)
-def test_bad_profiles_of_sites(text, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("s.toml").write_text(text)
-    with pytest.raises(UsageError) as error:
-        site.load("s.toml")
-    assert SITES[text] in str(error.value)
-
-
-@pytest.mark.parametrize("name", site.names())
-def test_each_site_renders(name):
-    found = site.load(name)
-    for nodes in filter(None, (found.gpu, found.cpu)):
-        text = render(Job(nodes=2, gpus_per_node=nodes.gpus), found)
-        assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
-        each = nodes.gpus or nodes.tasks_per_node
-        assert f"#SBATCH --ntasks-per-node={each}" in directives(text)
-        assert f"#SBATCH --cpus-per-task={nodes.cpus_per_task}" in directives(text)
-        assert f"# {found.title}\n" in text
-
-
-def test_unknown_site():
-    with pytest.raises(UsageError, match=r"unknown site 'cpus'; did you mean 'cpu'\?"):
-        site.load("cpus")
-    with pytest.raises(UsageError, match=r"site no/such\.toml: No such file"):
-        site.load("no/such.toml")
-
-
-def test_environment_of_a_site_is_quoted(tmp_path):
-    nodes = site.Nodes(environment={"A": "it's $(touch broken)"}, options={"account": "m1"})
-    activate = tmp_path / "my env" / "bin" / "activate"
-    activate.parent.mkdir(parents=True)
-    activate.write_text("A=before")
-    found = site.Site(title="x", cpu=nodes, venv=str(tmp_path / "my env"))
-    (tmp_path / "site.env").write_text(found.env(nodes))
-    line = '. ./site.env; echo "$A|$SBATCH_ACCOUNT|$HPCTRAIN_LAUNCHER"'
-    done = subprocess.run(["sh", "-c", line], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout == "it's $(touch broken)|m1|srun --kill-on-bad-exit=1\n"
 
 
 if __name__ == "__main__":

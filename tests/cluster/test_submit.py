@@ -279,6 +279,16 @@ def test_what_a_job_says_goes_where_it_was_asked_to(commands):
     assert Path("said").read_text() == "--parsable\n"
 
 
+def test_variables_do_not_undo_what_was_asked_for(commands, monkeypatch):
+    """For sbatch they go before the lines of a script."""
+    mine = ("TIMELIMIT", "GPUS_PER_NODE", "QOS", "NO_REQUEUE", "SIGNAL", "PARTITION")
+    for name in mine:
+        monkeypatch.setenv(f"SBATCH_{name}", "1")
+    commands("sbatch", "".join(f'echo "$SBATCH_{name}" >> said\n' for name in mine) + "echo 17")
+    told("submit", "digits", "--gpus-per-node", "2", "--option", "qos=a", "--out", "a")
+    assert Path("said").read_text() == "\n\n\n\n\n1\n"
+
+
 def test_status_wants_a_run_that_was_submitted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"no run in runs/ was submitted"):

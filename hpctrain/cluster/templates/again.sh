@@ -7,6 +7,10 @@ export SLURM_KILL_BAD_EXIT=1 SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 # The last task of an array has the array's own number: requeued by it, all tasks would run again.
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 job=${job:-$SLURM_JOB_ID}
+if ((${SLURM_RESTART_COUNT:-0} > max_restarts)); then # by Slurm itself, after a preemption, say
+    echo "job $job: restarted $SLURM_RESTART_COUNT times, of $max_restarts: submit again to go on"
+    exit 75
+fi
 mkdir -p "$run" || exit 1
 : >"$run/.began" # what is newer was written by this part of the run
 

@@ -2,4 +2,7 @@
 # the folder in which sbatch was called.
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 1
 # shellcheck source=/dev/null
-if [ -f slurm/site.env ]; then . slurm/site.env; fi
+if [ -f slurm/site.env ] && ! . slurm/site.env; then
+    echo "slurm/site.env: its last command failed; where that is no fault, let it end with 'true'" >&2
+    exit 1
+fi

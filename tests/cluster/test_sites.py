@@ -1,0 +1,132 @@
+"""Profiles of sites: what is refused in one, what becomes of one in a job or site.env."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from scripts import directives, fake, run_script
+
+from hpctrain.cluster import site
+from hpctrain.cluster.job import Job
+from hpctrain.cluster.slurm import render
+from hpctrain.errors import UsageError
+
+HEAD = 'title = "x"\n[cpu]\n'
+SITES = {
+    'gpus_pernode = 4\ntitle = "x"': "unknown key in [site s.toml]: 'gpus_pernode'",
+    f"{HEAD}task_per_node = 4": "in [site s.toml.cpu]: 'task_per_node'; did you mean 'tasks_per_n",
+    f'{HEAD}options.partion = "a"': "did you mean 'partition'?",
+    f'{HEAD}options.partition = "a b"': "[site s.toml] partition: expected letters",
+    f'{HEAD}options.time = "1"': "[site s.toml] time cannot be set: use --time",
+    f'{HEAD}options.gpus-per-node = "2"': "cannot be set: use --gpus-per-node",
+    f'{HEAD}options.gres = "gpu:4"': "cannot ask for GPUs",
+    f'{HEAD}options.gpu-bind = "closest"': "'none' undoes that",
+    f'{HEAD}environment."A B" = "1"': "'A B' is no name of a variable",
+    f'{HEAD}environment.A = "1\\n2"': "without control characters",
+    f'{HEAD}modules = ["a\\nb"]': "without control characters",
+    'title = "x"': "expected a table [cpu] or [gpu]",
+    "title = ": "is not TOML",
+    "[cpu]": "title is missing",
+}
+
+
+@pytest.mark.parametrize("text", SITES)
+def test_bad_profiles_of_sites(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("s.toml").write_text(text)
+    with pytest.raises(UsageError) as error:
+        site.load("s.toml")
+    assert SITES[text] in str(error.value)
+
+
+@pytest.mark.parametrize("name", site.names())
+def test_each_site_renders(name):
+    found = site.load(name)
+    for nodes in filter(None, (found.gpu, found.cpu)):
+        text = render(Job(nodes=2, gpus_per_node=nodes.gpus), found)
+        assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+        each = nodes.gpus or nodes.tasks_per_node
+        assert f"#SBATCH --ntasks-per-node={each}" in directives(text)
+        assert f"#SBATCH --cpus-per-task={nodes.cpus_per_task}" in directives(text)
+        assert f"# {found.title}\n" in text
+
+
+def asked_cores(text: str) -> list[int]:
+    """Return how many cores of a node each part of a job asks for."""
+    tasks, cores = (
+        [int(n) for n in re.findall(f"^#SBATCH --{option}=(\\d+)$", text, re.M)]
+        for option in ("ntasks-per-node", "cpus-per-task")
+    )
+    return [n * each for n, each in zip(tasks, cores, strict=True)]
+
+
+@pytest.mark.parametrize("name", [name for name in site.names() if name != "cpu"])
+@pytest.mark.parametrize("more", [{}, {"servers": 1}, {"servers": 4}, {"tasks_per_node": 20}])
+def test_no_job_asks_a_node_for_more_cores_than_it_has(name, more):
+    found = site.load(name)
+    for nodes in filter(None, (found.gpu, found.cpu)):
+        gpus = 0 if "tasks_per_node" in more else nodes.gpus
+        if gpus or found.cpu:
+            text = render(Job(nodes=2, gpus_per_node=gpus, **more), found)
+            kind = found.nodes(gpus)
+            assert (
+                0 < asked_cores(text)[0] <= kind.cpus_per_task * (kind.gpus or kind.tasks_per_node)
+            )
+
+
+def test_cores_of_servers():
+    perlmutter = site.load("perlmutter")
+    beside = Job(nodes=2, gpus_per_node=4, servers=2)
+    assert asked_cores(render(beside, perlmutter)) == [5 * 25]
+    assert asked_cores(render(replace(beside, cpus_per_task=7), perlmutter)) == [5 * 7]
+    apart = Job(nodes=4, gpus_per_node=4, servers=16, server_nodes=1)
+    assert asked_cores(render(apart, perlmutter)) == [4 * 16, 16 * 16]
+
+
+def test_unknown_site():
+    with pytest.raises(UsageError, match=r"unknown site 'cpus'; did you mean 'cpu'\?"):
+        site.load("cpus")
+    with pytest.raises(UsageError, match=r"site no/such\.toml: No such file"):
+        site.load("no/such.toml")
+
+
+def test_environment_of_a_site_is_quoted(tmp_path):
+    nodes = site.Nodes(environment={"A": "it's $(touch broken)"}, options={"account": "m1"})
+    activate = tmp_path / "my env" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    activate.write_text("A=before")
+    found = site.Site(title="x", cpu=nodes, venv=str(tmp_path / "my env"))
+    (tmp_path / "site.env").write_text(found.env(nodes))
+    line = '. ./site.env; echo "$A|$SBATCH_ACCOUNT|$HPCTRAIN_LAUNCHER"'
+    done = subprocess.run(["sh", "-c", line], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "it's $(touch broken)|m1|srun --kill-on-bad-exit=1\n"
+
+
+def test_gpus_asked_for_by_gres_stay_beside_others():
+    nodes = site.Nodes(gpus=4, gpus_as="gres", options={"gres": "nvme:1"})
+    found = site.Site(title="x", gpu=nodes)
+    assert "export SBATCH_GRES=gpu:4,nvme:1" in found.env(nodes).splitlines()
+    assert "#SBATCH --gres=gpu:2,nvme:1" in directives(render(Job(gpus_per_node=2), found))
+    for interactive in (False, True):
+        job = Job(gpus_per_node=2, options={"gres": "craynetwork:0"}, interactive=interactive)
+        assert "--gres=gpu:2,craynetwork:0\n" in render(job, found)
+
+
+@pytest.mark.parametrize("place", ["site.env", "modules", "venv"])
+def test_where_the_site_is_missing_no_rank_starts(place, tmp_path):
+    """Else ranks would start with whatever MPI there is."""
+    for name, script in (("srun", "touch started"), ("module", "exit 1"), ("scontrol", "")):
+        fake(tmp_path, name, script)
+    missing = {"modules": ["openmpi"]} if place != "venv" else {"venv": str(tmp_path / "no")}
+    found = site.Site(title="x", cpu=site.Nodes(), **missing)
+    text = render(Job(), None if place == "site.env" else found)
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm/site.env").write_text(found.env(found.cpu))
+    done = run_script(tmp_path, text)
+    assert done.returncode == 1
+    assert not (tmp_path / "started").exists()
+    assert ("site.env: its last command failed" in done.stderr) == (place == "site.env")
