@@ -12,9 +12,12 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from hpctrain.xp import Array, namespace, raw_kernel
 
 THREADS, BLOCKS_PER_UNIT = 256, 8
+MOST_BLOCKS, LEAST_THREADS = 4096, 32  #: of a kernel with a block for each row
 PACK_BYTES = 16  #: the longest load there is
 
 _SAME = "__device__ REAL wide(REAL x) { return x; } __device__ REAL narrow(REAL x) { return x; }"
@@ -78,6 +81,18 @@ def launch(
     """
     blocks = min(-(-count // THREADS), _most_blocks(namespace(x), x.data.device_id))
     raw_kernel(x, source, name)((blocks, rows), (THREADS,), args)
+
+
+def launch_rows(x: Array, source: str, name: str, args: tuple[Any, ...]) -> None:
+    """Put kernel `name` into the current stream, a block of threads for each row of `x` (rows, c).
+
+    Where rows are many, blocks must take turns. It gets `args`, then rows (int64) and c (int32).
+    """
+    rows, c = x.shape
+    threads = min(THREADS, max(LEAST_THREADS, 1 << (c - 1).bit_length()))
+    if rows:
+        grid = min(rows, MOST_BLOCKS), 1
+        raw_kernel(x, source, name)(grid, (threads,), (*args, np.int64(rows), np.int32(c)))
 
 
 @cache

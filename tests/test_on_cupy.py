@@ -22,12 +22,12 @@ from hpctrain.nn.dropout import Dropout
 cupy = pytest.importorskip("cupy")
 
 (SGD, ADAMW, LARS, LAMB, NORMS, GELU, PHILOX, BF16, LARGEST, ORTHONORMAL, WINDOWS, CHANNELS,
- VECTORS) = (
+ VECTORS, ENTROPIES) = (
     import_module(f"hpctrain.{name}")
     for name in ("optim.sgd", "optim.adamw", "optim.lars", "optim.lamb", "optim.norms",
                  "nn.activations", "nn.philox", "collectives.bfloat16",
                  "gradients.compress.largest", "gradients.compress.orthonormal", "nn.windows",
-                 "nn.channels", "nn.vectors")
+                 "nn.channels", "nn.vectors", "nn.entropies")
 )  # fmt: skip
 #: function -> arrays and numbers that it takes
 FUSED = {
@@ -143,6 +143,7 @@ def test_kernels_compile(dtype):
     ml_dtypes = pytest.importorskip("ml_dtypes")
     assert compiled(written(PHILOX.SOURCE, dtype))
     assert compiled(VECTORS.source(dtype))
+    assert compiled(ENTROPIES.source(dtype))
     for width in (1, 16 // np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize):
         for far in (False, True):
             assert compiled(WINDOWS.source(dtype, width, far))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from hpctrain.errors import UsageError
+from hpctrain.nn.entropies import entropies
 from hpctrain.xp import Array, fetch, namespace, on_device, to_host
 
 
@@ -66,27 +67,30 @@ def cross_entropy(
             f"cross_entropy: expected logits (n, ..., classes) and labels (n, ...), "
             f"seen {logits.shape} and {labels.shape}"
         )
-    xp, shape = namespace(logits), logits.shape
+    shape = logits.shape
     logits, labels = logits.reshape(labels.size, shape[-1]), labels.reshape(-1)
-    # Numbers from the end would be taken for labels below 0, and train something.
-    wrong = ((labels < 0) | (labels >= shape[-1])).sum()
     refuse = partial(_refuse, labels, shape[-1])
-    if xp is np and wrong:
+    if on_device(logits):
+        numbers, gradient = entropies(logits, labels, scale)
+        sums = Coming(fetch(numbers), len(logits), refuse)
+        return sums, gradient if gradient is None else gradient.reshape(shape)
+    # Numbers from the end would be taken for labels below 0, and train something.
+    if ((labels < 0) | (labels >= shape[-1])).any():
         refuse()
-    rows = xp.arange(len(logits))
+    rows = np.arange(len(logits))
     correct = (logits.argmax(axis=1) == labels).sum()
     # exp of numbers <= 0 cannot overflow, and the shift cancels in the softmax.
     powers = logits - logits.max(axis=1, keepdims=True)
     own = powers[rows, labels]
-    xp.exp(powers, out=powers)
+    np.exp(powers, out=powers)
     totals = powers.sum(axis=1)
-    each = xp.log(totals) - own
-    sums = _told([each.sum(dtype="float64"), correct, wrong], len(logits), refuse)
+    each = np.log(totals) - own
+    loss = Sums(float(each.sum(dtype="float64")), int(correct), len(logits))
     if scale is None:
-        return sums, None
+        return loss, None
     powers *= (scale / totals)[:, None]
     powers[rows, labels] -= scale
-    return sums, powers.reshape(shape)
+    return loss, powers.reshape(shape)
 
 
 def mean_squared_error(
@@ -105,19 +109,21 @@ def mean_squared_error(
         )
     error = outputs - wanted.reshape(outputs.shape)
     total = (error * error).sum(dtype="float64") / features
-    sums = _told([total, 0 * total, 0 * total], outputs.size // features)
+    sums = _told(total, outputs.size // features)
     if scale is None:
         return sums, None
     error *= 2 * scale / features
     return sums, error
 
 
-def _told(numbers: list[Array], count: int, refuse: Callable[[], None] = lambda: None) -> Any:
-    """Return the Sums of loss, right answers and wrong labels, each of shape (), of one library."""
-    if not on_device(numbers[0]):
-        return Sums(float(numbers[0]), int(numbers[1]), count)
-    xp = namespace(numbers[0])
-    return Coming(fetch(xp.stack([x.astype(np.float64) for x in numbers])), count, refuse)
+def _told(loss: Array, count: int) -> Sums | Coming:
+    """Return the Sums of a loss, of shape (), in which no target is right or wrong."""
+    if not on_device(loss):
+        return Sums(float(loss), 0, count)
+    xp = namespace(loss)
+    numbers = xp.zeros(3, np.float64)
+    numbers[0] = loss
+    return Coming(fetch(numbers), count, lambda: None)
 
 
 def _refuse(labels: Array, classes: int) -> None:

@@ -15,11 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpctrain.kernels import ADDED, THREADS, written
+from hpctrain.kernels import ADDED, launch_rows, written
 from hpctrain.nn import channels
-from hpctrain.xp import Array, namespace, raw_kernel
+from hpctrain.xp import Array, namespace
 
-MOST_BLOCKS, LEAST_THREADS = 4096, 32
 SUMS = channels.addition(
     "sums_of_rows",
     "double* part, const T* x, const T* dy, const REAL* mean, const REAL* scale, long long rows,",
@@ -94,14 +93,15 @@ def normalized(x: Array, weight: Array, bias: Array, epsilon: float) -> tuple[Ar
     xp = namespace(x)
     x = xp.ascontiguousarray(x)
     y, mean, scale = xp.empty_like(x), *(xp.empty(len(x), weight.dtype) for _ in range(2))
-    _rows("normalize_rows", x, (y, mean, scale, x, weight, bias, np.float64(epsilon)))
+    args = (y, mean, scale, x, weight, bias, np.float64(epsilon))
+    launch_rows(x, source(x.dtype.name), "normalize_rows", args)
     return y, Normal(x, mean, scale)
 
 
 def back(normal: Normal, dy: Array, weight: Array) -> Array:
     """Return dL/dx of dL/dy (rows, c)."""
     dx = namespace(dy).empty_like(dy)
-    _rows("back_of_rows", dy, (dx, dy, *normal, weight))
+    launch_rows(dy, source(dy.dtype.name), "back_of_rows", (dx, dy, *normal, weight))
     return dx
 
 
@@ -112,12 +112,3 @@ def sums(normal: Normal, dy: Array, bias: Array, weight: Array) -> None:
         args = (normal.x, dy, normal.mean, normal.scale, np.int64(len(dy)))
         channels.add(source(dy.dtype.name), "sums_of_rows", part, args)
     channels.totals_of_gradients(dy, total, part, bias, weight)
-
-
-def _rows(name: str, x: Array, args: tuple) -> None:
-    """Put a kernel into the current stream that takes one row per block at a time."""
-    rows, c = x.shape
-    threads = min(THREADS, max(LEAST_THREADS, 1 << (c - 1).bit_length()))
-    if rows:
-        kernel = raw_kernel(x, source(x.dtype.name), name)
-        kernel((min(rows, MOST_BLOCKS), 1), (threads,), (*args, np.int64(rows), np.int32(c)))

@@ -146,10 +146,11 @@ class RawKernel:
     """cupy.RawKernel: what its source would do is told by tests, in kernels.py."""
 
     def __init__(self, code, name, options=(), backend="nvrtc"):
-        self._run = kernels.KERNELS[name]
+        self._name, self._run = name, kernels.KERNELS[name]
 
     def __call__(self, grid, block, args, *, shared_mem=0, stream=None):
         machine().count("raw kernel")
+        machine().count(self._name)
         write(lambda *hosts: self._run(grid, block, *hosts), *args)
 
 

@@ -194,6 +194,21 @@ def sums_of_rows(grid, block, part, x, dy, mean, scale, rows, c) -> None:
     part[0] = d.sum(axis=0), (d * _rows_of(x, mean, scale)).sum(axis=0)
 
 
+def entropies(grid, block, told, dz, z, labels, scale, wanted, rows, c) -> None:
+    assert z.shape == (rows, c) and labels.shape == (rows,) and labels.dtype == np.int64
+    all_rows, wrong = np.arange(rows), (labels < 0) | (labels >= c)
+    own = np.where(wrong, 0, labels)
+    powers = z - z.max(axis=1, keepdims=True)
+    least = powers[all_rows, own]
+    np.exp(powers, out=powers)
+    totals = powers.sum(axis=1)
+    told[...] = np.log(totals) - least, z.argmax(axis=1) == labels, wrong
+    if wanted:
+        powers *= (float(scale) / totals)[:, None]
+        powers[all_rows, own] -= float(scale)
+        dz[...] = powers
+
+
 def nothing(grid, block, *args) -> None:
     """What only another kernel has use for."""
 
@@ -230,6 +245,7 @@ KERNELS = {
     "normalize_rows": normalize_rows,
     "back_of_rows": back_of_rows,
     "sums_of_rows": sums_of_rows,
+    "entropies": entropies,
     "columns": columns,
     "image": image,
     **COMBINED,
