@@ -211,9 +211,10 @@ def test_an_interrupted_job_loses_nothing(slurm, tmp_path, whole, limited):
     assert slurm.wait(after) == "COMPLETED"
 
 
-def _must_be(training: Training, whole: str, restarts: int) -> None:
+def _must_be(training: Training, whole: str, restarts: int, limit_s: float = 60) -> None:
     """Assert that a job ends with each step done once and the parameters `whole`."""
-    assert training.slurm.finish(training.job) == "COMPLETED", training.slurm.told(training.job)
+    ended = training.slurm.finish(training.job, limit_s)
+    assert ended == "COMPLETED", training.slurm.told(training.job)
     assert training.steps == list(range(1, STEPS + 1))
     told = training.summary
     assert (told["status"], told["params_sha256"]) == ("done", whole)
@@ -234,6 +235,25 @@ def test_usr1_at_any_moment_loses_nothing(slurm, tmp_path, whole, seed):
         assert training.to_do_again == 0
         slurm.hurry(training.job)
     _must_be(training, whole, restarts=int(ended == "PENDING"))
+    assert training.summary["steps_redone"] == 0
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("why", ["time limit", "preempted"])
+def test_a_job_that_slurm_stops_ends_with_the_same_bytes(slurm, tmp_path, whole, why):
+    """However often its time is over: Slurm looks twice a minute."""
+    over = why == "time limit"
+    slow = {"step_ms": 1300, "time": "1", "warn_s": 50} if over else {"step_ms": 150}
+    training = submit(slurm, tmp_path, **slow)
+    training.reach(3)
+    if not over:
+        urgent = ("--partition=urgent", "--nodelist=n3", "--exclusive")
+        slurm.wait(slurm.sbatch("#!/bin/sh\n:", *urgent, cwd=tmp_path))
+    slurm.wait(training.job, "PENDING")
+    assert f"({why})" in training.summary["reason"], slurm.told(training.job)
+    assert training.to_do_again == 0
+    _must_be(training, whole, restarts=1, limit_s=200)
     assert training.summary["steps_redone"] == 0
 
 
