@@ -226,7 +226,7 @@ def _must_be(training: Training, whole: str, restarts: int, limit_s: float = 60)
 @pytest.mark.parametrize("seed", range(20))
 def test_usr1_at_any_moment_loses_nothing(slurm, tmp_path, whole, seed):
     """Also before Python has started, and while a checkpoint is written."""
-    training = submit(slurm, tmp_path)
+    training = submit(slurm, tmp_path, step_ms=200)  # longer than any moment
     slurm.wait(training.job, "RUNNING")
     time.sleep(random.Random(seed).uniform(0, 8))
     usr1(slurm, training.job)
