@@ -78,18 +78,6 @@ class AllReduceOptions(WireOptions):
             "[engine] share_parameters: ranks add what their neighbours have, in the order of "
             "ranks; expected [wire] reduction 'fast', seen 'ordered'",
         )
-        beside = {
-            "shard_optimizer": shard,
-            "share_parameters": share,
-            "compression": self.compression != "none",
-            "reduction 'ordered'": ordered,
-        }
-        for key, seen in beside.items():
-            yield (
-                seen and self.priority,
-                "[wire] priority: expected all parameters on each rank, updated bucket by bucket "
-                f"from plain sums; seen {key}",
-            )
         yield (
             share and self.overlap == "always",
             "[engine] share_parameters: sums are made in the pass of the update, after "
@@ -100,6 +88,22 @@ class AllReduceOptions(WireOptions):
             "[engine] shard_optimizer: ranks exchange ranges along a ring; expected [wire] "
             f"algorithm auto or ring, seen {self.algorithm}",
         )
+        yield from self._beside_priority()
+
+    def _beside_priority(self) -> Iterator[tuple[bool, str]]:
+        """Say what [wire] priority does not go with, and whether it is seen here."""
+        beside = {
+            "shard_optimizer": self.shard_optimizer,
+            "share_parameters": self.share_parameters,
+            "compression": self.compression != "none",
+            "reduction 'ordered'": self.reduction == "ordered",
+        }
+        for key, seen in beside.items():
+            yield (
+                seen and self.priority,
+                "[wire] priority: expected all parameters on each rank, updated bucket by bucket "
+                f"from plain sums; seen {key}",
+            )
 
     def build(self, world: World, replica: Replica, optimizer: Optimizer) -> AllReduce | Single:
         """Return this rank's engine; collective. Alone there is nothing to sum."""
