@@ -73,13 +73,14 @@ class Journal:
             self._stale_before = Staleness.from_json(about["staleness"])
         rows: list[dict[str, Any]] = []
         if self.run is not None and self.world.rank == 0:
-            self.steps_redone = about.get("steps_redone", 0) + rundir.cut_rows(self.run, step)
+            self.steps_redone = rundir.go_back(self.run, step, about.get("steps_redone", 0))
             rows = rundir.rows(self.run)
         rows = json.loads(self.world.gather(json.dumps(rows))[0])
         # A run that was complete makes no row of its own: its summary tells of the last one.
         self._last = rows[-1] if rows else {}
         self._tested = {key: self._last.get(key) for key in self._tested}
-        self._tell("resumed at step %d of %d", step, self.total_steps)
+        if step:
+            self._tell("resumed at step %d of %d", step, self.total_steps)
         return rows
 
     def begin(self, step: int) -> None:

@@ -242,7 +242,8 @@ class Loop:
     def resume(self, run: Path) -> None:
         """Go to the newest good checkpoint, if any was ever written."""
         found = checkpoint.load(run, self.world.link)
-        if found is None:
+        if found is None:  # a part that was lost before its first checkpoint may have left rows
+            self.journal.resume(0, {})
             return
         ratio = self.engine.updates_per_step / found.about.get("updates_per_step", 1.0)
         arrays = _counted(for_any_engine(found.arrays), ratio)

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 SUMMARY, METRICS, RECIPE = "summary.json", "metrics.jsonl", "recipe.toml"
 LOCK = ".lock"
+#: How many steps were done again, by all parts of a run: a part that is lost at once tells nobody.
+REDONE = ".redone"
 #: Where a job script writes, before it sends the signal, why a run is to stop.
 WHY = ".why"
 #: The variable in which `hpctrain launch` names a file; rank 0 writes the run's folder there.
@@ -121,10 +123,25 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 def cut_rows(run: Path, step: int) -> int:
     """Drop the rows after `step`, which will be done again; return how many steps they told of."""
+    if not (run / METRICS).exists():
+        return 0
     old = rows(run)
     kept = [row for row in old if row["step"] <= step]
     _replace(run / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
     return max((row["step"] for row in old), default=step) - step if old else 0
+
+
+def go_back(run: Path, step: int, known: int) -> int:
+    """Drop the rows after `step`; return how many steps all parts of the run have to do again.
+
+    `known`: so many of them a checkpoint tells of.
+    """
+    path = run / REDONE
+    before = int(path.read_text()) if path.exists() else 0
+    redone = max(before, known) + cut_rows(run, step)
+    if redone > before:
+        _replace(path, f"{redone}\n")
+    return redone
 
 
 def write_summary(run: Path, summary: Mapping[str, Any]) -> None:

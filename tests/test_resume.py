@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import threading
 from dataclasses import replace
 
@@ -96,16 +97,18 @@ def test_resumed_runs_end_with_the_same_bytes(tmp_path, stops, monkeypatch, size
     assert rows[-1]["samples"] == whole["samples"] == 1437 * EPOCHS
 
 
-def test_steps_after_the_last_checkpoint_are_done_again_and_counted(tmp_path):
-    """A killed job leaves rows of steps that no checkpoint holds."""
+@pytest.mark.parametrize("kept", [2, 0])
+def test_steps_after_the_last_checkpoint_are_done_again_and_counted(tmp_path, kept):
+    """A killed job leaves rows of steps that no checkpoint holds, also before there is one."""
     out = tmp_path / "run"
     whole = run_on("threads", 1, lambda w: train(w, out))[0]
-    newest = max((out / "checkpoints").iterdir())
-    newest.rename(tmp_path / "lost")  # steps 49 to 72
-    again = run_on("threads", 1, lambda w: train(w, out, True))[0]
-    assert again["params_sha256"] == whole["params_sha256"]
-    assert again["steps_redone"] == 24
-    assert sum(row["steps"] for row in rundir.rows(out)) == STEPS
+    for lost in (1, 2):
+        for checkpoint in sorted((out / "checkpoints").glob("step-*"))[kept:]:
+            shutil.rmtree(checkpoint)
+        again = run_on("threads", 1, lambda w: train(w, out, True))[0]
+        assert again["params_sha256"] == whole["params_sha256"]
+        assert again["steps_redone"] == lost * (STEPS - 24 * kept)
+        assert sum(row["steps"] for row in rundir.rows(out)) == STEPS
 
 
 @pytest.mark.parametrize("sizes", [(1, 3), (3, 2), (2, 1)])
