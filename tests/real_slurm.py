@@ -210,7 +210,7 @@ class Slurm:
         daemons are to be gone, whose sockets have the names of those to come.
         """
         _until(lambda: not self._daemons(job), STOP_S, f"step daemons of job {job} do not end")
-        self.scontrol("update", f"jobid={job}", "StartTime=now+2")
+        self.scontrol("update", f"jobid={job}", "StartTime=now+1")
 
     def nudge(self, job: int | str) -> None:
         """Let a job start soon that put itself back into the queue: MPI does not always start."""
@@ -236,11 +236,15 @@ class Slurm:
 
     def node_lost(self, name: str) -> None:
         """Kill all that runs on a node at once, as where its power fails, and its health check."""
-        tasks = [p for p in self._processes() if _is_on(p, name)]
-        daemons = [p.parent() for p in tasks]
-        for process in [*(p for p in daemons if p and p.name() == "slurmstepd"), *tasks]:
-            _kill(process.pid)
+        _until(lambda: not self._kill_on(name), STOP_S, f"what runs on {name} does not end")
         self.node_down(name)
+
+    def _kill_on(self, node: str) -> bool:
+        """Kill what runs on a node, daemons first; return whether anything did."""
+        found = [p for p in self._processes() if _is_on(p, node)]
+        for process in sorted(found, key=lambda p: not str(_seen(p.name)).startswith("slurm")):
+            _kill(process.pid)
+        return bool(found)
 
     def _daemons(self, job: int) -> list[psutil.Process]:
         """Return the step daemons of a job, which write its name over their command lines."""
@@ -283,8 +287,9 @@ class Slurm:
 
 
 def _is_on(process: psutil.Process, node: str) -> bool:
-    daemon = _seen(process.cmdline)[1:] == ["-D", "-N", node]
-    return daemon or dict(_seen(process.environ)).get("SLURMD_NODENAME") == node
+    if str(_seen(process.name)).startswith("slurm"):  # slurmd, slurmstepd: they share a log
+        return any(file.path.endswith(f"/slurmd-{node}.log") for file in _seen(process.open_files))
+    return dict(_seen(process.environ)).get("SLURMD_NODENAME") == node
 
 
 def _seen(ask: Callable[[], T]) -> T | tuple[()]:

@@ -29,7 +29,8 @@ echo "$@" >>said
 exit $REFUSED
 """
 AGAIN = "requeue 7\n"
-LATER, SOON = "2099-01-01T00:00:00", "2020-01-01T00:00:00"
+LATER = "to go on submit again, with --out runs/digits-7 or that as run= in the script"
+FAR, SOON = "2099-01-01T00:00:00", "2020-01-01T00:00:00"
 
 
 @dataclass(frozen=True)
@@ -47,19 +48,25 @@ class Part:
     restarts: int = 0
     state: str = "RUNNING"  #: of the job, in Slurm's words
     refused: int = 0  #: how scontrol ends
+    told: str = ""  #: what the job says at its end
 
 
 TABLE = {
     "done": Part("done 0"),
     "done, whatever the launcher says": Part("done 0", code=137),
-    "stopped": Part("stopped 75", code=75, again=True),
+    "stopped": Part("stopped 75", code=75, again=True, told="for restart 1 of 20"),
     "stopped, whatever the launcher says": Part("stopped 75", code=0, again=True),
-    "stopped at the cap": Part("stopped 75", ends=75, restarts=20),
+    "stopped at the cap": Part("stopped 75", ends=75, restarts=20, told=f"is enough: {LATER}"),
     "stopped below the cap": Part("stopped 75", again=True, restarts=19),
-    "requeued by Slurm beyond the cap": Part("done 0", ends=75, restarts=21),
-    "cancelled": Part("stopped 75", ends=75, state="CANCELLED"),
+    "requeued by Slurm beyond the cap": Part(
+        "done 0", ends=75, restarts=21, told=f"restarted 21 times, of 20: {LATER}"
+    ),
+    "lost at the cap": Part(code=9, ends=75, restarts=20, told=f"is enough: {LATER}"),
+    "cancelled": Part("stopped 75", ends=75, state="CANCELLED", told="why; Slurm says CANCELLED"),
     "requeued by an administrator": Part("stopped 75", ends=75, state="PENDING"),
-    "cannot be requeued": Part("stopped 75", ends=75, again=True, refused=1),
+    "cannot be requeued": Part(
+        "stopped 75", ends=75, again=True, refused=1, told=f"back into the queue: {LATER}"
+    ),
     "killed before training": Part(ask=True, again=True),
     "not finite": Part("failed 3", code=3, ends=3),
     "not finite, saved": Part("failed 3", code=3, ends=3, saved=True),
@@ -96,7 +103,7 @@ def run(folder, part: Part, **more: str) -> subprocess.CompletedProcess[str]:
         "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7",
         "SLURM_SUBMIT_DIR": str(folder), "SLURM_RESTART_COUNT": str(part.restarts),
         "SAYS": part.says, "CODE": str(part.code), "SAVED": "1" * part.saved,
-        "ASK": "1" * part.ask, "STATE": part.state, "REFUSED": str(part.refused), "END": LATER,
+        "ASK": "1" * part.ask, "STATE": part.state, "REFUSED": str(part.refused), "END": FAR,
     }  # fmt: skip
     return subprocess.run(
         ["bash", "job.sh"], cwd=folder, env=environ | more, capture_output=True, text=True,
@@ -109,6 +116,7 @@ def test_what_comes_of_a_part(case, tmp_path):
     part = TABLE[case]
     done = run(tmp_path, part)
     assert (done.returncode, done.stderr) == (part.ends, "")
+    assert part.told in done.stdout
     said = tmp_path / "said"
     assert (said.read_text() if said.exists() else "") == AGAIN * part.again
 
@@ -120,7 +128,7 @@ def test_a_task_of_an_array_is_put_back_alone(tmp_path):
     assert (tmp_path / "said").read_text() == "requeue 7_2\n"
 
 
-@pytest.mark.parametrize("end, why", [(SOON, "time limit\n"), (LATER, ""), ("Unknown", "")])
+@pytest.mark.parametrize("end, why", [(SOON, "time limit\n"), (FAR, ""), ("Unknown", "")])
 def test_why_a_stop_was_asked_for(end, why, tmp_path):
     run(tmp_path, Part(ask=True), END=end)
     assert (tmp_path / "runs/digits-7/.why").read_text() == why

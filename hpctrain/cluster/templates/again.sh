@@ -7,8 +7,11 @@ export SLURM_KILL_BAD_EXIT=1 SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 # The last task of an array has the array's own number: requeued by it, all tasks would run again.
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 job=${job:-$SLURM_JOB_ID}
+out=$run
+[ -z "$SLURM_ARRAY_JOB_ID" ] || out=${run%/*} # in which each task has its own
+later="to go on submit again, with --out $out or that as run= in the script"
 if ((${SLURM_RESTART_COUNT:-0} > max_restarts)); then # by Slurm itself, after a preemption, say
-    echo "job $job: restarted $SLURM_RESTART_COUNT times, of $max_restarts: submit again to go on"
+    echo "job $job: restarted $SLURM_RESTART_COUNT times, of $max_restarts: $later"
     exit 75
 fi
 mkdir -p "$run" || exit 1
@@ -44,10 +47,12 @@ again() { # put the job back into the queue, unless it was ended from outside: c
     if [ "$state" != RUNNING ]; then
         echo "job $job: $1; Slurm says ${state:-nothing}"
     elif [ "$restarts" -ge "$max_restarts" ]; then
-        echo "job $job: $1; restarted $restarts times, which is enough: submit again to go on"
+        echo "job $job: $1; restarted $restarts times, which is enough: $later"
     elif scontrol requeue "$job"; then
         echo "job $job: $1; back into the queue for restart $((restarts + 1)) of $max_restarts"
         exit 0
+    else
+        echo "job $job: $1; Slurm does not put it back into the queue: $later"
     fi
     exit 75
 }
