@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -23,6 +22,7 @@ from hpctrain.engines import staleness as stale
 from hpctrain.engines.staleness import Staleness
 from hpctrain.gradients.arena import params_sha256
 from hpctrain.machine import blas_threads, versions
+from hpctrain.metrics import idle, means
 from hpctrain.nn import Sums, add
 from hpctrain.optim.optimizer import Schedule, rate_of
 from hpctrain.recipe import Recipe
@@ -72,6 +72,10 @@ class Journal:
         if about.get("staleness"):
             self._stale_before = Staleness.from_json(about["staleness"])
         rows: list[dict[str, Any]] = []
+        open_row = about.get("open_row") or {"since_step": step, "sums": NOTHING}
+        self._row_step = open_row["since_step"]
+        if self.world.rank == 0:  # they are the sums of all ranks
+            self._sums = Sums(*open_row["sums"])
         if self.run is not None and self.world.rank == 0:
             self.steps_redone = rundir.go_back(self.run, step, about.get("steps_redone", 0))
             rows = rundir.rows(self.run)
@@ -85,7 +89,7 @@ class Journal:
 
     def begin(self, step: int) -> None:
         """Start the clocks and the bar."""
-        self._first_step = self._row_step = step
+        self._first_step = step
         if self.run is not None and self.world.rank == 0:
             rundir.begin(self.run)
             if self.recipe is not None:
@@ -117,15 +121,15 @@ class Journal:
             return None
         sums, ranks = self._summed()
         now = float(ranks["wall_s"][self.world.rank])
-        done = self._samples_before(step) - self._samples_before(self._row_step)
-        self._tested = _means("test", tested) if tested else dict.fromkeys(self._tested)
+        done = self._samples(step) - max(self._samples(self._row_step), 0)
+        self._tested = means("test", *tested) if tested else dict.fromkeys(self._tested)
         self._last = {
             "step": step,
             "steps": step - self._row_step,
             "since_step": self._first_step,  # where clocks began: a resumed run has several parts
             "epoch": self._epoch(step),
             "samples": self._samples_before(step),
-            **_means("train", sums),
+            **means("train", *sums),
             **self._tested,
             "rate": None
             if self.rate is None
@@ -135,7 +139,7 @@ class Journal:
             **self._times(),
             "ranks": {name: ranks[name].round(6).tolist() for name in self._times()},
             **stale.metrics(self._staleness),
-            "idle_fraction": _idle(ranks),
+            "idle_fraction": idle(ranks),
         }
         if interrupted:
             self._last["interrupted"] = True
@@ -145,12 +149,13 @@ class Journal:
         return self._last
 
     def about_now(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint made after `step` steps keeps beside the arrays."""
+        """Return what a checkpoint made after `step` steps keeps beside the arrays; collective."""
         epoch, index = self.sampler.place(step)
         return {
             "step": step,
             "epoch": epoch,
             "sample_index": index,
+            "open_row": self._open_row(step),
             "world_size": self.world.size,
             "batch": self.sampler.batch,
             "seed": self.sampler.seed,
@@ -161,6 +166,12 @@ class Journal:
             "recipe": self.name,
             "recipe_sha256": self.recipe and self.recipe.sha256,
         }
+
+    def _open_row(self, step: int) -> dict[str, Any] | None:
+        """Return what is known for a row that is not due yet; collective."""
+        if step == self._row_step:
+            return None
+        return {"since_step": self._row_step, "sums": self._summed()[0]}
 
     def finish(self, status: str, exit_code: int, reason: str | None = None) -> dict[str, Any]:
         """Write the summary, show the closing table and return the summary; collective."""
@@ -221,7 +232,7 @@ class Journal:
             "train_loss": self._last.get("train_loss"),
             **self._tested,
             **stale.metrics(self._staleness),
-            "idle_fraction": _idle(ranks),
+            "idle_fraction": idle(ranks),
             "params_sha256": params_sha256(engine.replica.arena),
             "seed": self.sampler.seed,
             "threads": blas_threads(),
@@ -277,20 +288,9 @@ class Journal:
         return self._samples_before(step) - self._samples_before(self._first_step)
 
 
-def _idle(ranks: Mapping[str, np.ndarray]) -> list[float] | None:
-    """Return the fraction of each rank's time that its main thread waited; None for one alone."""
-    idle = ranks["wait_s"] / np.maximum(ranks["wall_s"], 1e-9)
-    return idle.round(4).tolist() if idle.size > 1 else None
-
-
 def _gpu_paths(world: World) -> dict[str, str] | None:
     """Return which way GPU memory took between ranks, and why; None on CPUs."""
     if not any(place.gpu for place in world.places):
         return None
     arenas = world.memory.gpu
     return paths.table(world.verdict, arenas is not None and arenas.refused)
-
-
-def _means(name: str, sums: Sums) -> dict[str, float]:
-    count = max(sums.count, 1)
-    return {f"{name}_loss": sums.loss / count, f"{name}_accuracy": sums.correct / count}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import isfinite
 from typing import Literal, get_args
+
+import numpy as np
 
 Metric = Literal["test_loss", "test_accuracy", "train_loss", "train_accuracy"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
@@ -19,3 +22,14 @@ def better(metric: Metric, value: float, best: float | None, by: float = 0.0) ->
     if not isfinite(value):
         return False
     return best is None or goodness(metric, value) - goodness(metric, best) > by
+
+
+def means(name: str, loss: float, correct: float, count: float) -> dict[str, float]:
+    """Return loss and accuracy of a set `name` from sums over its targets."""
+    return {f"{name}_loss": loss / max(count, 1), f"{name}_accuracy": correct / max(count, 1)}
+
+
+def idle(ranks: Mapping[str, np.ndarray]) -> list[float] | None:
+    """Return the fraction of each rank's time that its main thread waited; None for one alone."""
+    waited = ranks["wait_s"] / np.maximum(ranks["wall_s"], 1e-9)
+    return waited.round(4).tolist() if waited.size > 1 else None

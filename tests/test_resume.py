@@ -111,6 +111,21 @@ def test_steps_after_the_last_checkpoint_are_done_again_and_counted(tmp_path, ke
         assert sum(row["steps"] for row in rundir.rows(out)) == STEPS
 
 
+def test_a_row_that_was_not_due_at_a_checkpoint_tells_of_all_its_steps(tmp_path):
+    out = tmp_path / "run"
+    often = ["checkpoint.every_epochs=", "checkpoint.every_steps=7", "checkpoint.keep=20"]
+    run_on("threads", 2, lambda w: train(w, out, False, *often))
+    whole = rundir.rows(out)
+    for lost in (out / "checkpoints").glob("step-*"):
+        if int(lost.name.removeprefix("step-")) > 56:
+            shutil.rmtree(lost)
+    assert run_on("threads", 2, lambda w: train(w, out, True, *often))[0]["steps_redone"] == 16
+    again = rundir.rows(out)
+    assert [row["steps"] for row in again] == [12] * EPOCHS
+    losses = [row["train_loss"] for row in whole]
+    assert [row["train_loss"] for row in again] == pytest.approx(losses, rel=1e-12)
+
+
 @pytest.mark.parametrize("sizes", [(1, 3), (3, 2), (2, 1)])
 def test_another_number_of_ranks_sees_the_same_batches(tmp_path, sizes, monkeypatch, stops):
     """In float64, 1e-10 of the way: sums are rounded in another order, and no more."""
