@@ -145,8 +145,9 @@ class Trainer:
                 loop.resume(run)
             if replay is not None:
                 loop.repeat(Path(replay))
-            stack.enter_context(told(journal))
+            # Around the summary: a second signal while that is written must not end the process.
             request = stack.enter_context(StopRequest())
+            stack.enter_context(told(journal))
             with np.errstate(over="ignore", invalid="ignore"):  # the loss is looked at, each step
                 return loop.run(request)
 

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -209,8 +209,15 @@ class Slurm:
         Not now: what its nodes were told of its end holds to the end of the second. And its step
         daemons are to be gone, whose sockets have the names of those to come.
         """
-        _until(lambda: not self._daemons(job), STOP_S, f"step daemons of job {job} do not end")
+        ids = self._parts(job)
+        until(lambda: not self._daemons(ids), STOP_S, f"step daemons of job {job} do not end")
         self.scontrol("update", f"jobid={job}", "StartTime=now+1")
+
+    def _parts(self, job: int) -> list[str]:
+        """Return the ids of the parts of a heterogeneous job, the id of any other alone."""
+        lines = self.scontrol("--oneliner", "show", "job", job).splitlines()
+        parts = [line.split()[0] for line in lines if "HetJobId=" in line]
+        return [part.removeprefix("JobId=") for part in parts] or [str(job)]
 
     def nudge(self, job: int | str) -> None:
         """Let a job start soon that put itself back into the queue: MPI does not always start."""
@@ -236,7 +243,7 @@ class Slurm:
 
     def node_lost(self, name: str) -> None:
         """Kill all that runs on a node at once, as where its power fails, and its health check."""
-        _until(lambda: not self._kill_on(name), STOP_S, f"what runs on {name} does not end")
+        until(lambda: not self._kill_on(name), STOP_S, f"what runs on {name} does not end")
         self.node_down(name)
 
     def _kill_on(self, node: str) -> bool:
@@ -246,9 +253,10 @@ class Slurm:
             _kill(process.pid)
         return bool(found)
 
-    def _daemons(self, job: int) -> list[psutil.Process]:
-        """Return the step daemons of a job, which write its name over their command lines."""
-        return [p for p in self._processes() if f"[{job}." in " ".join(_seen(p.cmdline))]
+    def _daemons(self, jobs: Sequence[str]) -> list[str]:
+        """Return what step daemons of jobs, which write its name over their command lines, say."""
+        lines = [" ".join(_seen(process.cmdline)) for process in self._processes()]
+        return [line for line in lines if any(f"[{job}." in line for job in jobs)]
 
     def _processes(self) -> list[psutil.Process]:
         return psutil.Process(self.keeper.pid).children(recursive=True)
@@ -269,7 +277,7 @@ class Slurm:
             self.run("scancel", "--quiet", job)
         for name in self._broken():
             self.node_up(name)
-        _until(lambda: not (self._left() or self._broken()), STOP_S, "jobs or nodes do not end")
+        until(lambda: not (self._left() or self._broken()), STOP_S, "jobs or nodes do not end")
 
     def _left(self) -> bool:
         jobs = ",".join(map(str, self.jobs))
@@ -354,11 +362,11 @@ def _start(folder: Path, mpi: str) -> dict[str, subprocess.Popen]:
     munge += [f"--key-file={folder}/munge.key", f"--pid-file={folder}/munged.pid"]
     munge += [f"--seed-file={folder}/munged.seed"]
     _daemon(folder, "munged", munge)
-    _until((folder / "munge.socket").exists, START_S, "munged does not start")
+    until((folder / "munge.socket").exists, START_S, "munged does not start")
     _daemon(folder, "slurmctld.out", ["slurmctld", "-D"])
     nodes = {name: _node(folder, name) for name in NODES}
     slurm = Slurm(folder, os.environ)
-    _until(lambda: _answers(slurm) and slurm.idle(), START_S, "the nodes do not come up")
+    until(lambda: _answers(slurm) and slurm.idle(), START_S, "the nodes do not come up")
     return nodes
 
 
@@ -443,7 +451,7 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _until(condition, limit_s: float, otherwise: str) -> None:
+def until(condition, limit_s: float, otherwise: str) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > deadline:

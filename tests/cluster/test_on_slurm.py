@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -85,8 +85,11 @@ class Training:
     step_s: float
 
     def live(self, share: float) -> None:
-        """Wait until `share` of the life of the job is over; a third of it is its start."""
-        self.slurm.wait(self.job, "RUNNING")
+        """Wait until `share` of the life of the job is over; a third of it is its start.
+
+        That begins with the script: before its first line, bash does not know what USR1 means.
+        """
+        real_slurm.until((self.run / ".began").exists, 60, "the script does not begin")
         step = STEPS * (1.5 * share - 0.5)
         if step < 0:
             time.sleep(START_S * 3 * share)
@@ -120,8 +123,15 @@ class Training:
         return rundir.read_summary(self.run) or {}
 
 
-def submit(slurm, folder: Path, *options: object, step_ms: int = 40, **job: object) -> Training:
-    sets = [*TINY, f"faults.step_ms={step_ms}"]
+def submit(
+    slurm,
+    folder: Path,
+    *options: object,
+    step_ms: int = 40,
+    more: Sequence[str] = (),
+    **job: object,
+) -> Training:
+    sets = [*TINY, *more, f"faults.step_ms={step_ms}"]
     arguments = tuple(word for one in sets for word in ("--set", one))
     text = render(Job(**{"nodes": 4, "arguments": arguments, "out": "run", **job}))
     folder.mkdir(exist_ok=True)
@@ -216,19 +226,29 @@ EVENTS = {
 
 
 def test_an_interrupted_job_loses_nothing(slurm, tmp_path, limited):
-    training = submit(slurm, tmp_path, "--nodelist=n3,n4", nodes=2)
-    after = slurm.sbatch(
-        "#!/bin/sh\n:", f"--dependency=afterok:{training.job}", "--nodes=1", cwd=tmp_path
-    )
+    """Nor one that was restarted often enough, and is submitted again."""
+    training, after = _with_one_after(slurm, tmp_path)
     for step, (happen, redone, _) in zip((7, 16, 24), EVENTS.values(), strict=True):
         training.reach(step)
         happen(slurm, training.job, "n4")
         slurm.wait(training.job, "PENDING")
         assert training.to_do_again <= redone, slurm.told(training.job)
         slurm.hurry(training.job)
-    assert slurm.state(after) == "PENDING"
-    _must_be(training, whole(2), restarts=3)
+    training.reach(28)
+    usr1(slurm, training.job, "n4")
+    assert slurm.wait(training.job) == "FAILED"
+    assert "restarted 3 times, which is enough: to go on submit" in slurm.told(training.job)
+    assert slurm.job(after)["JobState"] == "PENDING"
+    training, after = _with_one_after(slurm, tmp_path)
+    _must_be(training, whole(2), restarts=0)
     assert slurm.wait(after) == "COMPLETED"
+
+
+def _with_one_after(slurm, folder: Path) -> tuple[Training, int]:
+    """Submit a job of two nodes and three restarts, and one that is to run if it is done."""
+    training = submit(slurm, folder, "--nodelist=n3,n4", nodes=2, max_restarts=3)
+    condition = f"--dependency=afterok:{training.job}"
+    return training, slurm.sbatch("#!/bin/sh\n:", condition, "--nodes=1", cwd=folder)
 
 
 def _must_be(training: Training, whole: str, restarts: int, limit_s: float = 60) -> None:
@@ -240,6 +260,25 @@ def _must_be(training: Training, whole: str, restarts: int, limit_s: float = 60)
     assert (told["status"], told["params_sha256"]) == ("done", whole)
     assert told["restarts"] >= restarts
     assert told["steps_redone"] <= INTERVAL
+
+
+SERVER = ["engine.kind=ps-sync", "engine.servers=1", "engine.placement=dedicated"]
+
+
+@pytest.mark.full
+def test_a_server_on_a_node_of_its_own_comes_back_with_its_workers(slurm, tmp_path):
+    """A heterogeneous job has a job for each part; one is requeued with the other."""
+    training = submit(slurm, tmp_path, nodes=2, servers=1, server_nodes=1, more=SERVER[:1])
+    for step, event in ((7, "USR1"), (16, "an administrator requeues it"), (24, "a node is lost")):
+        happen, most, _ = EVENTS[event]
+        training.reach(step)
+        node = slurm.job(f"{training.job}+1")["NodeList"]
+        happen(slurm, training.job, node)
+        slurm.wait(training.job, "PENDING")
+        assert training.to_do_again <= most, slurm.told(training.job)
+        slurm.hurry(training.job)
+    _must_be(training, whole(3, *SERVER), restarts=3)
+    assert training.summary["hosts"] == ["n1", "n2", "n3"]
 
 
 @pytest.mark.full
@@ -301,5 +340,7 @@ def test_at_any_moment_nothing_is_lost(slurm, tmp_path, event, seed):
     if ended == "PENDING":
         assert redone <= most, slurm.told(training.job)
         slurm.hurry(training.job)
+    else:
+        assert share > 0.8, "it was not stopped"  # later it may have been done before
     _must_be(training, whole(4), restarts=int(ended == "PENDING"))
     assert training.summary["steps_redone"] == redone

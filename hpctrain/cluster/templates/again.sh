@@ -33,7 +33,14 @@ why() { # why USR1 has come
 stop() {
     asked=1
     why >"$run/.why" # for the reason in summary.json
-    [ -z "$pid" ] || kill -USR1 "$pid"
+    [ -z "$pid" ] || remind
+}
+
+remind() { # ask until the ranks have ended: what comes before they have begun, srun throws away
+    [ -z "$reminder" ] || return
+    while kill -USR1 "$pid"; do sleep 3; done >/dev/null 2>&1 &
+    reminder=$!
+    disown "$reminder" # or the shell tells of its end
 }
 
 told() { # what summary.json says of $1, if it is of this part
@@ -57,13 +64,14 @@ again() { # put the job back into the queue, unless it was ended from outside: c
     exit 75
 }
 
-pid=
+pid='' reminder=''
 trap stop USR1
 trap : TERM # Slurm ends the job, and lets the ranks save (KillWait): do not leave before them
 "${launch[@]}" "${train[@]}" --out "$run" --resume &
 pid=$!
-[ -z "$asked" ] || kill -USR1 "$pid"
+[ -z "$asked" ] || remind
 while wait "$pid"; code=$?; kill -0 "$pid" 2>/dev/null; do :; done # a signal ends wait early
+[ -z "$reminder" ] || kill "$reminder" 2>/dev/null
 
 case "$(told status)" in
 done) exit 0 ;;
