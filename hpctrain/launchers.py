@@ -38,7 +38,8 @@ TITLES = {
     "none": "no launcher",
 }
 
-# name: variables of rank, size, local rank (all three must be there) and local size
+# name: variables of rank, size, local rank (all three must be there) and local size; one that
+# has another name in some versions, with both
 _VARIABLES = {
     "openmpi": (
         "OMPI_COMM_WORLD_RANK",
@@ -53,7 +54,7 @@ _VARIABLES = {
         "MV2_COMM_WORLD_LOCAL_SIZE",
     ),
     "hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE"),
+    "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE PALS_LOCAL_SIZE"),
     "flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
     "jsm": (
         "JSM_NAMESPACE_RANK",
@@ -67,17 +68,23 @@ _VARIABLES = {
 # they carry the variables of a rank and are none.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
+_OF_SRUN = {"Open MPI": "pmix", "Cray MPICH": "cray_shasta"}  # else pmi2
 _OF_MPICH = ("MPICH", "MVAPICH", "MVAPICH2", "Intel MPI")
-_OF_A_RANK = ("PMI", "OMPI_", "PRTE", "HYDI", "MPI_LOCAL", "MV2_COMM_WORLD_")
+_OF_A_RANK = (
+    "PMI", "OMPI_", "PRTE", "HYDI", "MPI_LOCAL", "MV2_COMM_WORLD_",
+    "PALS_AP", "PALS_FD", "PALS_LOCAL_", "PALS_NODEID", "PALS_RANKID", "PALS_SPOOL_DIR",
+)  # fmt: skip
 _OF_THE_USER = ("OMPI_ALLOW_", "OMPI_MCA_", "PMIX_MCA_", "PRTE_ALLOW_", "PRTE_MCA_")
 
 
 def launched(environ: Mapping[str, str]) -> Launched:
     """Return what the launcher's variables in `environ` say."""
     for name, variables in _VARIABLES.items():
-        rank, size, local_rank, local_size = (_integer(environ, v) for v in variables)
+        rank, size, local_rank, local_size = (_integer(environ, *v.split()) for v in variables)
         if rank is not None and size is not None and local_rank is not None:
-            return Launched(name, rank, size, local_rank, local_size)
+            # Slurm's plugin for Cray sets what PALS does.
+            by_srun = _srun(environ) if name == "pals" else None
+            return by_srun or Launched(name, rank, size, local_rank, local_size)
     return _srun(environ) or _pmi(environ) or ALONE
 
 
@@ -137,7 +144,7 @@ def mismatch(job: Launched, mpi_size: int, mpi_vendor: str, libmpi_path: str) ->
 def _remedy(job: Launched, mpi_vendor: str, libmpi_path: str) -> str:
     command = f"hpctrain launch -n {job.size} ..."
     if job.name == "srun":
-        kind = "pmix" if mpi_vendor == "Open MPI" else "pmi2"
+        kind = _OF_SRUN.get(mpi_vendor, "pmi2")
         command = f"srun --mpi={kind} -n {job.size} hpctrain ..."
     return (
         f"Start them with `{command}`, or with the mpiexec that was installed beside {libmpi_path}."

@@ -32,6 +32,9 @@ SRUN = {
     "SLURM_NODEID": "1",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
 }
+# What Slurm's plugin mpi/cray_shasta sets, at first and later.
+CRAY = {"PALS_APID": "u", "PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PALS_NODEID": "1"}
+CRAY_PMI = {"PMI_RANK": "3", "PMI_SIZE": "5", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
 DAEMON = SRUN | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
 BATCH = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}
 
@@ -54,6 +57,10 @@ TABLE = {
         {"PALS_RANKID": "1", "PMI_RANK": "1", "PMI_SIZE": "8", "PALS_LOCAL_RANKID": "1"},
         Launched("pals", 1, 8, 1, None),
     ),
+    "pals, later": (
+        {"PALS_RANKID": "5", "PMI_SIZE": "8", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "4"},
+        Launched("pals", 5, 8, 1, 4),
+    ),
     "flux": (
         {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "1", "PMI_RANK": "1"},
         Launched("flux", 1, 2, 1, None),
@@ -70,6 +77,9 @@ TABLE = {
     "srun": (SRUN, Launched("srun", 3, 5, 1, 2)),
     "srun pmi2": (SRUN | {"PMI_RANK": "3", "PMI_SIZE": "5"}, Launched("srun", 3, 5, 1, 2)),
     "srun pmix": (SRUN | {"PMIX_RANK": "3"}, Launched("srun", 3, 5, 1, 2)),
+    "srun cray_shasta": (SRUN | CRAY, Launched("srun", 3, 5, 1, 2)),
+    "srun cray_shasta, later": (SRUN | CRAY | CRAY_PMI, Launched("srun", 3, 5, 1, 2)),
+    "pals in slurm": (DAEMON | CRAY | CRAY_PMI, Launched("pals", 3, 5, 1, 2)),
     "srun, last node": (
         SRUN | {"SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"},
         Launched("srun", 4, 5, 0, 1),
@@ -130,8 +140,15 @@ def test_scrubbed_environment_is_no_rank_and_keeps_settings():
         "PRTE_MCA_plm": "ssh",
         "MPICH_GPU_SUPPORT_ENABLED": "1",
         "HYDRA_IFACE": "ib0",
+        "PALS_CPU_BIND": "core",
     }
-    rank = OPENMPI | HYDRA | {"PMI_FD": "9", "PRTE_LAUNCHED": "1", "HYDI_CONTROL_FD": "7"}
+    rank = (
+        OPENMPI
+        | HYDRA
+        | CRAY
+        | CRAY_PMI
+        | {"PMI_FD": "9", "PRTE_LAUNCHED": "1", "HYDI_CONTROL_FD": "7"}
+    )
     assert scrubbed(settings | rank) == settings
 
 
@@ -142,6 +159,7 @@ def test_scrubbed_environment_is_no_rank_and_keeps_settings():
         (HYDRA, 1, "Open MPI", "hpctrain launch -n 6"),
         (SRUN, 1, "Open MPI", "srun --mpi=pmix -n 5"),
         (SRUN, 1, "MPICH", "srun --mpi=pmi2 -n 5"),
+        (SRUN, 1, "Cray MPICH", "srun --mpi=cray_shasta -n 5"),
         (OPENMPI, 4, "Open MPI", None),
         ({}, 1, "MPICH", None),
     ],
