@@ -77,6 +77,7 @@ def examine() -> Examined:
     found = hardware(socket.gethostname())
     told = _tried() if found.cards.cards and cupy() else None
     checks = [_versions(), *_of_mpi(), _blas(), *of_node(found, told)]
+    checks += network.named(found.nics, os.environ)
     return Examined(socket.gethostname(), checks, found, told)
 
 

@@ -1,11 +1,15 @@
-"""Network adapters: which are up, how fast."""
+"""Network adapters: which are up, how fast, and what UCX was told of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from hpctrain.doctor.check import Check
 from hpctrain.hardware.nics import Nic, fastest
+from hpctrain.hardware.pci import ROOT
+from hpctrain.transport import rails
+from hpctrain.transport.seats import THERE_IS
 
 
 def checks(found: Sequence[Nic]) -> list[Check]:
@@ -24,6 +28,17 @@ def checks(found: Sequence[Nic]) -> list[Check]:
         names = ", ".join(f"{nic.name} {nic.gbit_s:g} Gbit/s" for nic in slow)
         rows.append(Check("slow links", "slow", names, "a cable or a port: tell the site"))
     return rows
+
+
+def named(found: Sequence[Nic], environ: Mapping[str, str], root: Path = ROOT) -> list[Check]:
+    """Return the check of what the environment tells UCX to take; none where it tells nothing."""
+    value = environ.get(rails.NAMES, "")
+    if not rails.words(value):
+        return []
+    wrong = rails.wrong(value, found, root)
+    if wrong:
+        return [Check("NICs named", "bad", f"{rails.NAMES}={value}: {', '.join(wrong)}", THERE_IS)]
+    return [Check("NICs named", "ok", f"{rails.NAMES}={value}")]
 
 
 def told(nic: Nic) -> str:

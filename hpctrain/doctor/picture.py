@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpctrain.doctor import network
 from hpctrain.hardware import pci
-from hpctrain.hardware.nics import Nic
+from hpctrain.hardware.nics import Nic, nearest_ports, rails
 from hpctrain.hardware.nvidia import Card, Cards
 
 _KEY = "NV# that many NVLinks, PIX one PCIe switch, PXB several, PHB one host bridge, NODE one \
@@ -41,7 +41,10 @@ def picture(cards: Cards, nics: Sequence[Nic], root: Path = pci.ROOT) -> Picture
 
 def lines(host: str, cards: Cards, nics: Sequence[Nic], drawn: Picture, root: Path = pci.ROOT
           ) -> list[str]:  # fmt: skip
-    """Return the node's picture: a line per NUMA node, then the matrix, where there are GPUs."""
+    """Return the node's picture: a line per NUMA node, where there are GPUs the matrix as well.
+
+    And where there is a choice of adapters, which are nearest to each GPU.
+    """
     of: dict[int | None, list[str]] = {number: [] for number in drawn.numa}
     for card in cards.cards:
         of.setdefault(pci.numa_node(card.pci, root), []).append(_named(card))
@@ -53,7 +56,16 @@ def lines(host: str, cards: Cards, nics: Sequence[Nic], drawn: Picture, root: Pa
             out.append(f"  NUMA {number}, cores {drawn.numa[number]}: {'; '.join(things) or '-'}")
         else:
             out.append(f"  NUMA node unknown: {'; '.join(things)}")
-    return out + (_matrix(drawn) if cards.cards else [])
+    return out + (_matrix(drawn) + _near(cards, nics, root) if cards.cards else [])
+
+
+def _near(cards: Cards, nics: Sequence[Nic], root: Path) -> list[str]:
+    ports = rails(tuple(nics))
+    if len(ports) < 2:
+        return []
+    near = [nearest_ports(card.pci, ports, root) for card in cards.cards]
+    each = (f"GPU{c.index} {', '.join(names)}" for c, names in zip(cards.cards, near, strict=True))
+    return [f"  near: {'; '.join(each)}"]
 
 
 def _matrix(drawn: Picture) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +57,25 @@ def near(found: tuple[Nic, ...], gpu: str, root: Path = ROOT) -> Nic | None:
     usable = [nic for nic in usable if nic.rdma] or usable
     close = set(nearest(gpu, [nic.pci for nic in usable if nic.pci], root))
     return fastest(tuple(nic for nic in usable if nic.pci in close)) or fastest(tuple(usable))
+
+
+def rails(found: tuple[Nic, ...]) -> tuple[Nic, ...]:
+    """Return the active ports that are alike and together the fastest: what nodes meet through.
+
+    RDMA goes before rate. Others are for files, for services, or trained down when they were hurt.
+    """
+    active = [nic for nic in found if nic.active]
+    active = [nic for nic in active if nic.rdma] or active
+    alike: dict[tuple[str, float], list[Nic]] = {}
+    for nic in active:
+        alike.setdefault((nic.kind, nic.gbit_s or 0), []).append(nic)
+    return tuple(max(alike.values(), key=lambda same: sum(n.gbit_s or 0 for n in same), default=()))
+
+
+def nearest_ports(gpu: str, ports: Sequence[Nic], root: Path = ROOT) -> tuple[str, ...]:
+    """Return the names of those of `ports` nearest to a GPU, of all where sysfs does not tell."""
+    close = nearest(gpu, [nic.pci for nic in ports if nic.pci], root)
+    return tuple(nic.name for nic in ports if nic.pci in close or not close)
 
 
 def _port(port: Path) -> Nic:

@@ -11,12 +11,13 @@ several, PHB the host bridge, NODE two host bridges of one NUMA node, SYS two NU
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import takewhile
 from pathlib import Path
 
 ROOT = Path("/")
 DEVICES = "sys/bus/pci/devices"
+NODES = "sys/devices/system/node"
 RELATIONS = ("PIX", "PXB", "PHB", "NODE", "SYS")
 
 
@@ -62,10 +63,48 @@ def bridges(device: str, root: Path = ROOT) -> list[str]:
 
 
 def nearest(device: str, others: Sequence[str], root: Path = ROOT) -> list[str]:
-    """Return those of `others` that lie nearest to `device`; none where sysfs does not tell."""
+    """Return those of `others` that lie nearest to `device`; none where sysfs does not tell.
+
+    Of those on other NUMA nodes, such as two quarters of one socket, the kernel's distance tells.
+    """
     found = {other: relation(device, other, root) for other in others}
-    known = {other: RELATIONS.index(word) for other, word in found.items() if word}
+    home = numa_node(device, root)
+    known = {
+        other: (RELATIONS.index(word), numa_distance(home, numa_node(other, root), root))
+        for other, word in found.items()
+        if word
+    }
     return [other for other, far in known.items() if far == min(known.values())]
+
+
+def nearest_to_cores(cores: Collection[int], others: Sequence[str], root: Path = ROOT) -> list[str]:
+    """Return those of `others` whose NUMA nodes are nearest to one of `cores`; all where unknown.
+
+    For who may run on all NUMA nodes that is any device.
+    """
+    homes = [node for node, there in numa_cores(root).items() if there & set(cores)]
+    far = {
+        other: min((numa_distance(home, numa_node(other, root), root) for home in homes), default=0)
+        for other in others
+    }
+    return [other for other in others if far[other] == min(far.values())]
+
+
+def numa_cores(root: Path = ROOT) -> dict[int, frozenset[int]]:
+    """Return the cores of each NUMA node."""
+    found = {int(one.name.removeprefix("node")): one for one in (root / NODES).glob("node[0-9]*")}
+    return {n: frozenset(core_list(read(found[n] / "cpulist"))) for n in sorted(found)}
+
+
+def numa_distance(one: int | None, other: int | None, root: Path = ROOT) -> int:
+    """Return the kernel's figure for two NUMA nodes, 10 for one and the same; 0 where unknown."""
+    if one is None or other is None:
+        return 0
+    told = read(root / NODES / f"node{one}" / "distance").split()
+    there = [node for node, far in zip(numa_cores(root), told, strict=False) if far.isdigit()]
+    if one == other or other not in there:
+        return 10 if one == other else 20
+    return int(told[there.index(other)])
 
 
 def core_list(text: str) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """A rank's seat: its cores and its GPU, taken before MPI starts; afterwards all are told.
 
-    launched -> GPUs in sight -> one of them -> the cores near it -> bound, made current -> MPI
+    launched -> GPUs in sight -> one of them -> the cores near it -> bound, made current
+             -> the network adapters near it -> MPI
 
 Only then can ranks tell each other their nodes, cores and the names of their GPUs, and only then is
 it seen what is wrong with them together: seats.py.
@@ -21,11 +22,12 @@ from hpctrain import launchers
 from hpctrain.errors import UsageError
 from hpctrain.hardware import pci
 from hpctrain.launchers import Launched
-from hpctrain.transport import first, gpus, verdicts
+from hpctrain.transport import first, gpus, rails, verdicts
 from hpctrain.transport.bind import Binding, bind
 from hpctrain.transport.link import Link
 from hpctrain.transport.paths import STAGED, Place, Verdict, classes, from_table
-from hpctrain.transport.seats import Seated, faults, ranges
+from hpctrain.transport.rails import UNKNOWN, Rails, Spot
+from hpctrain.transport.seats import Seated, by_kind, faults, in_words, ports, ranges, seated
 
 logger = logging.getLogger("hpctrain")
 
@@ -38,12 +40,16 @@ class Seat:
     binding: Binding
     gpu: gpus.Gpu | None = None
     gpus: int = 0
+    rails: Rails = UNKNOWN
 
     def told(self, host: str) -> Seated:
         """Return what the other ranks are told."""
         by, binding, gpu = self.launched, self.binding, self.gpu.uuid if self.gpu else ""
         cores, threads = ranges(binding.cores), binding.blas_threads
-        return Seated(host, by.name, by.local_rank, cores, binding.offered, threads, gpu, self.gpus)
+        offered, of_job = binding.offered, self.gpus
+        return Seated(
+            host, by.name, by.local_rank, cores, offered, threads, gpu, of_job, self.rails
+        )
 
 
 def node(gather: first.Gather, rank: int) -> str:
@@ -56,18 +62,22 @@ def node(gather: first.Gather, rank: int) -> str:
 def take(launched: Launched, device: gpus.Device) -> Seat:
     """Bind this process to its cores and make its GPU current; return both.
 
-    Raises UsageError if `device` is "gpu" and none is to be had; "auto" then takes the CPU.
+    Raises UsageError if `device` is "gpu" and none is to be had; "auto" then takes the CPU. And if
+    HPCTRAIN_NIC makes no sense.
     """
     seen = gpus.visible(device)
     if not seen:
-        return Seat(launched, bind(launched))
+        binding = bind(launched)
+        return Seat(launched, binding, rails=rails.take(launched, Spot(cores=binding.cores)))
     choice = gpus.gpu_for(launched, len(seen), gpus.listed(os.environ))
     gpu = seen[choice.ordinal]
     cores = [pci.near_cores(one.pci) for one in seen]
     binding = bind(launched, near=gpus.near(launched, choice.ordinal, cores))
     gpus.use(choice.ordinal)
-    logger.debug("%s: %s; %s", gpu, choice.note, binding.note)
-    return Seat(launched, binding, gpu, gpus.of_job(os.environ, len(seen)))
+    spot = Spot(tuple(one.pci for one in seen), choice.ordinal)
+    found = rails.take(launched, spot)
+    logger.debug("%s: %s; %s; NIC: %s", gpu, choice.note, binding.note, found.note or found.told)
+    return Seat(launched, binding, gpu, gpus.of_job(os.environ, len(seen)), found)
 
 
 def told(
@@ -84,9 +94,12 @@ def told(
     for one in said:
         if "refused" in one:
             raise UsageError(one["refused"])
-    seats = tuple(Seated(**one["seat"]) for one in said)
-    if link.rank == 0 and (wrong := faults(seats)):
-        logger.warning("%s", "\n".join(map(str, wrong)))
+    seats = tuple(seated(one["seat"]) for one in said)
+    if link.rank == 0:
+        if wrong := by_kind(faults(seats)):
+            logger.warning("%s", "\n".join(": ".join(in_words(some)) for some in wrong))
+        if line := ports(seats):
+            logger.info("%s", line)
     places = tuple(Place(one.host, one.gpu) for one in seats)
     known, unproven = next(
         ((from_table(one["verdict"]), one["unproven"]) for one in said if "verdict" in one),

@@ -1,22 +1,25 @@
 """The seats of all ranks side by side: what is wrong with them, and no rank can see alone.
 
-    rank  host  told local  cores  BLAS  GPU
-    0     n1    0           0-7    8     GPU-5a
-    1     n1    0           0-7    8     GPU-5a        both were told local rank 0: one GPU idles
-    2     n2    0           0      1
-    3     n2    1           0      1                   both run on core 0, and others are idle
+    rank  host  told local  cores  BLAS  GPU     NIC
+    0     n1    0           0-7    8     GPU-5a  mlx5_0:1   both were told local rank 0: one GPU
+    1     n1    0           0-7    8     GPU-5a  mlx5_0:1   idles
+    2     n2    0           0      1             mlx5_0:1   both run on core 0, and others are
+    3     n2    1           0      1             mlx5_0:1   idle; both name one port of several
 
 Ranks tell each other where they sit once, when MPI has started; all this costs a run is one look.
+Of adapters nothing is said where all ranks are on one node: they need none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from hpctrain.hardware.pci import core_list
 from hpctrain.launchers import TITLES
+from hpctrain.transport.rails import ASKS, NAMES, NEAR, UNKNOWN, Rails, seen
 
 UNBIND = (
     "srun: --cpus-per-task=N, and export SRUN_CPUS_PER_TASK=N; Open MPI's mpirun: --bind-to none; "
@@ -33,6 +36,9 @@ OWN_GPU = (
 TELL = (
     "start ranks with `srun --mpi=pmix` (MPICH: pmi2), the MPI's own mpiexec or `hpctrain launch`"
 )
+OWN_NIC = f"unset {NAMES}: UCX takes a port near each rank; or export {ASKS}={NEAR} in its place"
+THERE_IS = f"name ports that `hpctrain doctor` shows as up, or unset {NAMES}"
+SHOWN = 4  # of the faults of one kind: a job may have hundreds of nodes
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,7 @@ class Seated:
     blas_threads: int
     gpu: str = ""  #: its UUID
     gpus: int = 0  #: how many of the node's the job may use
+    rails: Rails = UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -58,9 +65,6 @@ class Fault:
     seen: str
     remedy: str
 
-    def __str__(self) -> str:
-        return f"{self.seen}: {self.remedy}"
-
 
 def faults(seats: Sequence[Seated]) -> list[Fault]:
     """Return what is wrong with the seats of ranks 0, 1, ...; what causes others comes first."""
@@ -68,7 +72,44 @@ def faults(seats: Sequence[Seated]) -> list[Fault]:
     for ranks in _together(seats, range(len(seats)), "host"):
         found += [*_local_ranks(seats, ranks), *_gpus(seats, ranks), *_cores(seats, ranks)]
         found += _blas(seats, ranks)
+        if len(ranks) < len(seats):
+            found += _nics(seats, ranks)
     return found
+
+
+def ports(seats: Sequence[Seated]) -> str:
+    """Return the line about network ports near the ranks, of one node of each kind.
+
+    "" where there is no choice: one node, or a port on each.
+    """
+    nodes = list(_together(seats, range(len(seats)), "host"))
+    drawn: dict[str, int] = {}
+    for ranks in nodes:
+        if len(seats[ranks[0]].rails.ports) > 1:
+            each = [f"{i} {seats[rank].rails.told}" for i, rank in enumerate(ranks)]
+            drawn["; ".join(each)] = drawn.get("; ".join(each), 0) + 1
+    if len(nodes) < 2 or not drawn:
+        return ""
+    of = [f"{count} node{'s' * (count > 1)}: {each}" for each, count in drawn.items()]
+    return f"NICs near local ranks, {'. '.join(of)}"
+
+
+def seated(table: Mapping[str, Any]) -> Seated:
+    """Return what `asdict` made a table of, and JSON has carried."""
+    return Seated(**{**table, "rails": seen(table["rails"])})
+
+
+def in_words(found: Sequence[Fault]) -> tuple[str, str]:
+    """Return what was seen of faults of one kind, some of them, and what helps."""
+    seen = [one.seen for one in found]
+    more = f"; and {len(seen) - SHOWN} more like this" * (len(seen) > SHOWN)
+    return "; ".join(seen[:SHOWN]) + more, found[0].remedy
+
+
+def by_kind(found: Sequence[Fault]) -> list[list[Fault]]:
+    """Return `found`, those of one kind together, in the order of the first of each."""
+    names = dict.fromkeys(one.name for one in found)
+    return [[one for one in found if one.name == name] for name in names]
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -145,3 +186,34 @@ def _blas(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:
             all_of = f"{sum(threads)} BLAS threads on {count} core{'s' * (count > 1)}"
             seen = f"{named(ranks)} of {host}: {all_of}, so they take turns"
             yield Fault("BLAS threads", ranks, seen, FEWER)
+
+
+def _nics(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:
+    """Yield those whose UCX_NET_DEVICES names what is not there, what all share, what is far."""
+    host = seats[node[0]].host
+    wrong = {rank: seats[rank].rails.wrong for rank in node if seats[rank].rails.wrong}
+    for what in dict.fromkeys(wrong.values()):
+        ranks = tuple(rank for rank in wrong if wrong[rank] == what)
+        seen = f"{named(ranks)} of {host}: of what {NAMES} names, {' and '.join(what)}"
+        yield Fault("NICs named", ranks, seen, THERE_IS)
+    yield from _one_nic(seats, node)
+    far = tuple(rank for rank in node if seats[rank].rails.far)
+    if far:
+        one = seats[far[0]].rails
+        seen = (
+            f"{named(far)} of {host}: {NAMES} names a port on another NUMA node than the one near "
+            f"the rank's GPU or cores; rank {far[0]} has {', '.join(one.named)}, and near is "
+            f"{', '.join(one.near)}"
+        )
+        yield Fault("NICs far", far, seen, OWN_NIC)
+
+
+def _one_nic(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:
+    """Yield the ranks of a node if all name the same port although others are idle."""
+    told = [seats[rank].rails for rank in node]
+    idle = set(told[0].ports) - set(told[0].named)
+    if len(node) > 1 and told[0].named and idle and len({rails.named for rails in told}) == 1:
+        which = ", ".join(told[0].named)
+        seen = f"{named(node)} of {seats[node[0]].host} all name {which} in {NAMES}, and "
+        seen += f"{', '.join(sorted(idle))} {'are' if len(idle) > 1 else 'is'} idle"
+        yield Fault("NICs shared", tuple(node), seen, OWN_NIC)

@@ -7,7 +7,7 @@ import resource
 from dataclasses import replace
 
 import pytest
-from machines import ethernet, infiniband, pci_device, write
+from machines import ethernet, infiniband, juwels_booster, pci_device, write
 
 from hpctrain.cluster.launch import Mpi
 from hpctrain.doctor import gpus, mpi, network, node
@@ -211,6 +211,23 @@ def test_network():
     assert network.checks([])[0].verdict == "note"
 
 
+@pytest.mark.parametrize(
+    "value, verdict, words",
+    [
+        ("a:1", "ok", "UCX_NET_DEVICES=a:1"),
+        ("a:1,d:1", "bad", "UCX_NET_DEVICES=a:1,d:1: d:1 is not there"),
+        ("c:1", "bad", "c:1 is down"),
+    ],
+)
+def test_what_ucx_was_told(value, verdict, words, tmp_path):
+    good = Nic("a:1", "InfiniBand", True, 400.0, "")
+    (check,) = network.named(
+        [good, replace(good, name="c:1", active=False)], {"UCX_NET_DEVICES": value}, tmp_path
+    )
+    assert (check.verdict, words in check.seen) == (verdict, True)
+    assert network.named([good], {}, tmp_path) == []
+
+
 @pytest.fixture
 def root(tmp_path):
     """A node: GPU and InfiniBand behind one switch, GPU and Ethernet on the other socket."""
@@ -221,10 +238,14 @@ def root(tmp_path):
     infiniband(tmp_path, "mlx5_0", f"{switch}/0000:12:01.0/0000:14:00.0", "400 Gb/sec (4X NDR)")
     pci_device(tmp_path, "pci0000:80/0000:80:01.0/0000:81:00.0")
     ethernet(tmp_path, "eno1", 25000, "pci0000:80/0000:80:02.0/0000:82:00.0")
-    for at in ("0000:13:00.0", "0000:81:00.0"):
-        told = f"Model: \t NVIDIA H200\nGPU UUID: \t GPU-{at}"
-        write(tmp_path / "proc/driver/nvidia/gpus" / at, {"information": told})
+    told_by_driver(tmp_path, ["0000:13:00.0", "0000:81:00.0"])
     return tmp_path
+
+
+def told_by_driver(root, addresses):
+    for at in addresses:
+        told = f"Model: \t NVIDIA H200\nGPU UUID: \t GPU-{at}"
+        write(root / "proc/driver/nvidia/gpus" / at, {"information": told})
 
 
 PICTURE = """\
@@ -244,6 +265,13 @@ def test_picture(root):
     assert "\n".join(drawn.lines).startswith(PICTURE.rstrip())
     assert drawn.on_bus == 2
     assert drawn.gdr.available is None
+
+
+def test_which_adapter_is_near_which_gpu(tmp_path):
+    told_by_driver(tmp_path, juwels_booster(tmp_path))
+    lines = hardware("here", tmp_path).lines
+    assert lines[2].startswith("  NUMA 1, cores 6-11: GPU1 NVIDIA H200; mlx5_1:1 InfiniBand 200")
+    assert lines[-1] == "  near: GPU0 mlx5_0:1; GPU1 mlx5_1:1; GPU2 mlx5_2:1; GPU3 mlx5_3:1"
 
 
 def test_what_is_shown(root, capsys):

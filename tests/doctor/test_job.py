@@ -25,6 +25,7 @@ from hpctrain.doctor.job.pings import Ping
 from hpctrain.doctor.job.told import Told, from_table
 from hpctrain.trace import Reading
 from hpctrain.transport.local import run_ranks
+from hpctrain.transport.rails import Rails
 from hpctrain.transport.seats import Seated
 
 GIB = 1 << 30
@@ -72,7 +73,7 @@ def test_outliers(case):
 
 # ---- what must be the same on all ranks ----
 
-TOLD = Told({"python": "3.12", "MPI": "Open MPI 5"}, "", "MULTIPLE", False, "k", "ib0")
+TOLD = Told({"python": "3.12", "MPI": "Open MPI 5"}, "", "MULTIPLE", False, "k")
 HOSTS = ("n1", "n1", "n2", "n3")
 
 
@@ -191,9 +192,12 @@ def test_seats(case):
 
 
 def test_the_map():
-    rows = seats.rows([SEAT, replace(NEXT, host="n2"), replace(ON_GPU, host="n2")], ["", "a", "b"])
+    named = replace(ON_GPU, host="n2", rails=Rails(near=("m0:1",), named=("m1:1",)))
+    near = replace(NEXT, host="n2", rails=Rails(near=("m0:1", "m1:1")))
+    rows = seats.rows([SEAT, near, named])
     assert rows[0] == ("0", "n1", "0", "0", "1", "-", "-")
-    assert rows[2] == ("2", "n2", "1", "0", "1", "G0", "b")
+    assert rows[1][-1] == "m0:1, m1:1"
+    assert rows[2] == ("2", "n2", "1", "0", "1", "G0", "m1:1 (named)")
 
 
 # ---- the output folder ----

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
-from hpctrain.transport.seats import Seated, faults, ranges
+from hpctrain.transport.rails import Rails
+from hpctrain.transport.seats import SHOWN, Seated, by_kind, faults, in_words, ports, ranges, seated
 
 # Four cores a node, two GPUs.
 ONE = Seated("a", "srun", 0, "0", 4, 1)
@@ -77,7 +79,69 @@ def test_faults(case):
     assert [(one.name, one.ranks) for one in found] == [(name, ranks) for name, ranks, _ in wanted]
     for one, (_, _, words) in zip(found, wanted, strict=True):
         assert words in one.seen
-        assert str(one).endswith(f": {one.remedy}") and one.remedy
+        assert one.remedy
+
+
+FOUR = tuple(f"mlx5_{i}:1" for i in range(4))
+
+
+def named(*names, near=FOUR[0], **rails):
+    """Return a seat whose rank names these of four ports."""
+    return replace(ONE, rails=Rails(FOUR, (near,), names, **rails))
+
+
+ELSEWHERE = replace(named(), host="b")
+# seats of ranks on node a, which with another are a job -> faults
+NICS = {
+    "nobody names": ([named(), replace(named(), local_rank=1, cores="1")], []),
+    "all the same": (
+        [named(FOUR[0]), replace(named(FOUR[0]), local_rank=1, cores="1")],
+        [("NICs shared", (0, 1), "ranks 0-1 of a all name mlx5_0:1 in UCX_NET_DEVICES, and")],
+    ),
+    "each its own": ([named(FOUR[0]), replace(named(FOUR[1]), local_rank=1, cores="1")], []),
+    "one rank": ([named(FOUR[0])], []),
+    "all name all": ([named(*FOUR), replace(named(*FOUR), local_rank=1, cores="1")], []),
+    "not there": (
+        [named(wrong=("mlx5_9:1 is not there",))],
+        [("NICs named", (0,), "rank 0 of a: of what UCX_NET_DEVICES names, mlx5_9:1 is not there")],
+    ),
+    "far": (
+        [named(FOUR[3], far=True)],
+        [("NICs far", (0,), "rank 0 has mlx5_3:1, and near is mlx5_0:1")],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NICS)
+def test_adapters(case):
+    seats, wanted = NICS[case]
+    found = faults([*seats, ELSEWHERE])
+    assert [(one.name, one.ranks) for one in found] == [(name, ranks) for name, ranks, _ in wanted]
+    assert all(words in one.seen for one, (_, _, words) in zip(found, wanted, strict=True))
+    assert faults(seats) == []  # on one node nobody needs an adapter
+
+
+def test_the_line_about_adapters():
+    two = [named(near=FOUR[1]), replace(named(FOUR[2]), local_rank=1)]
+    assert ports(two) == ""
+    job = [*two, *(replace(seat, host="b") for seat in two), replace(ONE, host="c")]
+    assert ports(job) == "NICs near local ranks, 2 nodes: 0 mlx5_1:1; 1 mlx5_2:1 (named)"
+    assert ports([ONE, replace(ONE, host="b")]) == ""
+
+
+def test_seats_travel_as_json():
+    assert seated(json.loads(json.dumps(asdict(named(FOUR[1], far=True))))) == named(
+        FOUR[1], far=True
+    )
+
+
+def test_many_nodes_are_told_in_few_words():
+    seats = [replace(ONE, host=f"n{n // 2}", local_rank=n % 2) for n in range(40)]
+    (kind,) = by_kind(faults(seats))
+    seen, remedy = in_words(kind)
+    assert seen.count("all run on core 0") == SHOWN
+    assert seen.endswith("and 16 more like this")
+    assert "--cpus-per-task" in remedy
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ class Found:
     @property
     def map(self) -> list[tuple[str, ...]]:
         """The rows of the binding map, under seats.COLUMNS."""
-        return seats.rows(self.seats, [one.nic for one in self.told]) if self.told else []
+        return seats.rows(self.seats)
 
     @property
     def nodes(self) -> dict[str, Told]:

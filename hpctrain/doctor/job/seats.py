@@ -4,23 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hpctrain.doctor.check import Check
+from hpctrain.doctor.check import Check, Verdict
 from hpctrain.hardware.pci import core_list
 from hpctrain.launchers import TITLES
-from hpctrain.transport.seats import UNBIND, Seated, faults, named
+from hpctrain.transport.seats import SHOWN, UNBIND, Seated, by_kind, faults, in_words, named
 
-SHOWN = 4  # of the faults of one kind
 COLUMNS = ("rank", "host", "local rank", "cores", "BLAS threads", "GPU", "NIC")
-#: Faults of the seats, each of which makes a run many times slower.
-KINDS = ("local ranks", "GPUs shared", "cores shared", "BLAS threads")
+#: Faults of the seats: bad are those which make a run many times slower, or end it.
+KINDS: dict[str, Verdict] = {
+    "local ranks": "bad",
+    "GPUs shared": "bad",
+    "cores shared": "bad",
+    "BLAS threads": "bad",
+    "NICs named": "bad",
+    "NICs shared": "slow",
+    "NICs far": "slow",
+}
 
 
-def rows(seats: Sequence[Seated], nics: Sequence[str]) -> list[tuple[str, ...]]:
+def rows(seats: Sequence[Seated]) -> list[tuple[str, ...]]:
     """Return the cells of the map, a row per rank, under `COLUMNS`."""
     seen: dict[str, int] = {}
     found = []
-    for rank, (seat, nic) in enumerate(zip(seats, nics, strict=True)):
+    for rank, seat in enumerate(seats):
         local = seen[seat.host] = seen.get(seat.host, -1) + 1
+        nic = seat.rails.told
         cells = (rank, seat.host, local, seat.cores, seat.blas_threads, seat.gpu, nic)
         found.append(tuple(str(cell) or "-" for cell in cells))
     return found
@@ -30,11 +38,8 @@ def checks(seats: Sequence[Seated]) -> list[Check]:
     """Return a row for each kind of fault, and one for each that there is not."""
     found = faults(seats)
     out = [_launcher(seats)]
-    for name in KINDS:
-        wrong = [one for one in found if one.name == name]
-        if wrong:
-            seen = _first([one.seen for one in wrong])
-            out.append(Check(name, "bad", seen, wrong[0].remedy))
+    for wrong in by_kind(found):
+        out.append(Check(wrong[0].name, KINDS[wrong[0].name], *in_words(wrong)))
     if not any(one.name in ("cores shared", "BLAS threads") for one in found):
         out.append(_turns(seats))
     if any(seat.gpu for seat in seats) and not any(one.name == "GPUs shared" for one in found):

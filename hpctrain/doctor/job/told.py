@@ -11,7 +11,6 @@ from hpctrain import machine, recipe
 from hpctrain.doctor import examine
 from hpctrain.doctor.check import Check
 from hpctrain.errors import UsageError
-from hpctrain.hardware import nics
 from hpctrain.timeline import kernel
 from hpctrain.transport import verdicts
 from hpctrain.world import World
@@ -28,7 +27,6 @@ class Told:
     threads: str  #: what MPI grants, such as "MULTIPLE"
     ulfm: bool
     kernel: str  #: tells machines apart, whatever they are called
-    nic: str  #: the adapter that is near the rank's GPU, else the fastest, or any; "" for none
     checks: tuple[Check, ...] = ()  #: of the node; none but from its first rank
     lines: tuple[str, ...] = ()  #: the picture of the node
     hardware: Mapping[str, Any] = field(default_factory=dict)
@@ -38,16 +36,12 @@ def mine(world: World, name: str | None) -> Told:
     """Return what this rank tells."""
     from hpctrain.transport import started
 
-    adapters = nics.nics()
-    near = nics.near(adapters, world.gpu.pci if world.gpu else "")
-    near = near or next((nic for nic in adapters if nic.active), None)
     return Told(
         {**machine.versions(), "cupy": examine.cupy() or "none", "MPI": machine.mpi()},
         _recipe(name),
         started.level(),
         started.ulfm(),
         kernel(),
-        near.name if near else "",
         **(_of_node(world.host) if first_of_node(world) else {}),
     )
 

@@ -1,0 +1,187 @@
+"""Which adapters ranks are near, which they name for UCX where asked to: on made-up nodes."""
+
+from __future__ import annotations
+
+import os
+
+import machines
+import pytest
+
+from hpctrain.errors import UsageError
+from hpctrain.hardware.nics import nics, rails
+from hpctrain.launchers import ALONE, Launched
+from hpctrain.transport.rails import NAMES, Spot, asked, chosen, look, take, words
+
+
+def rank(local_rank, local_size, size=64):
+    return Launched("srun", 0, size, local_rank, local_size)
+
+
+def names(*numbers):
+    return tuple(f"mlx5_{number}:1" for number in numbers)
+
+
+# node -> how many ports are alike, what is near each of its GPUs
+NEAR = {
+    "juwels_booster": (4, [names(0), names(1), names(2), names(3)]),
+    "leonardo": (4, [names(0, 1)] * 2 + [names(2, 3)] * 2),
+    "dgx": (8, [names(0, 1)] * 2 + [names(2, 3)] * 2 + [names(6, 7)] * 2 + [names(8, 9)] * 2),
+    "one_adapter": (1, [names(0)]),
+}
+
+
+@pytest.mark.parametrize("node", NEAR)
+def test_what_is_near_a_gpu(node, tmp_path):
+    gpus = tuple(getattr(machines, node)(tmp_path))
+    ports, near = NEAR[node]
+    seen = [look(nics(tmp_path), Spot(gpus, i), "", root=tmp_path) for i in range(len(gpus))]
+    assert [one.near for one in seen] == near
+    assert {len(one.ports) for one in seen} == {ports}
+
+
+ALL = tuple(range(8))
+# node, cores of the rank -> what is near them
+CORES = {
+    "a socket": ("two_sockets", (5, 6), names(1)),
+    "both": ("two_sockets", ALL, names(0, 1)),
+    "a quarter of a socket without any": ("juwels_booster", (0, 1), names(0, 1)),
+    "its own": ("juwels_booster", (43, 44), names(2)),
+}
+
+
+@pytest.mark.parametrize("case", CORES)
+def test_what_is_near_cores(case, tmp_path):
+    node, cores, near = CORES[case]
+    getattr(machines, node)(tmp_path)
+    assert look(nics(tmp_path), Spot(cores=cores), "", root=tmp_path).near == near
+
+
+def test_a_gpu_whose_place_is_not_known(tmp_path):
+    machines.two_sockets(tmp_path)
+    assert look(nics(tmp_path), Spot(("",)), "", root=tmp_path).near == names(0, 1)
+
+
+# node, ranks, whether each sees all GPUs -> the port that each of the first ranks names
+DEALT = {
+    "four and four": ("juwels_booster", 4, True, names(0, 1, 2, 3)),
+    "two cards of two": ("leonardo", 4, True, names(0, 1, 2, 3)),
+    "pairs": ("dgx", 8, True, names(0, 1, 2, 3, 6, 7, 8, 9)),
+    "shared GPUs": ("leonardo", 8, True, names(0, 1, 2, 3, 0, 1, 2, 3)),
+    "narrowed to one": ("dgx", 8, False, names(0, 1, 2, 3, 6, 7, 8, 9)),
+}
+
+
+@pytest.mark.parametrize("case", DEALT)
+def test_ports_are_dealt_out(case, tmp_path):
+    node, ranks, see_all, wanted = DEALT[case]
+    gpus = getattr(machines, node)(tmp_path)
+    ports = rails(nics(tmp_path))
+    spots = [
+        Spot(tuple(gpus), r % len(gpus)) if see_all else Spot((gpus[r % len(gpus)],))
+        for r in range(ranks)
+    ]
+    found = [chosen(rank(r, ranks), ports, spot, {}, tmp_path) for r, spot in enumerate(spots)]
+    assert tuple(name for name, _ in found) == wanted
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6])
+def test_cores_name_the_port_of_their_socket(ranks, tmp_path):
+    machines.two_sockets(tmp_path)
+    ports = rails(nics(tmp_path))
+    first = chosen(rank(0, ranks), ports, Spot(cores=(0, 1)), {}, tmp_path)
+    last = chosen(rank(ranks - 1, ranks), ports, Spot(cores=(7,)), {}, tmp_path)
+    assert (first[0], last[0]) == ("mlx5_0:1", "mlx5_1:1")
+
+
+# node, launched, GPUs seen, environment -> a word of why nothing is named
+LEFT = {
+    "one port": ("one_adapter", rank(0, 2), 1, {}, "no choice"),
+    "a rank per node": ("juwels_booster", rank(0, 1), 4, {}, "1 rank to 4 ports"),
+    "fewer ranks than ports": ("dgx", rank(2, 4), 8, {}, "4 ranks to 8 ports"),
+    "a rank per node, on its cores": ("two_sockets", rank(0, 1), 0, {}, "1 rank to 2 ports"),
+    "alone": ("juwels_booster", ALONE, 4, {}, "1 rank to 4 ports"),
+    "said to UCX": ("juwels_booster", rank(0, 4), 4, {NAMES: "mlx5_3:1"}, f"{NAMES} is set"),
+    "UCX's own policy": ("juwels_booster", rank(0, 4), 4, {"UCX_SINGLE_NET_DEVICE": "y"},
+                         "UCX_SINGLE_NET_DEVICE is set"),
+    "not told": ("juwels_booster", rank(None, None), 4, {}, "does not tell the local rank"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_is_left_to_mpi(case, tmp_path):
+    node, launched, count, environ, word = LEFT[case]
+    gpus = tuple(getattr(machines, node)(tmp_path))
+    spot = Spot(gpus[:count], 0, ALL)
+    value, note = chosen(launched, rails(nics(tmp_path)), spot, environ, tmp_path)
+    assert value == ""
+    assert word in note
+
+
+def test_a_port_that_is_down_is_nobodys(tmp_path):
+    gpus = tuple(machines.juwels_booster(tmp_path, **machines.DOWN))
+    found = nics(tmp_path)
+    ports = rails(found)
+    named = [chosen(rank(r, 4), ports, Spot(gpus, r), {}, tmp_path)[0] for r in range(4)]
+    assert named == ["mlx5_0:1", "mlx5_1:1", "mlx5_3:1", "mlx5_3:1"]  # on GPU 2's own socket
+    seen = look(found, Spot(gpus, 2), "mlx5_2:1", root=tmp_path)
+    assert (seen.wrong, seen.named, seen.far) == (("mlx5_2:1 is down",), (), False)
+
+
+# value of UCX_NET_DEVICES, number of the GPU -> named, what is wrong, whether it is far
+NAMED = {
+    "not set": ("", 0, (), (), False),
+    "all": ("all", 0, (), (), False),
+    "all but one": ("^mlx5_0:1", 0, (), (), False),
+    "its own": ("mlx5_0:1", 0, names(0), (), False),
+    "another's": ("mlx5_1:1", 0, names(1), (), True),
+    "its own among others": ("mlx5_1:1, mlx5_0:1", 0, names(1, 0), (), False),
+    "without a port": ("mlx5_2", 2, names(2), (), False),
+    "a range": ("mlx5_[0-1]:1", 0, names(0, 1), (), False),
+    "not there": ("mlx5_7:1", 0, (), ("mlx5_7:1 is not there",), False),
+    "one of two": ("mlx5_0:1,mlx5_0:2", 0, names(0), ("mlx5_0:2 is not there",), False),
+    "an interface": ("lo", 0, (), (), False),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_what_is_said_to_ucx(case, tmp_path):
+    value, ordinal, named, wrong, far = NAMED[case]
+    gpus = tuple(machines.juwels_booster(tmp_path))
+    machines.ethernet(tmp_path, "lo", "")
+    seen = look(nics(tmp_path), Spot(gpus, ordinal), value, root=tmp_path)
+    assert (seen.named, seen.wrong, seen.far) == (named, wrong, far)
+
+
+def test_ranges_are_spelled_out():
+    assert words("mlx5_[9-11]:1,eth0") == ("mlx5_9:1", "mlx5_10:1", "mlx5_11:1", "eth0")
+
+
+@pytest.fixture
+def unsaid(monkeypatch):
+    monkeypatch.setenv(NAMES, "")  # restored at the end, whatever `take` writes
+    monkeypatch.delenv("HPCTRAIN_NIC", raising=False)
+
+
+def test_taken_where_it_is_asked_for(tmp_path, monkeypatch, unsaid):
+    machines.two_sockets(tmp_path)
+    spot = Spot(cores=(4, 5))
+    assert take(rank(1, 2), spot, tmp_path).told == "mlx5_1:1"
+    assert os.environ[NAMES] == ""
+    monkeypatch.setenv("HPCTRAIN_NIC", "near")
+    taken = take(rank(1, 2), spot, tmp_path)
+    assert os.environ[NAMES] == "mlx5_1:1,eno1"  # TCP is left to UCX
+    assert (taken.told, taken.wrong) == ("mlx5_1:1 (named)", ())
+    assert "nearest" in taken.note
+    assert "is set" in take(rank(0, 2), spot, tmp_path).note  # by us: it stays
+
+
+def test_no_adapter_at_all(tmp_path, monkeypatch, unsaid):
+    monkeypatch.setenv("HPCTRAIN_NIC", "near")
+    taken = take(rank(0, 2), Spot(cores=(0,)), tmp_path)
+    assert (taken.told, taken.ports, "no choice" in taken.note) == ("", (), True)
+
+
+def test_a_word_that_makes_no_sense_is_refused():
+    assert asked({}) is False
+    with pytest.raises(UsageError, match=r"HPCTRAIN_NIC: expected 'near'.*seen 'mlx5_0'"):
+        asked({"HPCTRAIN_NIC": "mlx5_0"})
