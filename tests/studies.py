@@ -57,7 +57,7 @@ def runner(times, calls, failing=()):
     `times` tells the Times of a number of ranks and a repeat; sizes in `failing` say why they fail.
     """
 
-    def run(command, log, threads, limit_s=0.0):
+    def run(command, log, threads, limit_s=0.0, look=None):
         words = [str(word) for word in command]
         ranks = int(words[words.index("-n") + 1])
         if "train" not in words:

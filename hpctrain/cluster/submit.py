@@ -8,6 +8,7 @@ slurm-ID.out    what each of them said
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import re
@@ -146,6 +147,15 @@ def jobs_of(folder: Path) -> list[int]:
         raise UsageError(
             f'{path} is damaged: expected {{"jobs": [17, ...]}}; write the ids anew, or remove it'
         ) from None
+
+
+def named(name: str) -> list[int]:
+    """Return the jobs of this name that have not ended, the latest last."""
+    done = _run(["squeue", "--noheader", f"--user={getpass.getuser()}", f"--name={name}",
+                 "--format=%A"])  # fmt: skip
+    if done.returncode:
+        raise HpctrainError(f"squeue does not tell of jobs: {done.stderr.strip()}")
+    return sorted({int(line) for line in done.stdout.split()})
 
 
 def ask(job: int) -> list[State]:

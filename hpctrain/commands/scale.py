@@ -17,10 +17,12 @@ Examples:
   hpctrain scale mnist --nodes 1,2,4 --on netlab --link 1gbit
   hpctrain scale my.toml --nodes 1,2,4,8 --ranks-per-node 4 --on slurm --out studies/mine
 
-Strong scaling shares the recipe's batch among all ranks; weak scaling gives as much to each. The
-same command on the same folder runs only what is missing, and may add sizes and repeats. Exit
-codes: 0 all sizes measured; 1 something is missing, which the table names; 2 refused before
-anything ran. See docs/scaling.md.
+Strong scaling shares the recipe's batch among all ranks; weak scaling gives as much to each. While
+trials run, a table tells how each size stands; a log gets a line per change. The same command on
+the same folder goes on where it was stopped, finds the jobs it has given to Slurm, and may add
+sizes and repeats; while another works there it shows how things stand. Exit codes: 0 all sizes
+measured; 1 something is missing, which the table names; 2 refused before anything ran; 130
+interrupted. See docs/scaling.md.
 """
 
 

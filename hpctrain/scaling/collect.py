@@ -78,6 +78,15 @@ def intervals(rows: Sequence[Row], timing: Timing) -> Iterator[dict[str, float]]
             yield each | {"samples_per_s": row["samples_per_s"]}
 
 
+def step(folder: Path) -> int | None:
+    """Return the last step that the run in `folder` tells of so far."""
+    try:
+        rows = rundir.rows(folder)
+    except OSError:  # a shared file system may take it away for a moment
+        return None
+    return rows[-1]["step"] if rows else None
+
+
 def _reason(folder: Path, summary: dict[str, Any] | None) -> str:
     """Return why a trial is not done: the summary's words, else the last line that was said."""
     if summary and summary.get("reason"):

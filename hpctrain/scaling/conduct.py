@@ -9,19 +9,23 @@ whose first trial fails is not tried again in the same call.
 
 from __future__ import annotations
 
+import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from hpctrain.bench import measured
+from hpctrain.cluster import submit
 from hpctrain.errors import UsageError
 from hpctrain.recipe import Recipe
 from hpctrain.scaling import changes, collect, places
+from hpctrain.scaling.board import RUNNING, Standing
 from hpctrain.scaling.changes import Timing
 from hpctrain.scaling.collect import Gap, Trial
 from hpctrain.scaling.sizes import Size
-from hpctrain.scaling.study import Folder, Study
+from hpctrain.scaling.study import Folder, Key, Study
 from hpctrain.scaling.teller import Teller
 from hpctrain.tuning.loggp import Wire
 
@@ -55,6 +59,9 @@ def links(folder: Folder, study: Study, teller: Teller) -> None:
             command = places.line(study, size, [*arguments, "--json", str(aside.absolute())])
             if places.run(command, at / "link.log", study.threads) == 0:
                 aside.rename(at / "link.json")
+            else:
+                text = f"messages on {size.said} were not measured, see {at / 'link.log'}"
+                teller.say(logging.WARNING, f"{text}: predictions do without")
 
 
 def linked(study: Study) -> list[Size]:
@@ -76,10 +83,39 @@ def wires(folder: Folder, study: Study) -> tuple[Wire | None, Wire | None]:
     return found.get(False), found.get(True)
 
 
-def missing(folder: Folder, study: Study) -> list[tuple[int, Size]]:
-    """Return (repeat, size) of each trial that is not done, in the order of the trials."""
-    every = [(repeat, size) for repeat in range(study.repeats) for size in study.sizes]
-    return [one for one in every if isinstance(trial(folder, study, *one), Gap)]
+def standings(folder: Folder, study: Study) -> dict[Key, Standing]:
+    """Return how each trial stands by its files: what is not measured waits for its turn."""
+    return {key: _standing(folder.trial(key[1], key[0]), study) for key in study.trials}
+
+
+def _standing(out: Path, study: Study) -> Standing:
+    found, jobs = collect.trial(out, study.timing), submit.jobs_of(collect.job_of(out))
+    return Standing.of(found, *jobs[-1:]) if isinstance(found, Trial) else Standing()
+
+
+def seen(folder: Folder, study: Study) -> dict[Key, Standing]:
+    """Return how each trial stands by its files, for who only looks while another runs them.
+
+    Of those that have begun and are not done the latest runs, since they run one after another.
+    """
+    found = standings(folder, study)
+    logs = {key: collect.log_of(folder.trial(key[1], key[0])) for key in missing(folder, study)}
+    begun = {key: log.stat().st_mtime_ns for key, log in logs.items() if log.exists()}
+    for key in begun:
+        out = folder.trial(key[1], key[0])
+        running = key == max(begun, key=lambda one: begun[one])
+        found[key] = (
+            Standing(RUNNING, step=collect.step(out))
+            if running
+            else Standing.of(trial(folder, study, *key))
+        )
+    return found
+
+
+def missing(folder: Folder, study: Study) -> list[Key]:
+    """Return each trial that is not done, in the order of the trials."""
+    found = standings(folder, study)
+    return [key for key, one in found.items() if one.trial is None]
 
 
 def trial(folder: Folder, study: Study, repeat: int, size: Size) -> Trial | Gap:
@@ -90,21 +126,34 @@ def trial(folder: Folder, study: Study, repeat: int, size: Size) -> Trial | Gap:
 def trials(folder: Folder, study: Study, spec: Recipe, teller: Teller) -> Iterator[Trial | Gap]:
     """Run what is missing; yield what became of each."""
     failed: set[Size] = set()
-    for repeat, size in missing(folder, study):
-        what = f"{size.said}, repeat {repeat + 1} of {study.repeats}"
+    for key in missing(folder, study):
+        repeat, size = key
         if size in failed:
-            teller.end(what, Gap("not tried: an earlier repeat failed"))
+            teller.update({key: Standing.of(Gap("not tried: an earlier repeat failed"))})
             continue
-        teller.begin(what)
-        found = _train(folder, study, spec, size, folder.trial(size, repeat), study.timing)
+        out = folder.trial(size, repeat)
+        teller.update({key: Standing(RUNNING)})
+        look = partial(_look, teller, key, out) if teller.drawn else None
+        found = _train(folder, study, spec, size, out, study.timing, look)
         if isinstance(found, Gap):
             failed.add(size)
-        teller.end(what, found)
+        teller.update({key: Standing.of(found)})
         yield found
 
 
+def _look(teller: Teller, key: Key, out: Path) -> None:
+    """Show how far a trial has come."""
+    teller.update({key: Standing(RUNNING, step=collect.step(out))})
+
+
 def _train(
-    folder: Folder, study: Study, spec: Recipe, size: Size, out: Path, timing: Timing
+    folder: Folder,
+    study: Study,
+    spec: Recipe,
+    size: Size,
+    out: Path,
+    timing: Timing,
+    look: Callable[[], None] | None = None,
 ) -> Trial | Gap:
     """Run one trial into `out`, which is emptied first; its checkpoint is not kept."""
     shutil.rmtree(out, ignore_errors=True)
@@ -112,6 +161,7 @@ def _train(
     timed = changes.trial(spec, study.mode, study.batch, size, timing)
     file = folder.recipe(size, timed.toml()).absolute()
     arguments = ["train", str(file), "--out", str(out.absolute())]
-    places.run(places.line(study, size, arguments), collect.log_of(out), study.threads)
+    line = places.line(study, size, arguments)
+    places.run(line, collect.log_of(out), study.threads, look=look)
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
     return collect.trial(out, timing)

@@ -11,7 +11,8 @@ other      reading, bookkeeping; that of the largest size
 
 alpha and beta are those of single messages between two ranks, where the study has measured such.
 All of it is then scaled by one factor, so that the time on the wire is what trials have measured;
-without such messages alpha and beta come from the wire times of several sizes. How many buckets
+without such messages alpha and beta come from the wire times of several sizes, and are those of
+usual networks where there is one alone. How many buckets
 leave while backward goes on is the number that explains the measured waits best. The three largest
 sizes that communicate tell what lies beyond.
 
@@ -40,6 +41,7 @@ LIKE = {"direct-shared": "direct", "native": "halving-doubling"}
 #: In how many buckets the gradient may leave; 0: after backward, in one.
 BUCKETS = (0, 1, 2, 4, 8, 16, 32)
 HIDDEN = 0.03  #: of the wire: where less is hidden behind compute, nothing overlaps
+MESSAGES, WIRE_TIMES, GUESS = "single messages", "wire times of several sizes", "usual networks"
 NEAREST = 3  #: so many sizes, the largest, tell what lies beyond them
 
 
@@ -63,6 +65,7 @@ class Forecast:
     size: Size
     step_s: float
     compute_s: float
+    wire_s: float
     wait_s: float
     other_s: float
 
@@ -78,8 +81,18 @@ class Model:
     shrinking_s: float  #: compute that ranks share: compute(P) = shrinking_s / P + fixed_s
     fixed_s: float
     across: bool
+    origin: str  #: of alpha and beta: MESSAGES, WIRE_TIMES or GUESS
+    ranks: tuple[int, ...]  #: sizes that it was fitted to
     uneven_s: float = 0.0
     other_s: float = 0.0
+
+    @property
+    def tested(self) -> bool:
+        """Whether more sizes communicate than it has unknowns, so that it could fail to meet them.
+
+        With messages the unknown is one factor, without them alpha and beta.
+        """
+        return len(self.ranks) > (2 if self.origin == WIRE_TIMES else 1)
 
     @property
     def wire(self) -> Wire:
@@ -99,11 +112,11 @@ class Model:
     def forecast(self, size: Size, share: float = 1.0) -> Forecast:
         """Return what a step takes on `size` where `share` ranks share a core."""
         own = self.shrinking_s / size.ranks + self.fixed_s
-        _, exposed = replay(
+        wire, exposed = replay(
             self.cluster, self.algorithm, self.nbytes, size, own, self.buckets, share
         )
         compute, wait = own * share, exposed + self.uneven_s
-        return Forecast(size, compute + wait + self.other_s, compute, wait, self.other_s)
+        return Forecast(size, compute + wait + self.other_s, compute, wire, wait, self.other_s)
 
 
 @cache
@@ -156,6 +169,7 @@ def fitted(
     counts = BUCKETS if overlaps else BUCKETS[:1]
     shrinking, fixed = _computing(used, strong)
     cluster = _cluster(talking, nbytes, inside, between)
+    across = any(one.size.nodes > 1 for one in talking)
     buckets, factor = min(
         ((count, _factor(cluster, talking, nbytes, count)) for count in counts),
         key=lambda found: _off(scaled(cluster, found[1]), talking, nbytes, found[0]),
@@ -167,7 +181,9 @@ def fitted(
         buckets,
         shrinking,
         fixed,
-        any(one.size.nodes > 1 for one in talking),
+        across,
+        _origin(between if across else inside, talking, nbytes, across),
+        tuple(one.size.ranks for one in talking),
     )
     left = last.step_s - model.forecast(last.size, last.share).step_s
     other = max(0.0, last.step_s - last.compute_s - last.wait_s)
@@ -189,13 +205,23 @@ def _cluster(
 ) -> Cluster:
     """Return the machine before it is scaled: measured messages, else wire times, else guesses."""
     near, far = alike(guess.NODE), alike(guess.ACROSS)
-    across = [one for one in talking if one.size.nodes > 1]
-    within = [one for one in talking if one.size.nodes == 1]
     return replace(
         near,
-        inside=inside or _from_wire_times(within, nbytes) or near.inside,
-        between=between or _from_wire_times(across, nbytes) or far.between,
+        inside=inside or _from_wire_times(_over(False, talking), nbytes) or near.inside,
+        between=between or _from_wire_times(_over(True, talking), nbytes) or far.between,
     )
+
+
+def _origin(measured: Wire | None, talking: Sequence[Seen], nbytes: int, across: bool) -> str:
+    """Return where `_cluster` has the wire from that most bytes take."""
+    if measured is not None:
+        return MESSAGES
+    return WIRE_TIMES if _from_wire_times(_over(across, talking), nbytes) else GUESS
+
+
+def _over(nodes: bool, talking: Sequence[Seen]) -> list[Seen]:
+    """Return the sizes on several nodes, or those on one."""
+    return [one for one in talking if (one.size.nodes > 1) == nodes]
 
 
 def _from_wire_times(seen: Sequence[Seen], nbytes: int) -> Wire | None:

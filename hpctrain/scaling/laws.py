@@ -43,6 +43,12 @@ def _constant_part(x: np.ndarray, y: np.ndarray) -> float:
     return float(a / (a + b))
 
 
+def misfit(shape: Numbers, seen: Numbers) -> float:
+    """Return how far `seen` lies from the nearest multiple of `shape` at most, as a share."""
+    ratio = np.array(shape, float) / np.array(seen, float)
+    return float(np.abs(ratio * ratio.sum() / np.square(ratio).sum() - 1).max())
+
+
 def amdahl_speed_up(fraction: float, ranks: float) -> float:
     """Return the speed-up of `ranks` over one by Amdahl's law."""
     return 1 / (fraction + (1 - fraction) / ranks)

@@ -14,6 +14,10 @@ from hpctrain.scaling import show
 from hpctrain.scaling.results import Result
 
 PAGE = "report.html"
+SEEN = {
+    "scaling.png": "Samples/s and efficiency over sizes, beside the ideal; predictions dashed.",
+    "time.png": "The time of a step of each size: compute, wait, other; the wire beside it.",
+}
 
 
 def page(found: Result, images: Mapping[str, bytes], changes: Sequence[str]) -> str:
@@ -23,10 +27,11 @@ def page(found: Result, images: Mapping[str, bytes], changes: Sequence[str]) -> 
     text = resources.files(__package__).joinpath("page.html").read_text()
     table = show.table(found)
     return environment.from_string(text).render(
-        title=show.title(found),
+        title=show.title(found.study),
+        lead=list(show.lead(found)),
         gaps=len(found.of(show.GAP)),
         sizes=len(found.study.sizes),
-        images={name: b64encode(png).decode() for name, png in images.items()},
+        images={SEEN[name]: b64encode(png).decode() for name, png in images.items()},
         headings=[str(column.header) or "remarks" for column in table.columns],
         rows=list(zip((row["kind"] for row in found.rows), show.cells(found), strict=True)),
         facts=show.facts(found),

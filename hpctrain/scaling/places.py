@@ -13,7 +13,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hpctrain import launchers, progress
@@ -25,6 +26,7 @@ from hpctrain.scaling.study import Study
 
 PLACES = ("local", "netlab", "slurm")
 LIMIT_S = 3600.0  #: a trial that takes longer is ended; one that hangs is ended by its own watch
+LOOK_S = 2.0  #: oftener would take time from those who are timed
 _GRACE_S = 20.0
 _PR_SET_PDEATHSIG = 1
 
@@ -69,10 +71,17 @@ def line(study: Study, size: Size, arguments: Sequence[str]) -> list[str]:
     return [*ours, "netlab", *hosts, "--link", str(study.link), "--", *ours, *arguments]
 
 
-def run(command: Sequence[str], log: Path, threads: int | None, limit_s: float = LIMIT_S) -> int:
+def run(
+    command: Sequence[str],
+    log: Path,
+    threads: int | None,
+    limit_s: float = LIMIT_S,
+    look: Callable[[], None] | None = None,
+) -> int:
     """Run `command` to its end, what it says into `log`; return its exit code.
 
-    A command that takes longer than `limit_s` is stopped, which `log` tells.
+    Meanwhile `look` is called now and then. A command that takes longer than `limit_s` is stopped,
+    which `log` tells.
     """
     environ = {k: v for k, v in os.environ.items() if k != progress.TERMINAL}
     if threads is not None:
@@ -88,7 +97,7 @@ def run(command: Sequence[str], log: Path, threads: int | None, limit_s: float =
             preexec_fn=_end_with_our_maker,
         )
         try:
-            return process.wait(limit_s)
+            return _awaited(process, limit_s, look)
         except subprocess.TimeoutExpired:
             _stop(process)
             print(f"hpctrain: ended after {limit_s:g} s, the limit of a trial", file=out)
@@ -96,6 +105,18 @@ def run(command: Sequence[str], log: Path, threads: int | None, limit_s: float =
         except BaseException:
             _stop(process)
             raise
+
+
+def _awaited(
+    process: subprocess.Popen[bytes], limit_s: float, look: Callable[[], None] | None
+) -> int:
+    """Return the exit code of `process`; raise TimeoutExpired after `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while look is not None and time.monotonic() + LOOK_S < deadline:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(LOOK_S)
+        look()
+    return process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

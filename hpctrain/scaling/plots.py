@@ -1,7 +1,8 @@
 """A study drawn: throughput and efficiency over the sizes; where the time of a step goes.
 
 Filled marks were measured, with their intervals; hollow ones share cores; dashed lines with white
-marks are predicted. Colours are those of Okabe and Ito (2008), as in all plots of hpctrain.
+marks are predicted. Colours are those of Okabe and Ito (2008), as in all plots of hpctrain; bars
+differ in their greys too, and have edges.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure  # not pyplot, which would look for a screen
 from matplotlib.ticker import (
     EngFormatter,
@@ -27,6 +29,16 @@ from hpctrain.scaling.results import Result, Row
 from hpctrain.scaling.show import GAP, MEASURED, PREDICTED, title
 
 FORMATS = ("png", "svg")
+WIDTH = 11.0  #: of all figures, so that their letters are as large on a page
+EDGE = "#444444"
+PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "compute_s": ("compute", {"facecolor": BLUE}),
+    "wait_s": ("wait (exposed wire)", {"facecolor": ORANGE}),
+    "other_s": ("other (reading, bookkeeping)", {"facecolor": "#EEEEEE"}),
+}
+WIRE = ("wire (may overlap compute)", {"facecolor": BLACK})
+#: In which order the legend names what is drawn.
+LEGEND = ("measured", "gap", "predicted", "ideal")
 
 
 def plots(found: Result) -> dict[str, bytes]:
@@ -39,7 +51,7 @@ def plots(found: Result) -> dict[str, bytes]:
 
 def scaling(found: Result) -> Figure:
     """Draw samples/s and efficiency over ranks or nodes, beside the ideal."""
-    figure = Figure((11, 4.6), layout="constrained")
+    figure = Figure((WIDTH, 4.6), layout="constrained")
     rate, efficiency = figure.subplots(1, 2)
     for axes, key in ((rate, "samples_per_s"), (efficiency, "efficiency")):
         _ideal(axes, found, key)
@@ -54,42 +66,57 @@ def scaling(found: Result) -> Figure:
     efficiency.yaxis.set_major_formatter(PercentFormatter(1, symbol=""))
     efficiency.set_ylim(0, max(1.1, efficiency.get_ylim()[1]))
     handles, labels = rate.get_legend_handles_labels()
+    order = sorted(range(len(labels)), key=lambda i: LEGEND.index(labels[i].split()[0].strip(",:")))
+    handles, labels = [handles[i] for i in order], [labels[i] for i in order]
     figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize="small")
-    figure.suptitle(_plain(title(found)))
+    figure.suptitle(_plain(title(found.study)))
     return figure
 
 
 def time(found: Result) -> Figure:
-    """Draw the time of a step per size, stacked: compute, exposed wire, the rest."""
+    """Draw the time of a step per size: compute, exposed wire, the rest; beside it the wire."""
     rows = found.rows
-    figure = Figure((max(6.0, 1.1 * len(rows) + 3), 4.6), layout="constrained")
+    figure = Figure((WIDTH, 4.6), layout="constrained")
     axes = figure.subplots()
-    x = np.arange(len(rows))
     floor = np.zeros(len(rows))
-    parts = {"compute_s": ("compute", BLUE), "wait_s": ("wait (exposed wire)", ORANGE),
-             "other_s": ("other (reading, bookkeeping)", GREY)}  # fmt: skip
-    for key, (label, color) in parts.items():
-        height = np.array([max(row.get(key, 0.0), 0.0) for row in rows])
-        for bar, row in zip(axes.bar(x, height, 0.6, floor, color=color, label=label), rows,
-                            strict=True):  # fmt: skip
-            if row["kind"] == PREDICTED:
-                bar.set(alpha=0.45, hatch="//", edgecolor="white")
+    for key, (label, style) in PARTS.items():
+        height = np.array([max(row.get(key) or 0.0, 0.0) for row in rows])
+        _bars(axes, found, height, floor, label, style, -0.08, 0.56)
         floor += height
-    wire = [(i, row["wire_s"]) for i, row in enumerate(rows) if row.get("wire_s")]
-    if wire:
-        at, seconds = (np.array(column) for column in zip(*wire, strict=True))
-        axes.hlines(seconds, at - 0.3, at + 0.3, color=BLACK, linewidth=1.5,
-                    label="wire (may overlap compute)")  # fmt: skip
-    axes.set_xticks(x, [_label(row, found) for row in rows])
+    wire = np.array([row.get("wire_s") or 0.0 for row in rows])
+    _bars(axes, found, wire, np.zeros(len(rows)), *WIRE, 0.3, 0.12)
+    for i, row in enumerate(rows):
+        if row["kind"] == GAP:
+            axes.text(i, 0, "failed", ha="center", va="bottom", color=EDGE)
+    axes.set_xticks(range(len(rows)), [_label(row, found) for row in rows])
+    axes.set_xlim(-0.7, max(len(rows), 4) - 0.3)
     axes.set_xlabel(_unit(found))
     axes.set_ylabel("time of a step, mean over ranks")
     axes.yaxis.set_major_formatter(EngFormatter(unit="s"))
-    axes.set_ylim(0, 1.08 * max(floor.max(), *(row.get("wire_s") or 0.0 for row in rows)))
+    axes.set_ylim(0, 1.08 * max(floor.max(), wire.max()))
     axes.grid(alpha=0.3, axis="y")
     axes.set_axisbelow(True)
-    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
-    axes.set_title(_plain(title(found)), fontsize="medium")
+    figure.legend(loc="outside lower center", ncols=5, fontsize="small")
+    figure.suptitle(_plain(title(found.study)))
     return figure
+
+
+def _bars(
+    axes: Axes,
+    found: Result,
+    height: np.ndarray,
+    floor: np.ndarray,
+    label: str,
+    style: dict[str, Any],
+    shift: float,
+    width: float,
+) -> None:
+    """Draw a part of each bar, those that are predicted paler and hatched."""
+    at = np.arange(len(height)) + shift
+    bars = axes.bar(at, height, width, floor, label=label, edgecolor=EDGE, linewidth=0.6, **style)
+    for bar, row in zip(bars, found.rows, strict=True):
+        if row["kind"] == PREDICTED:
+            bar.set(facecolor=(*to_rgb(bar.get_facecolor()), 0.45), hatch="//", linestyle="--")
 
 
 def _points(axes: Axes, found: Result, key: str) -> None:
@@ -119,12 +146,13 @@ def _line(axes: Axes, found: Result, key: str) -> None:
 def _predictions(axes: Axes, found: Result, key: str) -> None:
     """Draw the dashed line from the last size that the model was fitted to."""
     rows = found.of(PREDICTED)
-    if rows:
+    if rows and found.model:
+        untested = "" if found.model.tested else ", untested"
         apart = [r for r in found.of(MEASURED) if r["ranks_per_core"] == 1 and r["ranks"] > 1]
         line = [*apart[-1:], *rows]
         axes.plot(_at(line, found), _values(line, key), "--", color=VERMILION, marker="D",
                   markerfacecolor="white", markevery=slice(len(line) - len(rows), None),
-                  label="predicted (alpha-beta model)")  # fmt: skip
+                  label=f"predicted (alpha-beta model{untested})")  # fmt: skip
 
 
 def _ideal(axes: Axes, found: Result, key: str) -> None:

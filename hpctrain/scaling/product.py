@@ -6,24 +6,27 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
-from hpctrain import machine, recipe, rundir, runs
+from hpctrain import machine, progress, recipe, rundir, runs
 from hpctrain.cluster.launch import Mpi
 from hpctrain.errors import UsageError
 from hpctrain.gradients.precision import master
 from hpctrain.recipe import Recipe
-from hpctrain.scaling import changes, conduct, output, places, queue, show, sizes
+from hpctrain.scaling import board, changes, conduct, output, places, queue, show, sizes
+from hpctrain.scaling.collect import Gap, Trial
 from hpctrain.scaling.results import Result, result
-from hpctrain.scaling.study import Folder, Study, claimed, joined
+from hpctrain.scaling.study import Folder, HeldError, Study, claimed, joined
 from hpctrain.scaling.teller import Teller
 
+WIDTH = 200  #: of tables where there is no terminal
+log = logging.getLogger(__name__)
 GAPS = 1  #: the exit code of a study in which something is missing
 Words = Mapping[str, Any]
 
@@ -37,8 +40,7 @@ def scale(words: Words) -> int:
     asked = study_of(spec, words)
     where = words["out"] or rundir.default_path(f"scale-{asked.name}-{asked.mode}")
     drawn = output.can_draw()
-    with ExitStack() as stack:
-        folder = stack.enter_context(claimed(where))
+    with _held(where) as folder:
         study = joined(asked, folder.known(), where)
         folder.save(study)
         study = _measured(folder, study, spec)
@@ -47,6 +49,20 @@ def scale(words: Words) -> int:
         files = output.write(where, found, told, drawn)
     _show(found, files)
     return GAPS if any(row.get("repeats_missing") for row in found.rows) else 0
+
+
+@contextmanager
+def _held(where: Path) -> Iterator[Folder]:
+    """Hold the folder of a study; where another process does, show how things stand."""
+    try:
+        with claimed(where) as folder:
+            yield folder
+    except HeldError:
+        _look(Folder(where))
+        raise
+    except KeyboardInterrupt:
+        log.warning("stopped; the same command with --out %s goes on from there", where)
+        raise
 
 
 def study_of(spec: Recipe, words: Words) -> Study:
@@ -119,31 +135,35 @@ def _facts(mpi: Mpi | None) -> dict[str, Any]:
     return facts | {"mpi": f"{mpi.vendor} {mpi.version}"}
 
 
+def _look(folder: Folder) -> None:
+    """Show how a study stands that another process works on."""
+    study = folder.known()
+    if study is not None:
+        seen = queue.seen if study.on == "slurm" else conduct.seen
+        console = progress.console()
+        drawn = board.table(study, seen(folder, study), show.title(study))
+        (console if console.is_terminal else Console(stderr=True, width=WIDTH)).print(drawn)
+
+
 def _measured(folder: Folder, study: Study, spec: Recipe) -> Study:
     """Run what is missing; return the study, whose steps are known now."""
-    missing = len(conduct.missing(folder, study)) if study.steps else 1
-    if not missing:
+    if study.steps and not conduct.missing(folder, study):
         return study
-    with Teller(f"{study.name}, {study.mode} scaling", missing) as teller:
+    with Teller(study) as teller:
+        _say_where(folder, study, teller)
         if study.steps is None:
             study = conduct.piloted(folder, study, spec, teller)
             folder.save(study)
-        _say(spec, study, teller)
-        teller.expect(len(conduct.missing(folder, study)))
-        if study.on == "slurm":
-            missing_there = conduct.missing(folder, study)
-            found = queue.trials(folder, study, spec, missing_there, teller)
-        else:
-            conduct.links(folder, study, teller)
-            found = conduct.trials(folder, study, spec, teller)
-        for _ in found:
+        for told in changes.told(spec, study.mode, study.batch, study.timing, study.threads):
+            teller.say(logging.INFO, f"# {told}")
+        teller.expect(study, conduct.standings(folder, study))
+        for _ in _trials(folder, study, spec, teller):
             pass
     return study
 
 
-def _say(spec: Recipe, study: Study, teller: Teller) -> None:
-    for sentence in changes.told(spec, study.mode, study.batch, study.timing, study.threads):
-        teller.say(logging.INFO, f"# {sentence}")
+def _say_where(folder: Folder, study: Study, teller: Teller) -> None:
+    teller.say(logging.INFO, f"# in {folder.path}: the same command with that --out goes on there")
     for size in study.sizes:
         if study.share(size) > 1:
             teller.say(
@@ -151,6 +171,13 @@ def _say(spec: Recipe, study: Study, teller: Teller) -> None:
                 f"{size.said}: oversubscribed, {study.share(size):.3g} ranks share a core: marked "
                 "in the table, and left out of fits where other sizes do",
             )
+
+
+def _trials(folder: Folder, study: Study, spec: Recipe, teller: Teller) -> Iterator[Trial | Gap]:
+    if study.on == "slurm":
+        return queue.trials(folder, study, spec, conduct.missing(folder, study), teller)
+    conduct.links(folder, study, teller)
+    return conduct.trials(folder, study, spec, teller)
 
 
 def collected(folder: Folder, study: Study) -> Result:
@@ -164,7 +191,7 @@ def collected(folder: Folder, study: Study) -> Result:
 
 def _show(found: Result, files: Sequence[Path]) -> None:
     """Print the table, the fits and where files are, on stdout."""
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(show.table(found))
     for name, text in show.facts(found).items():
         click.echo(f"{name}: {text}")

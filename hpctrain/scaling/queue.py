@@ -10,12 +10,18 @@ sbatch: scripts come from cluster/slurm.py.
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import re
 import shutil
+import signal
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hpctrain import rundir
 from hpctrain.cluster import sbatch, submit
 from hpctrain.cluster import site as sites
 from hpctrain.cluster.job import Job
@@ -27,16 +33,17 @@ from hpctrain.cluster.submit import ENDED, POLL_S, State
 from hpctrain.errors import HpctrainError
 from hpctrain.recipe import Recipe
 from hpctrain.scaling import changes, collect
+from hpctrain.scaling.board import RUNNING, SUBMITTED, Standing
 from hpctrain.scaling.collect import Gap, Trial
 from hpctrain.scaling.sizes import Size
-from hpctrain.scaling.study import Folder, Study
+from hpctrain.scaling.study import Folder, Key, Study
 from hpctrain.scaling.teller import Teller
 
 TIME = "0:30:00"  #: of each job, unless one is asked for
 STEPS = 200  #: timed per trial: a pilot would have to queue for itself
 LIMIT_S = 24 * 3600.0  #: who waits longer may call again
+LEFT = "jobs go on: the same command collects them, and `scancel {jobs}` ends them"
 LATE_S = 10.0  #: a shared file system may show the files of a job that has ended so much later
-Key = tuple[int, Size]
 
 
 def asked(words: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,7 +60,8 @@ def asked(words: Mapping[str, Any]) -> dict[str, Any]:
 def must_render(study: Study) -> None:
     """Raise UsageError for a job that cannot be."""
     for size in study.sizes:
-        must_be(_job(study, size, "recipe.toml", "out"), _site(study))
+        name = _name(study, (0, size), Path("out"))
+        must_be(_job(study, size, "recipe.toml", "out", name), _site(study))
 
 
 def trials(
@@ -61,49 +69,115 @@ def trials(
 ) -> Iterator[Trial | Gap]:
     """Submit what is missing and not under way; yield what became of each job."""
     waiting: dict[Key, int] = {}
-    for repeat, size in missing:
-        out = folder.trial(size, repeat)
-        try:
-            waiting[repeat, size] = _under_way(out) or _submitted(folder, study, spec, size, out)
-        except HpctrainError as error:  # of this size alone, it may be; so is an sbatch too slow
-            out.parent.mkdir(parents=True, exist_ok=True)
-            collect.log_of(out).write_text(f"hpctrain: {' '.join(str(error).split())}\n")
-            yield _told(folder, study, (repeat, size), teller)
-    for key in _ended(waiting, folder, teller):
-        yield _told(folder, study, key, teller)
+    try:
+        for key in missing:
+            if (job := _given(folder, study, spec, key)) is None:
+                yield _told(folder, study, key, teller)
+            else:
+                waiting[key] = job
+                teller.update({key: Standing(SUBMITTED, job)})
+        for key in _ended(waiting, folder, teller):
+            yield _told(folder, study, key, teller, waiting.pop(key))
+    except KeyboardInterrupt:
+        if waiting:
+            jobs = " ".join(map(str, waiting.values()))
+            teller.say(logging.WARNING, LEFT.format(jobs=jobs))
+        raise
 
 
-def _told(folder: Folder, study: Study, key: Key, teller: Teller) -> Trial | Gap:
-    repeat, size = key
-    found = collect.trial(folder.trial(size, repeat), study.timing)
-    teller.end(f"{size.said}, repeat {repeat + 1} of {study.repeats}", found)
+def _given(folder: Folder, study: Study, spec: Recipe, key: Key) -> int | None:
+    """Return the job of a trial, a new one if none is under way; None where it is refused."""
+    out = folder.trial(key[1], key[0])
+    try:
+        return _under_way(study, key, out) or _submitted(folder, study, spec, key, out)
+    except HpctrainError as error:  # of this size alone, it may be; so is an sbatch too slow
+        out.parent.mkdir(parents=True, exist_ok=True)
+        collect.log_of(out).write_text(f"hpctrain: {' '.join(str(error).split())}\n")
+        return None
+
+
+def _told(
+    folder: Folder, study: Study, key: Key, teller: Teller, job: int | None = None
+) -> Trial | Gap:
+    found = collect.trial(folder.trial(key[1], key[0]), study.timing)
+    teller.update({key: Standing.of(found, job)})
     return found
 
 
-def _under_way(out: Path) -> int | None:
+def standing(out: Path, state: State) -> Standing:
+    """Return how a trial stands whose job Slurm tells of."""
+    word = state.state.lower()
+    step = collect.step(out) if word == RUNNING else None
+    why = "" if word == RUNNING else explained(state.reason)
+    return Standing(word, int(state.job), step, why)
+
+
+def seen(folder: Folder, study: Study) -> dict[Key, Standing]:
+    """Return how each trial stands by its files and by Slurm's word, for who only looks."""
+    return {key: _seen(folder.trial(key[1], key[0]), study) for key in study.trials}
+
+
+def _seen(out: Path, study: Study) -> Standing:
+    found, jobs = collect.trial(out, study.timing), submit.jobs_of(collect.job_of(out))
+    job = jobs[-1] if jobs else None
+    if isinstance(found, Gap) and job is not None:
+        state = submit.heard(job)[0]
+        if state.state not in ENDED:
+            return standing(out, state)
+    begun = isinstance(found, Trial) or job is not None or collect.log_of(out).exists()
+    return Standing.of(found, job) if begun else Standing()
+
+
+def _under_way(study: Study, key: Key, out: Path) -> int | None:
     """Return the job that makes the run `out` and has not ended."""
-    known = submit.jobs_of(collect.job_of(out))
+    kept = collect.job_of(out)
+    known = submit.jobs_of(kept)
+    if not known and kept.exists():  # whoever gave it to Slurm was killed before the id came back
+        known = submit.named(_name(study, key, out))
+        rundir.write_json(kept / submit.JOBS, {"jobs": known})
     return known[-1] if known and submit.heard(known[-1])[0].state not in ENDED else None
 
 
-def _submitted(folder: Folder, study: Study, spec: Recipe, size: Size, out: Path) -> int:
+def _submitted(folder: Folder, study: Study, spec: Recipe, key: Key, out: Path) -> int:
     """Give a new job to Slurm; return its id. What an earlier one left is removed."""
     shutil.rmtree(out, ignore_errors=True)
     shutil.rmtree(collect.job_of(out), ignore_errors=True)
     collect.log_of(out).unlink(missing_ok=True)
     out.parent.mkdir(parents=True, exist_ok=True)
-    timed = changes.trial(spec, study.mode, study.batch, size, study.timing)
-    file = folder.recipe(size, timed.toml()).absolute()
-    text = render(_job(study, size, str(file), str(out.absolute())), _site(study))
-    return submit.submit(text, collect.job_of(out))
+    timed = changes.trial(spec, study.mode, study.batch, key[1], study.timing)
+    file = folder.recipe(key[1], timed.toml()).absolute()
+    job = _job(study, key[1], str(file), str(out.absolute()), _name(study, key, out))
+    with _undisturbed():
+        return submit.submit(render(job, _site(study)), collect.job_of(out))
 
 
-def _job(study: Study, size: Size, recipe: str, out: str) -> Job:
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Let a Ctrl-C wait until the id of a job is written down; sbatch is to get none of it."""
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child inherits that
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
+
+
+def _name(study: Study, key: Key, out: Path) -> str:
+    """Return the name of a job that no other trial has, of no other study either."""
+    mark = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:8]
+    plain = re.sub(r"[^\w.-]", "_", study.name)  # squeue would take a comma for two names
+    return f"scale-{plain}-{key[1].ranks}-{key[0]}-{mark}"
+
+
+def _job(study: Study, size: Size, recipe: str, out: str, name: str) -> Job:
     told = dict(study.job)
     told.pop("site")
     if told["gpus_per_node"]:  # a rank takes a GPU, and a small size does not take them all
         told["gpus_per_node"] = size.per_node
-    name = f"scale-{study.name}"
     return Job(recipe, size.nodes, size.per_node, name=name, out=out, max_restarts=0, **told)
 
 
@@ -112,19 +186,20 @@ def _site(study: Study) -> Site | None:
     return None if name is None else sites.load(name)
 
 
-def _ended(waiting: dict[Key, int], folder: Folder, teller: Teller) -> Iterator[Key]:
+def _ended(waiting: Mapping[Key, int], folder: Folder, teller: Teller) -> Iterator[Key]:
     """Yield the trials whose jobs have ended, as they do; after LIMIT_S all that are left."""
     left, deadline, pause = dict(waiting), time.monotonic() + LIMIT_S, 0.5
+    outs = {key: folder.trial(key[1], key[0]) for key in waiting}
     while left:
         states = {key: submit.heard(job)[0] for key, job in left.items()}
         over = time.monotonic() > deadline
-        for (repeat, size), state in states.items():
-            if state.state in ENDED or over:
-                del left[repeat, size]
-                _note(folder.trial(size, repeat), state)
-                yield repeat, size
+        gone = [key for key, state in states.items() if state.state in ENDED or over]
+        teller.update({k: standing(outs[k], states[k]) for k in left if k not in gone})
+        for key in gone:
+            del left[key]
+            _note(outs[key], states[key])
+            yield key
         if left:
-            teller.news(_summary([states[key] for key in left]))
             time.sleep(pause)
             pause = min(1.3 * pause, POLL_S)
 
@@ -137,12 +212,3 @@ def _note(out: Path, state: State) -> None:
     why = f" ({state.reason})" if state.reason else ""
     collect.log_of(out).write_text(f"hpctrain: Slurm's job {state.job} is {state.state}{why}\n")
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
-
-
-def _summary(states: list[State]) -> str:
-    """Return how many jobs are in which state, and why they do not start."""
-    names = [one.state for one in states]
-    counts = ", ".join(f"{names.count(name)} {name.lower()}" for name in dict.fromkeys(names))
-    idle = [one for one in states if one.state in ("PENDING", "NO ANSWER") and one.reason]
-    whys = dict.fromkeys(explained(one.reason) for one in idle)
-    return f"jobs: {counts}" + (f" ({'; '.join(whys)})" if whys else "")

@@ -25,6 +25,7 @@ from hpctrain.scaling.study import Study
 from hpctrain.tuning.loggp import Wire
 
 Row = dict[str, Any]
+Found = Mapping[Size, Sequence[Trial | Gap]]  #: of each size a trial, or a gap, per repeat
 Wires = tuple[Wire | None, Wire | None]  #: in a node, between nodes
 BEYOND = (2, 4, 8)  #: predicted sizes, as multiples of the largest that the model was fitted to
 PARTS = ("step_s", "compute_s", "wire_s", "wait_s", "other_s")
@@ -38,6 +39,8 @@ class Result:
     rows: list[Row]
     law: str  #: amdahl or gustafson
     serial: Estimate | None  #: fraction, None with less than two sizes
+    law_ranks: tuple[int, ...]  #: sizes that the law was fitted to
+    law_misfit: float | None  #: the largest share by which they miss it; two sizes meet any law
     model: Model | None
     hosts: tuple[str, ...]
 
@@ -62,6 +65,16 @@ class Measured:
         """Return the median over trials."""
         return median(getattr(one, name) for one in self.trials.values())
 
+    def speed_ups(self, base: Measured) -> list[float]:
+        """Return the ratios to the samples/s of `base`, of each repeat in which both are there."""
+        pairs = sorted(self.trials.keys() & base.trials.keys())
+        ratios = [self.trials[i].samples_per_s / base.trials[i].samples_per_s for i in pairs]
+        return ratios or [self.mean("samples_per_s") / base.mean("samples_per_s")]
+
+    def efficiencies(self, base: Measured) -> list[float]:
+        """Return the same as shares of the ideal."""
+        return [ratio * base.size.ranks / self.size.ranks for ratio in self.speed_ups(base)]
+
     @property
     def seen(self) -> Seen:
         """What a forecast is fitted to: medians, which one disturbed repeat does not move."""
@@ -70,15 +83,18 @@ class Measured:
         return Seen(self.size, **times, algorithm=last.algorithm, share=self.share)
 
 
-def result(
-    study: Study, found: Mapping[Size, Sequence[Trial | Gap]], wires: Wires = (None, None)
-) -> Result:
+def measured(study: Study, found: Found) -> list[Measured]:
+    """Return the sizes of which at least one trial is there."""
+    trials = {
+        size: {i: one for i, one in enumerate(found[size]) if isinstance(one, Trial)}
+        for size in study.sizes
+    }
+    return [Measured(size, some, study.share(size)) for size, some in trials.items() if some]
+
+
+def result(study: Study, found: Found, wires: Wires = (None, None)) -> Result:
     """Return the result of the trials `found`, of each size one per repeat."""
-    sizes = []
-    for size in study.sizes:
-        trials = {i: one for i, one in enumerate(found[size]) if isinstance(one, Trial)}
-        if trials:
-            sizes.append(Measured(size, trials, study.share(size)))
+    sizes = measured(study, found)
     strong = study.mode == "strong"
     seen = [one.seen for one in sizes]
     rows = [
@@ -94,7 +110,8 @@ def result(
     beyond = _predicted(study, model, sizes) if model else []
     hosts = sorted({h for one in sizes for t in one.trials.values() for h in t.hosts})
     law = "amdahl" if strong else "gustafson"
-    return Result(study, [*rows, *beyond], law, _serial(sizes, strong), model, tuple(hosts))
+    fit = _serial(sizes, strong)
+    return Result(study, [*rows, *beyond], law, *fit, model, tuple(hosts))
 
 
 def _model(study: Study, seen: Sequence[Seen], wires: Wires) -> Model | None:
@@ -106,19 +123,14 @@ def _model(study: Study, seen: Sequence[Seen], wires: Wires) -> Model | None:
 
 def _measured(one: Measured, base: Measured) -> Row:
     rate = estimate([trial.samples_per_s for trial in one.trials.values()])
-    pairs = sorted(one.trials.keys() & base.trials.keys())
-    speed_ups = [one.trials[i].samples_per_s / base.trials[i].samples_per_s for i in pairs] or [
-        rate.mean / base.mean("samples_per_s")  # no repeat in which both are there
-    ]
-    each = base.size.ranks / one.size.ranks
     return {
         "kind": "measured",
         "ranks": one.size.ranks,
         "nodes": one.size.nodes,
         "repeats": len(one.trials),
         **_estimated("samples_per_s", rate),
-        **_estimated("speed_up", _of_base(one, base, speed_ups)),
-        **_estimated("efficiency", _of_base(one, base, [ratio * each for ratio in speed_ups])),
+        **_estimated("speed_up", _of_base(one, base, one.speed_ups(base))),
+        **_estimated("efficiency", _of_base(one, base, one.efficiencies(base))),
         **{name: one.mean(name) for name in PARTS},
         "algorithm": one.seen.algorithm,
         "ranks_per_core": one.share,
@@ -171,23 +183,35 @@ def _forecast(study: Study, model: Model, size: Size, base: Measured) -> Row:
         "efficiency": speed_up * base.size.ranks / size.ranks,
         "step_s": found.step_s,
         "compute_s": found.compute_s,
+        "wire_s": found.wire_s,
         "wait_s": found.wait_s,
         "other_s": found.other_s,
         "ranks_per_core": 1.0,
     }
 
 
-def _serial(sizes: Sequence[Measured], strong: bool) -> Estimate | None:
-    """Return the serial fraction, fitted in each repeat; of sizes with cores of their own."""
+def _serial(
+    sizes: Sequence[Measured], strong: bool
+) -> tuple[Estimate | None, tuple[int, ...], float | None]:
+    """Return the serial fraction, fitted in each repeat, the ranks it is of, and its misfit.
+
+    Sizes with cores of their own count.
+    """
     used = [one for one in sizes if one.share == 1.0]
+    ranks = tuple(one.size.ranks for one in used)
     if len(used) < 2:
-        return None
+        return None, ranks, None
     law: Callable[..., float] = laws.amdahl if strong else laws.gustafson
+    speed_up = laws.amdahl_speed_up if strong else laws.gustafson_speed_up
     key = "step_s" if strong else "samples_per_s"
-    ranks = [one.size.ranks for one in used]
     whole = sorted(set.intersection(*(set(one.trials) for one in used)))
-    fractions = [law(ranks, [getattr(one.trials[i], key) for one in used]) for i in whole]
-    return estimate(fractions or [law(ranks, [one.mean(key) for one in used])])
+    seen = [[getattr(one.trials[i], key) for one in used] for i in whole]
+    seen = seen or [[one.mean(key) for one in used]]
+    fraction = estimate([law(ranks, one) for one in seen])
+    if len(used) == 2:
+        return fraction, ranks, None
+    shape = [speed_up(fraction.mean, n) ** (-1 if strong else 1) for n in ranks]
+    return fraction, ranks, laws.misfit(shape, [fmean(one) for one in zip(*seen, strict=True)])
 
 
 def to_json(found: Result) -> dict[str, Any]:
@@ -198,7 +222,12 @@ def to_json(found: Result) -> dict[str, Any]:
         "machine": study.machine | {"hosts_seen": list(found.hosts)},
         "study": {k: v for k, v in asdict(study).items() if k != "machine"},
         "confidence": "95 %, Student's t over repeats",
-        "law": {"name": found.law, "serial_fraction": found.serial and asdict(found.serial)},
+        "law": {
+            "name": found.law,
+            "serial_fraction": found.serial and asdict(found.serial),
+            "ranks": list(found.law_ranks),
+            "misfit": found.law_misfit,
+        },
         "model": {**wire, **asdict(model)} if model else None,
         "rows": found.rows,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.markup import escape
@@ -12,15 +12,22 @@ from rich.table import Table
 
 from hpctrain.bench.predicted import time
 from hpctrain.scaling import laws
+from hpctrain.scaling.forecast import Model
 from hpctrain.scaling.results import Result, Row
+from hpctrain.scaling.student import Estimate
+from hpctrain.scaling.study import Study
 
 HEADINGS = ("samples/s", "step", "speed-up", "efficiency", "compute", "wait", "other", "wire")
 MEASURED, GAP, PREDICTED = "measured", "gap", "predicted"
+BEYOND = "Predicted, not measured, for ranks with cores of their own"
+UNTESTED = "which meet any such model: one more size would test it"
+WIDE = 0.1  #: half an interval of efficiency
+BOUND = 1 - 1e-9  #: serial fractions above are 1
 
 
 def table(found: Result) -> Table:
     """Return the rows as a table; intervals stand behind their means."""
-    shown = Table(title=escape(title(found)))
+    shown = Table(title=escape(title(found.study)))
     nodes = ["nodes"] * _over_nodes(found)
     for heading in ("ranks", *nodes, *HEADINGS):
         shown.add_column(heading, justify="right")
@@ -41,10 +48,11 @@ def _over_nodes(found: Result) -> bool:
     return any(row["nodes"] > 1 for row in found.rows)
 
 
-def title(found: Result) -> str:
+def title(study: Study) -> str:
     """Return the title of tables and plots."""
-    study = found.study
-    where = {"local": "this machine", "slurm": "Slurm"}.get(study.on, f"a netlab of {study.link}")
+    where = {"local": "this machine", "slurm": "Slurm"}.get(
+        study.on, f"a netlab, links of {study.link}"
+    )
     batch = f"batch {study.batch}" + " per rank" * (study.mode == "weak")
     return f"{study.name}: {study.mode} scaling, {batch}, on {where}"
 
@@ -85,23 +93,61 @@ def remarks(row: Row) -> Iterator[str]:
         yield f"from smaller sizes {step} was predicted ({error:+.1%})"
 
 
+def lead(found: Result) -> Iterator[str]:
+    """Yield what a report begins with: what was measured and predicted, how far to trust it."""
+    measured = found.of(MEASURED)
+    for kind, word in ((MEASURED, "Measured"), (GAP, "Failed"), (PREDICTED, BEYOND)):
+        if rows := found.of(kind):
+            yield f"{word}: {listed([row['ranks'] for row in rows])}."
+    apart = [row for row in measured[1:] if row["ranks_per_core"] == 1]
+    for row in apart[-1:]:
+        ratios = [within(row, "speed_up", ".2f"), within(row, "efficiency", ".1%")]
+        than = f"the samples/s of {listed([measured[0]['ranks']])}"
+        yield f"{row['ranks']} ranks do {ratios[0]} times {than}: an efficiency of {ratios[1]}."
+        if (row["efficiency_ci95"] or 0.0) > WIDE:
+            yield "Repeats differ much: a quieter machine, or more of them, would tell more."
+    if measured and found.study.repeats == 1:
+        yield "One repeat: how far another would differ is not known."
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Return numbers of ranks in words."""
+    *most, last = map(str, dict.fromkeys(ranks))
+    return f"{', '.join(most)} and {last} ranks" if most else f"{last} rank{'s' * (last != '1')}"
+
+
 def facts(found: Result) -> dict[str, str]:
-    """Return what the fits say, by name."""
-    study, model = found.study, found.model
-    told = {
-        "trials": f"{study.repeats} repeats of {study.timing.last - study.timing.first} timed "
-        "steps, sizes in turn; ± is the interval of 95 % confidence by Student's t over repeats"
-    }
+    """Return what was done and what the fits say, by name."""
+    told = {"trials": _trials_said(found.study)}
     if found.serial is not None:
         told[laws_name(found.law)] = law_said(found)
-    if model is not None:
-        rate = f"{8e-9 / model.beta_s:.3g} Gbit/s" if model.beta_s else "no cost per byte"
-        told["alpha-beta model"] = (
-            f"alpha {time(model.alpha_s)}, beta {model.beta_s * 1e9:.3g} ns per byte ({rate}), "
-            f"{model.algorithm} of {model.nbytes:,} bytes, "
-            + (f"in {model.buckets} buckets during backward" if model.buckets else "after backward")
-        )
+    if found.model is not None:
+        told["alpha-beta model"] = _model_said(found.model)
     return told
+
+
+def _trials_said(study: Study) -> str:
+    steps = (
+        f"{study.timing.last - study.timing.first} timed steps, of which the median of ten parts"
+    )
+    if study.repeats == 1:
+        return f"1 repeat of {steps} counts; no interval can be told of one repeat"
+    return (
+        f"{study.repeats} repeats of {steps} counts, sizes in turn; means over repeats, ± half the "
+        "interval of 95 % confidence by Student's t; speed-up and efficiency are ratios within a "
+        "repeat"
+    )
+
+
+def _model_said(model: Model) -> str:
+    rate = f"{8e-9 / model.beta_s:.3g} Gbit/s" if model.beta_s else "no cost per byte"
+    when = f"in {model.buckets} buckets during backward" if model.buckets else "after backward"
+    text = (
+        f"alpha {time(model.alpha_s)}, beta {model.beta_s * 1e9:.3g} ns per byte ({rate}), "
+        f"{model.algorithm} of {model.nbytes:,} bytes, {when}; from {model.origin}, scaled to the "
+        f"wire of {listed(model.ranks)}"
+    )
+    return text if model.tested else f"{text}, {UNTESTED}"
 
 
 def laws_name(law: str) -> str:
@@ -110,15 +156,32 @@ def laws_name(law: str) -> str:
 
 
 def law_said(found: Result) -> str:
-    """Return what the fitted law says."""
-    assert found.serial is not None
-    row = {"serial": found.serial.mean, "serial_ci95": found.serial.half}
-    fraction = within(row, "serial", ".1%")
+    """Return what the fitted law says, and how far that was tested."""
+    if found.law_misfit is None:
+        return f"{_serial_said(found)}; two sizes are no test of it: a third would be"
+    ranks = listed(found.law_ranks)
+    return f"{_serial_said(found)}; {ranks} miss it by at most {found.law_misfit:.1%}"
+
+
+def _serial_said(found: Result) -> str:
+    serial = found.serial
+    assert serial is not None
+    if serial.mean > BOUND:
+        return "serial fraction 100%, its bound: more ranks brought no more samples/s"
+    text = f"serial fraction {_ranged(serial, '{:.1%}'.format, (-1, 1))}"
     if found.law == "amdahl":
-        most = f"{1 / found.serial.mean:.3g}" if found.serial.mean else "without bound"
-        return f"serial fraction {fraction}; the speed-up stays below {most}"
-    at = laws.gustafson_speed_up(found.serial.mean, 64)
-    return f"serial fraction {fraction}; 64 ranks would do {at:.3g} times the work of one"
+        most = _ranged(serial, lambda s: f"{1 / s:.3g}" if s else "no bound", (1, -1))
+        return f"{text}; the speed-up stays below {most}"
+    work = _ranged(serial, lambda s: f"{laws.gustafson_speed_up(s, 64):.3g}", (1, -1))
+    return f"{text}; if it held, 64 ranks would do {work} times the work of one"
+
+
+def _ranged(serial: Estimate, said: Callable[[float], str], ends: tuple[int, int]) -> str:
+    """Return a function of the serial fraction, behind it those of both `ends` of its interval."""
+    if serial.half is None:
+        return said(serial.mean)
+    low, high = (said(min(1.0, max(0.0, serial.mean + end * serial.half))) for end in ends)
+    return f"{said(serial.mean)} ({low} to {high})"
 
 
 def to_csv(rows: Sequence[dict[str, Any]]) -> str:

@@ -29,6 +29,9 @@ FILE, FORMAT = "study.json", 1
 SAME = ("name", "mode", "on", "link", "tables", "machine")
 
 
+Key = tuple[int, Size]  #: a trial: its repeat and its size
+
+
 @dataclass(frozen=True)
 class Study:
     """One recipe on several sizes; `steps` is None until a pilot has told how long they take."""
@@ -52,6 +55,11 @@ class Study:
     def timing(self) -> Timing:
         """How long a trial is."""
         return Timing.of(self.steps or 0)
+
+    @property
+    def trials(self) -> list[Key]:
+        """All trials, in the order in which they are run: sizes in turn."""
+        return [(repeat, size) for repeat in range(self.repeats) for size in self.sizes]
 
     @property
     def by_nodes(self) -> bool:
@@ -111,12 +119,16 @@ def read(path: Path) -> Study:
         raise UsageError(f"{path} cannot be read: {error}; name a new folder with --out") from None
 
 
+class HeldError(UsageError):
+    """Another process works on a study."""
+
+
 @contextmanager
 def claimed(path: Path) -> Iterator[Folder]:
     """Make the folder of a study and hold it; the kernel gives it back however we end.
 
-    Raises UsageError if something else lies there, if another process holds it, or if it cannot
-    be written.
+    Raises UsageError if something else lies there or if it cannot be written, HeldError if another
+    process holds it.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -130,7 +142,7 @@ def claimed(path: Path) -> Iterator[Folder]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
-        raise UsageError(f"--out {path}: another `hpctrain scale` works on it") from None
+        raise HeldError(f"--out {path}: another `hpctrain scale` works on it") from None
     try:
         yield Folder(path)
     finally:

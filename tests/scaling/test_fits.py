@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from hpctrain.bench import predict
 from hpctrain.scaling import laws
-from hpctrain.scaling.forecast import Seen, fitted, replay, schedule_of
+from hpctrain.scaling.collect import Trial
+from hpctrain.scaling.forecast import (
+    GUESS,
+    MESSAGES,
+    WIRE_TIMES,
+    Seen,
+    fitted,
+    replay,
+    schedule_of,
+)
+from hpctrain.scaling.results import Measured
 from hpctrain.scaling.sizes import Size
 from hpctrain.scaling.student import estimate, quantile
 from hpctrain.tuning.loggp import Cluster
@@ -38,6 +50,33 @@ def test_intervals():
     assert estimate([5.0]).half is None
 
 
+def share_that_holds(truth, make, studies=1000):
+    """Return in what part of made studies the interval holds the truth."""
+    rng = np.random.default_rng(7)
+    found = [estimate(make(rng)) for _ in range(studies)]
+    return sum(abs(one.mean - truth) <= one.half for one in found) / studies
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_intervals_hold_the_truth_as_often_as_they_say(count):
+    held = share_that_holds(10.0, lambda rng: rng.normal(10.0, 3.0, count).tolist())
+    assert held == pytest.approx(0.95, abs=0.02)  # three standard errors of 1000 studies
+
+
+def trials_of(size, rates):
+    some = {i: Trial(rate, 1.0, 1.0, 0.0, 0.0, None, ()) for i, rate in enumerate(rates)}
+    return Measured(Size(size), some, 1.0)
+
+
+def test_the_interval_of_an_efficiency_knows_that_the_base_was_measured_too():
+    def study(rng):
+        drift = rng.normal(1.0, 0.2, 3)  # of a whole pass: in both, so in neither's ratio
+        base, four = (rate * drift * rng.normal(1.0, 0.03, 3) for rate in (100.0, 320.0))
+        return trials_of(4, four).efficiencies(trials_of(1, base))
+
+    assert share_that_holds(0.8, study) == pytest.approx(0.95, abs=0.02)
+
+
 SIZES = {"from one": [1, 2, 4, 8], "from two": [2, 4, 16], "two sizes": [1, 2], "odd": [3, 5, 7]}
 FRACTIONS = [0.0, 0.03, 0.5, 1.0]
 
@@ -49,6 +88,25 @@ def test_laws_find_the_serial_fraction(fraction, ranks):
     rates = [900 * laws.gustafson_speed_up(fraction, n) for n in ranks]
     assert laws.amdahl(ranks, seconds) == pytest.approx(fraction, abs=1e-9)
     assert laws.gustafson(ranks, rates) == pytest.approx(fraction, abs=1e-9)
+
+
+@pytest.mark.parametrize("law, speed_up, sign", [
+    (laws.amdahl, laws.amdahl_speed_up, -1), (laws.gustafson, laws.gustafson_speed_up, 1),
+])  # fmt: skip
+def test_the_fraction_of_noisy_repeats_and_its_interval(law, speed_up, sign):
+    ranks = [1, 2, 4, 8]
+    exact = np.array([speed_up(0.1, n) ** sign for n in ranks])
+
+    def study(rng):
+        return [law(ranks, exact * rng.normal(1.0, 0.02, 4)) for _ in range(3)]
+
+    assert np.mean(study(np.random.default_rng(1))) == pytest.approx(0.1, abs=0.03)
+    assert share_that_holds(0.1, study, 400) == pytest.approx(0.95, abs=0.035)
+
+
+def test_how_far_sizes_miss_a_law():
+    assert laws.misfit([1.0, 2.0, 3.0], [5.0, 10.0, 15.0]) == pytest.approx(0.0, abs=1e-12)
+    assert laws.misfit([1.0, 1.0], [1.0, 1.1]) == pytest.approx(0.05, abs=0.005)
 
 
 def test_better_than_ideal_is_a_serial_fraction_of_nothing():
@@ -95,6 +153,41 @@ def test_wires_are_told_by_the_times_of_two_sizes():
     seen = [step_on(Size(n, n), 20e-3, 0) for n in (2, 4, 8)]
     model = fitted(seen, NBYTES, False, None, None)
     assert model.beta_s == pytest.approx(8e-9, rel=0.05)
+    assert (model.origin, model.ranks) == (WIRE_TIMES, (2, 4, 8))
+
+
+#: how many sizes communicate, and whether messages were measured: is there one to test the model?
+TESTED = {
+    (1, False): (GUESS, False),
+    (2, False): (WIRE_TIMES, False),
+    (3, False): (WIRE_TIMES, True),
+    (1, True): (MESSAGES, False),
+    (2, True): (MESSAGES, True),
+}
+
+
+@pytest.mark.parametrize("case", TESTED, ids=str)
+def test_a_model_with_as_many_sizes_as_unknowns_is_untested(case):
+    seen = [step_on(Size(n, n), 20e-3, 0) for n in (2, 4, 8)[: case[0]]]
+    model = fitted(seen, NBYTES, False, None, WIRE if case[1] else None)
+    assert (model.origin, model.tested) == TESTED[case]
+
+
+def noisy(one, rng):
+    """Return a step as it is seen among others: each of its times is off by some 2 %."""
+    times = ("step_s", "compute_s", "wire_s", "wait_s")
+    return replace(one, **{name: getattr(one, name) * rng.normal(1.0, 0.02) for name in times})
+
+
+@pytest.mark.parametrize("wire, off", [(WIRE, 0.05), (None, 0.25)])
+def test_wires_and_forecasts_of_noisy_steps(wire, off):
+    rng, exact = np.random.default_rng(3), [step_on(Size(n, n), 20e-3, 0) for n in (1, 2, 4, 8)]
+    for _ in range(5):
+        model = fitted([noisy(one, rng) for one in exact[:3]], NBYTES, False, None, wire)
+        assert model.beta_s == pytest.approx(8e-9, rel=off)
+        forecast = model.forecast(exact[3].size)
+        assert forecast.step_s == pytest.approx(exact[3].step_s, rel=0.05)
+        assert forecast.wire_s == pytest.approx(exact[3].wire_s, rel=0.05)
 
 
 def test_one_rank_alone_tells_nothing_of_others():

@@ -21,6 +21,7 @@ from studies import SPEC, Times, runner, study, write
 from hpctrain import rundir
 from hpctrain.cluster.launch import Mpi
 from hpctrain.commands.scale import scale
+from hpctrain.errors import UsageError
 from hpctrain.scaling import collect, conduct, laws, output, places, plots, product, show
 from hpctrain.scaling.changes import Timing
 from hpctrain.scaling.collect import Gap, Trial
@@ -141,6 +142,39 @@ def test_gaps_are_named_and_the_rest_is_drawn():
     assert "1 of 4 sizes could not be measured" in page(found, {}, [])
 
 
+def test_what_few_sizes_and_repeats_cannot_tell_is_said():
+    two = study((1, 2), repeats=1)
+    said = show.facts(result(two, trials(two, amdahl)))
+    assert "no interval can be told of one repeat" in said["trials"]
+    assert said["Amdahl's law"] == (
+        "serial fraction 20.0%; the speed-up stays below 5; two sizes are no test of it: a third "
+        "would be"
+    )
+    assert said["alpha-beta model"].endswith("2 ranks, which meet any such model: one more size "
+                                             "would test it")  # fmt: skip
+    apart = study((1, 2), repeats=2)  # repeats that tell opposite things
+    mixed = result(apart, trials(apart, lambda n, i: Times(1e-2 / (n if i else 1), 1e-3)))
+    assert (
+        "serial fraction 50.0% (0.0% to 100.0%); the speed-up stays below 2 (1 to no bound)"
+        in (show.facts(mixed)["Amdahl's law"])
+    )
+    assert "Repeats differ much" in " ".join(show.lead(mixed))
+    slower = result(apart, trials(apart, lambda n, i: Times(1e-2 * n, 1e-3)))
+    assert "100%, its bound: more ranks brought no more samples/s" in show.law_said(slower)
+    four = study((1, 2, 4))
+    bent = lambda n, i: Times(1e-2 if n < 4 else 1e-2 / 3, 1e-3)  # noqa: E731
+    assert "1, 2 and 4 ranks miss it by at most" in show.law_said(result(four, trials(four, bent)))
+
+
+def test_what_a_report_begins_with():
+    assert list(show.lead(with_gaps())) == [
+        "Measured: 1, 4 and 8 ranks.",
+        "Failed: 2 ranks.",
+        "Predicted, not measured, for ranks with cores of their own: 8, 16 and 32 ranks.",
+        "4 ranks do 2.50 ± 0.00 times the samples/s of 1 rank: an efficiency of 62.5 ± 0.0%.",
+    ]
+
+
 def test_nothing_was_measured():
     of = study()
     found = result(of, trials(of, amdahl, {(n, i) for n in (1, 2, 4) for i in range(3)}))
@@ -221,7 +255,7 @@ def conducted(folder, of, monkeypatch, times=amdahl, failing=()):
     """Run a study whose trials take no time; return what was called, in order."""
     calls = []
     monkeypatch.setattr(places, "run", runner(times, calls, failing))
-    with Teller("a study", 1) as teller:
+    with Teller(of) as teller:
         list(conduct.trials(folder, of, SPEC, teller))
     return calls
 
@@ -253,8 +287,9 @@ def test_a_pilot_tells_how_many_steps_to_time(step_s, steps, tmp_path, monkeypat
     calls = []
     times = lambda ranks, repeat: Times(step_s / ranks, step_s / ranks / 2)  # noqa: E731
     monkeypatch.setattr(places, "run", runner(times, calls))
-    with Teller("a study", 1) as teller:
-        found = conduct.piloted(Folder(tmp_path), study(steps=None), SPEC, teller)
+    of = study(steps=None)
+    with Teller(of) as teller:
+        found = conduct.piloted(Folder(tmp_path), of, SPEC, teller)
     assert (found.steps, calls) == (steps, [("pilot", 1), ("pilot", 4)])
 
 
@@ -278,8 +313,10 @@ def test_the_report_in_a_browser(tmp_path):
     looked = tmp_path / "looked.html"
     looked.write_text(re.sub("<meta http-equiv=[^>]*>", LOOK, written.read_text()))
     dom, said = browse(tmp_path, "--dump-dom", looked.as_uri())
-    widths = dict(re.findall(r"(\w+\.png)=(\d+)", dom))
-    assert (widths.keys(), said) == ({"scaling.png", "time.png"}, [])
+    widths = [
+        int(width) for width in re.findall(r"\.=(\d+)", dom)
+    ]  # behind what each picture shows
+    assert (len(widths), min(widths) > 1000, said) == (2, True, [])
 
 
 def called(monkeypatch, out, *words, failing=()):
@@ -313,6 +350,10 @@ def test_the_exit_code_tells_of_gaps(tmp_path, monkeypatch):
     assert called(monkeypatch, tmp_path / "s", "--repeats", "1") == (0, [(0, 2)])
     grown = called(monkeypatch, tmp_path / "s", "--repeats", "2")
     assert grown == (0, [(1, 1), (1, 2)])  # no pilot: a trial is as long as before
+    with pytest.raises(UsageError, match="holds another study: mode was strong, now weak"):
+        called(monkeypatch, tmp_path / "s", "--mode", "weak")
+    with pytest.raises(UsageError, match=r"holds another study: tables\.run was .*'epochs': 30"):
+        called(monkeypatch, tmp_path / "s", "--set", "run.epochs=2")
 
 
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib.figure"])

@@ -6,14 +6,13 @@ import csv
 import logging
 import re
 import shlex
-import subprocess
-import sys
+import signal
 from dataclasses import replace
 
 import pytest
 from studies import SPEC, Times, study, write
 
-from hpctrain import recipe
+from hpctrain import progress, recipe
 from hpctrain.cluster import submit
 from hpctrain.cluster.submit import State
 from hpctrain.errors import HpctrainError, UsageError
@@ -67,7 +66,7 @@ class MadeUp:
 
 def run(folder, of):
     missing = conduct.missing(folder, of)
-    with Teller("a study", len(missing)) as teller:
+    with Teller(of) as teller:
         return list(queue.trials(folder, of, SPEC, missing, teller))
 
 
@@ -83,7 +82,7 @@ def test_a_job_for_each_size_and_repeat(tmp_path, monkeypatch):
     assert run(folder, of) == []  # all is there
 
 
-def test_jobs_under_way_are_found_again(tmp_path, monkeypatch):
+def test_jobs_under_way_are_found_again(tmp_path, monkeypatch, caplog):
     made, of, folder = MadeUp(monkeypatch), of_nodes(1), Folder(tmp_path)
 
     def stop(seconds):
@@ -93,9 +92,46 @@ def test_jobs_under_way_are_found_again(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run(folder, of)
     assert len(made.jobs) == 2
+    assert "the same command collects them, and `scancel 1 2` ends them" in caplog.text
     monkeypatch.setattr(queue.time, "sleep", lambda seconds: None)
     assert all(isinstance(one, collect.Trial) for one in run(folder, of))
     assert len(made.jobs) == 2  # none was submitted twice
+
+
+def test_a_job_whose_id_never_came_back_is_found_by_its_name(tmp_path, monkeypatch):
+    made, of, folder = MadeUp(monkeypatch), replace(of_nodes(1), repeats=1), Folder(tmp_path)
+
+    def killed(text, kept):
+        made.submit(text, kept)
+        (kept / submit.JOBS).unlink()
+        raise SystemExit
+
+    monkeypatch.setattr(queue.submit, "submit", killed)
+    with pytest.raises(SystemExit):
+        run(folder, of)
+    asked = []
+    monkeypatch.setattr(queue.submit, "named", lambda name: asked.append(name) or [1])
+    assert all(isinstance(one, collect.Trial) for one in run(folder, of))
+    assert len(made.jobs) == 1  # `killed` was not called again
+    assert re.fullmatch(r"scale-digits-1-0-[0-9a-f]{8}", *asked)
+
+
+def test_a_ctrl_c_waits_until_the_id_of_a_job_is_kept(tmp_path, monkeypatch):
+    made, of, folder = MadeUp(monkeypatch), of_nodes(1), Folder(tmp_path)
+
+    def pressed(text, kept):
+        signal.raise_signal(signal.SIGINT)
+        return made.submit(text, kept)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(queue.submit, "submit", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            run(folder, of)
+    assert submit.jobs_of(collect.job_of(folder.trial(Size(1), 0))) == [1]
+    run(folder, of)
+    assert len(made.jobs) == of.repeats
+    with pytest.raises(KeyboardInterrupt):  # as ever
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_what_slurm_refuses_or_loses_is_a_gap(tmp_path, monkeypatch):
@@ -120,10 +156,13 @@ def test_who_waits_in_a_log_reads_why_jobs_do_not_start(tmp_path, monkeypatch, c
     monkeypatch.setattr(queue.submit, "ask", held)
     with caplog.at_level(logging.INFO, "hpctrain"):
         run(folder, of)
-    assert [one.getMessage() for one in caplog.records if "jobs: " in one.getMessage()] == [
-        "jobs: 2 pending (JobHeldUser: held: scontrol release it)",
-        "jobs: 2 pending (Priority: other jobs come first)",
-        "jobs: 2 no answer (scontrol has not answered within 120 s)",
+    rate = "12,800 samples/s, efficiency so far 100.0%"
+    assert [one.getMessage() for one in caplog.records] == [
+        "1 rank, repeats 1, 2 of 2: pending, jobs 1, 2, JobHeldUser: held: scontrol release it",
+        "1 rank, repeats 1, 2 of 2: pending, jobs 1, 2, Priority: other jobs come first",
+        "1 rank, repeats 1, 2 of 2: no answer, jobs 1, 2, scontrol has not answered within 120 s",
+        f"1 rank, repeat 1 of 2: {rate}",
+        f"1 rank, repeat 2 of 2: {rate}",
     ]
 
 
@@ -139,7 +178,7 @@ def test_what_is_asked_about_jobs(options, time):
 def test_gpus_go_with_ranks():
     of = of_nodes(1)
     four = replace(of, sizes=(Size(2, 1), Size(8, 2)), job=JOB | {"gpus_per_node": 4})
-    jobs = [queue._job(four, size, "r.toml", "out") for size in four.sizes]
+    jobs = [queue._job(four, size, "r.toml", "out", "a name") for size in four.sizes]
     assert [(job.nodes, job.tasks_per_node, job.gpus_per_node) for job in jobs] == [
         (1, 2, 2), (2, 4, 4),
     ]  # fmt: skip
@@ -148,15 +187,41 @@ def test_gpus_go_with_ranks():
 
 
 @pytest.mark.processes
-def test_on_a_real_slurm(slurm, tmp_path):
-    words = ("scale", "digits", "--on", "slurm", "--nodes", "1,2", "--mode", "weak")
+def test_a_collector_on_a_real_slurm_is_killed_and_called_again(slurm, start, tmp_path):
+    words = (
+        "-m",
+        "hpctrain",
+        "scale",
+        "digits",
+        "--on",
+        "slurm",
+        "--nodes",
+        "1,2",
+        "--mode",
+        "weak",
+    )
     small = ("--steps", "20", "--repeats", "1", "--time", "5", "--out", "study")
     env = {**slurm.environ, "SLURM_MPI_TYPE": slurm.srun.rpartition("=")[2]}
-    done = subprocess.run(
-        [sys.executable, "-m", "hpctrain", *words, *small],
-        env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+    before = jobs_in(slurm)
+    first = start(*words, *small, env=env)
+    first.until("2 ranks on 2 nodes, repeat 1 of 1: ")
+    first.process.kill()
+    given = jobs_in(slurm) - before
+    slurm.jobs.extend(given)
+    assert len(given) == 2
+    # as where the one who waits is killed before it has kept an id
+    (tmp_path / "study/trials/00002-ranks-00002-nodes/repeat-0.job" / submit.JOBS).unlink()
+    done = start(*words, *small, env={**env, progress.TERMINAL: "150"}).finish(100)
     assert done.returncode == 0, done.stdout + done.stderr
     text = (tmp_path / "study" / "scaling.csv").read_text()
     rows = [row for row in csv.DictReader(text.splitlines()) if row["kind"] == "measured"]
     assert [(row["ranks"], row["nodes"]) for row in rows] == [("1", "1"), ("2", "2")]
+    assert jobs_in(slurm) - before == given
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", done.stderr)
+    assert re.search(rf"│ +1 │ +1 │ measured +│ {min(given)} +│ +1 of 1 │", drawn)
+    assert re.search(r"│ +2 │ +2 │ measured +│ [-0-9]+ +│ +1 of 1 │", drawn)
+
+
+def jobs_in(slurm):
+    """Return all jobs that Slurm knows of."""
+    return set(map(int, slurm.run("squeue", "--noheader", "--states=all", "--format=%A").split()))
