@@ -47,7 +47,8 @@ def write(folder, timing, times, samples, ranks, status="done"):
         row = {"step": step, "steps": steps, "since_step": 0, "wall_s": clock["step_s"],
                "samples_per_s": samples / times.step_s / slow, "ranks": told}  # fmt: skip
         rundir.append_row(folder, row)
-    summary = {"status": status, "exit_code": 0, "algorithm": times.algorithm, "hosts": ["a"]}
+    summary = {"status": status, "exit_code": 0, "algorithm": times.algorithm, "hosts": ["a"],
+               "threads": 1, "gpus": []}  # fmt: skip
     rundir.write_summary(folder, summary)
 
 

@@ -7,8 +7,8 @@ once (another process, a page fault) does not, what is there in most of them doe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -18,6 +18,8 @@ from hpctrain import rundir
 from hpctrain.scaling.changes import INTERVALS, Timing
 
 TIMES = ("compute_s", "wire_s", "wait_s")
+#: What a run tells of its machine; jobs run elsewhere than the one who collects.
+FACTS = ("transport", "threads", "gpus", "gpu_paths")
 SUMMARY = rundir.SUMMARY
 Row = dict[str, Any]
 
@@ -33,6 +35,7 @@ class Trial:
     wait_s: float
     algorithm: str | None
     hosts: tuple[str, ...]
+    machine: Mapping[str, Any] = field(default_factory=dict)  #: FACTS that the run tells
 
     @property
     def other_s(self) -> float:
@@ -63,7 +66,8 @@ def trial(folder: Path, timing: Timing) -> Trial | Gap:
     step_s = {name: median(one[name] for one in found) for name in ("step_s", *TIMES)}
     rate = median(one["samples_per_s"] for one in found)
     hosts = tuple(summary.get("hosts") or ())
-    return Trial(rate, **step_s, algorithm=summary.get("algorithm"), hosts=hosts)
+    facts = {name: summary[name] for name in FACTS if summary.get(name)}
+    return Trial(rate, **step_s, algorithm=summary.get("algorithm"), hosts=hosts, machine=facts)
 
 
 def intervals(rows: Sequence[Row], timing: Timing) -> Iterator[dict[str, float]]:

@@ -36,7 +36,6 @@ def page(found: Result, images: Mapping[str, bytes], changes: Sequence[str]) -> 
         rows=list(zip((row["kind"] for row in found.rows), show.cells(found), strict=True)),
         facts=show.facts(found),
         changes=changes,
-        machine={name: shown(value) for name, value in found.study.machine.items()}
-        | {"hosts seen": shown(list(found.hosts))},
+        machine={name.replace("_", " "): shown(one) for name, one in found.machine.items()},
         recipe=tomli_w.dumps(found.study.tables),
     )

@@ -127,10 +127,9 @@ def _points(axes: Axes, found: Result, key: str) -> None:
             if not shared:
                 _line(axes, found, key)
             style: dict[str, Any] = {"markerfacecolor": "white"} if shared else {}
-            spread = [row[f"{key}_ci95"] or 0.0 for row in rows]
-            # On a logarithmic axis an interval that reaches below zero would have no end.
-            below = [min(s, 0.9 * row[key]) for s, row in zip(spread, rows, strict=True)]
-            axes.errorbar(_at(rows, found), _values(rows, key), [below, spread], color=BLUE,
+            values = np.array(_values(rows, key))
+            low, high = _spread(rows, key)
+            axes.errorbar(_at(rows, found), values, [values - low, high - values], color=BLUE,
                           marker="s" if shared else "o", linestyle="", capsize=4, label=label,
                           **style)  # fmt: skip
 
@@ -150,6 +149,8 @@ def _predictions(axes: Axes, found: Result, key: str) -> None:
         untested = "" if found.model.tested else ", untested"
         apart = [r for r in found.of(MEASURED) if r["ranks_per_core"] == 1 and r["ranks"] > 1]
         line = [*apart[-1:], *rows]
+        low, high = _spread(line, key)
+        axes.fill_between(_at(line, found), low, high, color=VERMILION, alpha=0.15, linewidth=0)
         axes.plot(_at(line, found), _values(line, key), "--", color=VERMILION, marker="D",
                   markerfacecolor="white", markevery=slice(len(line) - len(rows), None),
                   label=f"predicted (alpha-beta model{untested})")  # fmt: skip
@@ -209,6 +210,13 @@ def _label(row: Row, found: Result) -> str:
 
 def _values(rows: Sequence[Row], key: str) -> list[float]:
     return [row[key] for row in rows]
+
+
+def _spread(rows: Sequence[Row], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ends of intervals; on a logarithmic axis one below zero would have no end."""
+    values = np.array(_values(rows, key))
+    half = np.array([row[f"{key}_ci95"] or 0.0 for row in rows])
+    return np.maximum(values - half, 0.1 * values), values + half
 
 
 def _plain(text: str) -> str:

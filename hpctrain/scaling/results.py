@@ -12,7 +12,7 @@ in strong scaling and in weak scaling alike, where r(P) belongs to a larger prob
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -27,6 +27,7 @@ from hpctrain.tuning.loggp import Wire
 Row = dict[str, Any]
 Found = Mapping[Size, Sequence[Trial | Gap]]  #: of each size a trial, or a gap, per repeat
 Wires = tuple[Wire | None, Wire | None]  #: in a node, between nodes
+Single = Sequence[tuple[Model, float]]  #: models of single repeats, samples/s of the smallest size
 BEYOND = (2, 4, 8)  #: predicted sizes, as multiples of the largest that the model was fitted to
 PARTS = ("step_s", "compute_s", "wire_s", "wait_s", "other_s")
 
@@ -42,7 +43,7 @@ class Result:
     law_ranks: tuple[int, ...]  #: sizes that the law was fitted to
     law_misfit: float | None  #: the largest share by which they miss it; two sizes meet any law
     model: Model | None
-    hosts: tuple[str, ...]
+    machine: dict[str, Any]  #: the facts of the study, and what trials have seen
 
     def of(self, kind: str) -> list[Row]:
         """Return the rows that are measured, a gap, or predicted."""
@@ -107,11 +108,23 @@ def result(study: Study, found: Found, wires: Wires = (None, None)) -> Result:
         gaps = [one for one in found[Size(row["ranks"], row["nodes"])] if isinstance(one, Gap)]
         row |= {"repeats_missing": len(gaps), "reason": gaps[0].reason if gaps else None}
     model = _model(study, seen, wires)
-    beyond = _predicted(study, model, sizes) if model else []
-    hosts = sorted({h for one in sizes for t in one.trials.values() for h in t.hosts})
+    beyond = _predicted(study, model, sizes, _single(study, sizes, wires)) if model else []
+    trials = [trial for one in sizes for trial in one.trials.values()]
+    hosts = sorted({host for trial in trials for host in trial.hosts})
+    machine = study.machine | _machine(trials, hosts)
     law = "amdahl" if strong else "gustafson"
     fit = _serial(sizes, strong)
-    return Result(study, [*rows, *beyond], law, *fit, model, tuple(hosts))
+    return Result(study, [*rows, *beyond], law, *fit, model, machine)
+
+
+def _machine(trials: Sequence[Trial], hosts: Sequence[str]) -> dict[str, Any]:
+    """Return what trials have seen of their machine; a list where they have seen several things."""
+    found: dict[str, Any] = {"hosts_seen": hosts}
+    for name in dict.fromkeys(name for trial in trials for name in trial.machine):
+        values = [trial.machine[name] for trial in trials if name in trial.machine]
+        distinct = [value for i, value in enumerate(values) if value not in values[:i]]
+        found[name] = distinct[0] if len(distinct) == 1 else distinct
+    return found
 
 
 def _model(study: Study, seen: Sequence[Seen], wires: Wires) -> Model | None:
@@ -159,28 +172,45 @@ def _gap(size: Size) -> Row:
     return {"kind": "gap", "ranks": size.ranks, "nodes": size.nodes, "repeats": 0}
 
 
-def _predicted(study: Study, model: Model, sizes: Sequence[Measured]) -> list[Row]:
+def _single(study: Study, sizes: Sequence[Measured], wires: Wires) -> Single:
+    """Return the model of each repeat alone, and what the smallest size did in it."""
+    whole = sorted(set.intersection(*(set(one.trials) for one in sizes)))
+    found = []
+    for i in whole:
+        alone = [replace(one, trials={i: one.trials[i]}) for one in sizes]
+        if model := _model(study, [one.seen for one in alone], wires):
+            found.append((model, alone[0].mean("samples_per_s")))
+    return found
+
+
+def _predicted(study: Study, model: Model, sizes: Sequence[Measured], single: Single) -> list[Row]:
     """Return the rows beyond the largest size whose ranks have cores of their own."""
     apart = [one for one in sizes if one.share == 1.0 and one.size.ranks > 1]
     last = (apart or list(sizes))[-1].size
     beyond = [last.scaled(factor) for factor in BEYOND]
     if study.mode == "strong":  # each rank needs a sample
         beyond = [size for size in beyond if size.ranks <= study.batch]
-    return [_forecast(study, model, size, sizes[0]) for size in beyond]
+    return [_forecast(study, model, size, sizes[0], single) for size in beyond]
 
 
-def _forecast(study: Study, model: Model, size: Size, base: Measured) -> Row:
-    found = model.forecast(size)
+def _forecast(study: Study, model: Model, size: Size, base: Measured, single: Single) -> Row:
+    """Return the row of a size by the model of all repeats.
+
+    Intervals are those of the models of single repeats: by how much a model is off is not in them.
+    """
     samples = study.batch if study.mode == "strong" else study.batch * size.ranks
+    each, found = base.size.ranks / size.ranks, model.forecast(size)
     rate = samples / found.step_s
     speed_up = rate / base.mean("samples_per_s")
+    rates = [samples / one.forecast(size).step_s for one, _ in single]
+    ratios = [one / did for one, (_, did) in zip(rates, single, strict=True)]
     return {
         "kind": "predicted",
         "ranks": size.ranks,
         "nodes": size.nodes,
-        "samples_per_s": rate,
-        "speed_up": speed_up,
-        "efficiency": speed_up * base.size.ranks / size.ranks,
+        **_estimated("samples_per_s", _around(rate, rates)),
+        **_estimated("speed_up", _around(speed_up, ratios)),
+        **_estimated("efficiency", _around(speed_up * each, [one * each for one in ratios])),
         "step_s": found.step_s,
         "compute_s": found.compute_s,
         "wire_s": found.wire_s,
@@ -188,6 +218,11 @@ def _forecast(study: Study, model: Model, size: Size, base: Measured) -> Row:
         "other_s": found.other_s,
         "ranks_per_core": 1.0,
     }
+
+
+def _around(value: float, values: Sequence[float]) -> Estimate:
+    """Return `value` with the interval of `values`."""
+    return replace(estimate(values), mean=value) if values else Estimate(value, None, 0)
 
 
 def _serial(
@@ -219,7 +254,7 @@ def to_json(found: Result) -> dict[str, Any]:
     study, model = found.study, found.model
     wire = {"alpha_s": model.alpha_s, "beta_s_per_byte": model.beta_s} if model else {}
     return {
-        "machine": study.machine | {"hosts_seen": list(found.hosts)},
+        "machine": found.machine,
         "study": {k: v for k, v in asdict(study).items() if k != "machine"},
         "confidence": "95 %, Student's t over repeats",
         "law": {
