@@ -32,7 +32,11 @@ interrupted. See docs/scaling.md.
 @click.option("--nodes", metavar="N,...", help="Nodes, or hosts of a netlab.")
 @click.option("--ranks-per-node", type=int, metavar="R", help="On each node; 1 unless given.")
 @click.option(
-    "--mode", type=click.Choice(MODES), default="strong", show_default=True, help="What is fixed."
+    "--mode",
+    type=click.Choice(MODES),
+    default="strong",
+    show_default=True,
+    help="One batch for all ranks, or as much for each.",
 )
 @click.option(
     "--on", type=click.Choice(PLACES), default="local", show_default=True, help="Where trials run."
@@ -43,8 +47,12 @@ interrupted. See docs/scaling.md.
 @click.option("--gpus-per-node", type=int, metavar="N", help="Of Slurm's nodes; a rank per GPU.")
 @click.option("--cpus-per-task", type=int, metavar="N", help="Of Slurm's: cores of a rank.")
 @click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Of sbatch.")
-@click.option("--repeats", type=int, default=3, show_default=True, metavar="N", help="Per size.")
-@click.option("--steps", type=int, metavar="N", help="Timed per trial; by default some 2 s.")
+@click.option(
+    "--repeats", type=int, default=3, show_default=True, metavar="N", help="Trials per size."
+)
+@click.option(
+    "--steps", type=int, metavar="N", help="Timed per trial; some 2 s unless given, 200 on Slurm."
+)
 @click.option("--set", "sets", multiple=True, metavar="TABLE.KEY=VALUE", help="Change the recipe.")
 @click.option(
     "--out",

@@ -6,7 +6,7 @@
     files -> numbers   collect.py, table of   summary.json and metrics.jsonl of each trial, no more
                        numbers: results.py
     laws, forecast     laws.py, forecast.py   Amdahl, Gustafson; the alpha-beta model beyond
-    what people see    show.py, plots.py, page.py
+    what people see    board.py, teller.py while trials run; show.py, plots.py, page.py of results
 
 Everything after the trials reads files only; so a study that was stopped anywhere goes on when it
 is called again, and what is there is drawn.

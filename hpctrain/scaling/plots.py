@@ -146,14 +146,15 @@ def _predictions(axes: Axes, found: Result, key: str) -> None:
     """Draw the dashed line from the last size that the model was fitted to."""
     rows = found.of(PREDICTED)
     if rows and found.model:
-        untested = "" if found.model.tested else ", untested"
+        words = ["predicted (alpha-beta model", *["untested"] * (not found.model.tested)]
+        label = ", ".join(words) + ")" + ", band: 95 % interval" * (found.study.repeats > 1)
         apart = [r for r in found.of(MEASURED) if r["ranks_per_core"] == 1 and r["ranks"] > 1]
         line = [*apart[-1:], *rows]
         low, high = _spread(line, key)
         axes.fill_between(_at(line, found), low, high, color=VERMILION, alpha=0.15, linewidth=0)
         axes.plot(_at(line, found), _values(line, key), "--", color=VERMILION, marker="D",
                   markerfacecolor="white", markevery=slice(len(line) - len(rows), None),
-                  label=f"predicted (alpha-beta model{untested})")  # fmt: skip
+                  label=label)  # fmt: skip
 
 
 def _ideal(axes: Axes, found: Result, key: str) -> None:
