@@ -168,7 +168,7 @@ def _ideal(axes: Axes, found: Result, key: str) -> None:
 
 def _gaps(axes: Axes, found: Result) -> None:
     for i, row in enumerate(found.of(GAP)):
-        label = "gap: failed, see the table" if i == 0 else None
+        label = "gap: failed" if i == 0 else None
         axes.axvspan(*(_at([row], found)[0] * factor for factor in (0.93, 1.07)), color=GREY,
                      alpha=0.5, linewidth=0, label=label)  # fmt: skip
 

@@ -9,6 +9,7 @@ import math
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -316,10 +317,16 @@ def test_a_pilot_tells_how_many_steps_to_time(step_s, steps, tmp_path, monkeypat
     assert (found.steps, calls) == (steps, [("pilot", 1), ("pilot", 4)])
 
 
-def test_a_trial_that_takes_too_long_is_ended(tmp_path):
-    code = places.run(["sleep", "60"], tmp_path / "log", None, limit_s=0.2)
-    assert code == 1
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_trial_that_takes_too_long_is_ended(watched, tmp_path, monkeypatch):
+    monkeypatch.setattr(places, "LOOK_S", 0.05)
+    looks = []
+    look = partial(looks.append, 1) if watched else None
+    assert places.run(["sleep", "60"], tmp_path / "log", None, 0.2, look) == 1
     assert "ended after 0.2 s" in (tmp_path / "log").read_text()
+    assert bool(looks) is watched
+    assert places.run(["false"], tmp_path / "log", None, 60.0, look) == 1
+    assert (tmp_path / "log").read_text() == ""
 
 
 @pytest.mark.full
