@@ -118,10 +118,13 @@ def table(study: Study, board: Board, title: str, note: str = "") -> Table:
     nodes = any(size.nodes > 1 for size in study.sizes)
     for heading in ("ranks", *["nodes"] * nodes):
         drawn.add_column(heading, justify="right")
-    drawn.add_column("state")
+    drawn.add_column("state", min_width=len(MEASURED))
     if study.on == "slurm":
         drawn.add_column("job", overflow="fold")
-    for heading in ("repeats", "step", "samples/s", "efficiency"):
+    drawn.add_column("repeats", justify="right")
+    # As wide as it will be: a table that grows under the eye is hard to read.
+    drawn.add_column("step", justify="right", min_width=len(_steps(study.timing.total, study)))
+    for heading in ("samples/s", "efficiency"):
         drawn.add_column(heading, justify="right")
     drawn.add_column("reason", overflow="fold")
     for row in rows(study, board):
@@ -137,10 +140,14 @@ def _cells(row: Row, study: Study, nodes: bool) -> Iterator[str]:
     if study.on == "slurm":
         yield _jobs(row.standings) or "-"
     yield f"{row.measured} of {len(row.standings)}"
-    yield "-" if row.step is None else f"{row.step} of {study.timing.total}"
+    yield "-" if row.step is None else _steps(row.step, study)
     yield "-" if row.samples_per_s is None else f"{row.samples_per_s:,.0f}"
     yield "-" if row.efficiency is None else f"{row.efficiency:.1%}"
     yield "; ".join(dict.fromkeys(one.reason for one in row.standings if one.reason))
+
+
+def _steps(step: int, study: Study) -> str:
+    return f"{step} of {study.timing.total}"
 
 
 def _jobs(standings: Sequence[Standing]) -> str:

@@ -31,9 +31,7 @@ class Teller:
         self._live = Live(console=console, auto_refresh=False) if self.drawn else None
 
     def __enter__(self) -> Teller:
-        """Begin to draw, where somebody sits in front of a terminal."""
-        if self._live:
-            self._live.start()
+        """Return self; what is drawn begins with the first news."""
         return self
 
     def __exit__(
@@ -82,6 +80,7 @@ class Teller:
         if self._live:
             title = show.title(self.study)
             drawn = board.table(self.study, self._board, title, self._note())
+            self._live.start()  # for the first time
             self._live.update(drawn, refresh=True)
 
     def _note(self) -> str:

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+import shutil
 import sys
 from dataclasses import replace
 from functools import partial
@@ -29,7 +30,7 @@ from hpctrain.scaling.collect import Gap, Trial
 from hpctrain.scaling.page import page
 from hpctrain.scaling.results import result
 from hpctrain.scaling.sizes import Size
-from hpctrain.scaling.study import Folder
+from hpctrain.scaling.study import Folder, claimed
 from hpctrain.scaling.teller import Teller
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -384,6 +385,16 @@ def test_the_exit_code_tells_of_gaps(tmp_path, monkeypatch):
         called(monkeypatch, tmp_path / "s", "--mode", "weak")
     with pytest.raises(UsageError, match=r"holds another study: tables\.run was .*'epochs': 30"):
         called(monkeypatch, tmp_path / "s", "--set", "run.epochs=2")
+
+
+def test_who_calls_while_another_works_sees_how_things_stand(tmp_path, monkeypatch, capsys):
+    assert called(monkeypatch, tmp_path / "s", "--repeats", "1")[0] == 0
+    shutil.rmtree(Folder(tmp_path / "s").trial(Size(2), 0))
+    with claimed(tmp_path / "s"), pytest.raises(UsageError, match="another `hpctrain scale` works"):
+        called(monkeypatch, tmp_path / "s", "--repeats", "1")
+    said = " ".join(capsys.readouterr().err.split())
+    assert "│ 1 │ measured │ 1 of 1 │ - │ 12,800 │ 100.0% │" in said
+    assert "│ 2 │ running │ 0 of 1 │" in said
 
 
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib.figure"])
