@@ -43,6 +43,7 @@ TIME = "0:30:00"  #: of each job, unless one is asked for
 STEPS = 200  #: timed per trial: a pilot would have to queue for itself
 LIMIT_S = 24 * 3600.0  #: who waits longer may call again
 LEFT = "jobs go on: the same command collects them, and `scancel {jobs}` ends them"
+SHARING = {"exclusive", "oversubscribe"}  #: options of sbatch by which the user decides
 LATE_S = 10.0  #: a shared file system may show the files of a job that has ended so much later
 
 
@@ -53,8 +54,13 @@ def asked(words: Mapping[str, Any]) -> dict[str, Any]:
         "time": TIME if words["time"] is None else words["time"],
         "gpus_per_node": words["gpus_per_node"] or 0,
         "cpus_per_task": words["cpus_per_task"],
-        "options": dict(sbatch.named(text) for text in words["options"]),
+        "options": _alone(dict(sbatch.named(text) for text in words["options"])),
     }
+
+
+def _alone(options: dict[str, str]) -> dict[str, str]:
+    """Ask for nodes that no other job shares, another trial least of all: it would be timed too."""
+    return options if SHARING & options.keys() else {**options, "exclusive": ""}
 
 
 def must_render(study: Study) -> None:

@@ -166,13 +166,22 @@ def test_who_waits_in_a_log_reads_why_jobs_do_not_start(tmp_path, monkeypatch, c
     ]
 
 
-@pytest.mark.parametrize("options, time", [((), "0:30:00"), (("account=m1",), "5")])
-def test_what_is_asked_about_jobs(options, time):
-    words = dict.fromkeys(("site", "gpus_per_node", "cpus_per_task")) | {"options": options}
-    asked = queue.asked(words | {"time": None if time == queue.TIME else time})
-    assert (asked["time"], asked["options"]) == (time, {"account": "m1"} if options else {})
+#: --option, --time, and what jobs ask for; nodes are not shared unless the user says how
+ASKED = {
+    ((), None): ({"exclusive": ""}, queue.TIME),
+    (("account=m1",), "5"): ({"account": "m1", "exclusive": ""}, "5"),
+    (("exclusive=user",), "5"): ({"exclusive": "user"}, "5"),
+    (("oversubscribe",), "5"): ({"oversubscribe": ""}, "5"),
+}
+
+
+@pytest.mark.parametrize("typed", ASKED, ids=str)
+def test_what_is_asked_about_jobs(typed):
+    words = dict.fromkeys(("site", "gpus_per_node", "cpus_per_task"))
+    asked = queue.asked(words | {"options": typed[0], "time": typed[1]})
+    assert (asked["options"], asked["time"]) == ASKED[typed]
     with pytest.raises(UsageError, match="--option account=: expected a value"):
-        queue.asked(words | {"time": time, "options": ("account=",)})
+        queue.asked(words | {"time": "5", "options": ("account=",)})
 
 
 def test_gpus_go_with_ranks():
