@@ -26,12 +26,26 @@ _LIMITS = {
     r"(QOS|Assoc)\w*": "a limit of the {} on all jobs together: others end first, or ask for less",
 }
 
+#: Reasons that do not pass by waiting: somebody has to change the job, or the cluster.
+_LASTING = {"BadConstraints", "DependencyNeverSatisfied", "PartitionNodeLimit",
+            "PartitionTimeLimit", "QOSNotAllowed"}  # fmt: skip
+
+
+def lasting(reason: str) -> bool:
+    """Return whether a job that has this reason will not start by waiting."""
+    word = _word(reason)
+    return word in _LASTING or re.fullmatch(r"(QOS|Assoc)\w*PerJob\w*", word) is not None
+
 
 def explained(reason: str) -> str:
     """Return Slurm's word, and behind it what it means if that is known."""
-    word = reason.rstrip(",").partition(",")[0]
+    word = _word(reason)
     known = _MEANT.get(word) or _limit(word)
     return f"{reason}: {known}" if known else reason
+
+
+def _word(reason: str) -> str:
+    return reason.rstrip(",").partition(",")[0]
 
 
 def _limit(word: str) -> str:

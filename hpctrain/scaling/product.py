@@ -43,10 +43,13 @@ def scale(words: Words) -> int:
     with _held(where) as folder:
         study = joined(asked, folder.known(), where)
         folder.save(study)
-        study = _measured(folder, study, spec)
-        found = collected(folder, study)
-        told = list(changes.told(spec, study.mode, study.batch, study.timing, study.threads))
-        files = output.write(where, found, told, drawn)
+        try:
+            study = _measured(folder, study, spec)
+        except KeyboardInterrupt:
+            if (so_far := folder.known()) and so_far.steps:
+                _written(folder, so_far, spec, drawn)
+            raise
+        found, files = _written(folder, study, spec, drawn)
     _show(found, files)
     return GAPS if any(row.get("repeats_missing") for row in found.rows) else 0
 
@@ -61,7 +64,7 @@ def _held(where: Path) -> Iterator[Folder]:
         _look(Folder(where))
         raise
     except KeyboardInterrupt:
-        log.warning("stopped; the same command with --out %s goes on from there", where)
+        log.warning("stopped: what there is lies in %s, and the same --out goes on there", where)
         raise
 
 
@@ -187,6 +190,13 @@ def collected(folder: Folder, study: Study) -> Result:
         for size in study.sizes
     }
     return result(study, found, conduct.wires(folder, study))
+
+
+def _written(folder: Folder, study: Study, spec: Recipe, drawn: bool) -> tuple[Result, list[Path]]:
+    """Write what all trials tell so far; return it, and the files."""
+    found = collected(folder, study)
+    told = list(changes.told(spec, study.mode, study.batch, study.timing, study.threads))
+    return found, output.write(folder.path, found, told, drawn)
 
 
 def _show(found: Result, files: Sequence[Path]) -> None:

@@ -26,7 +26,7 @@ from hpctrain.cluster import sbatch, submit
 from hpctrain.cluster import site as sites
 from hpctrain.cluster.job import Job
 from hpctrain.cluster.job import check as must_be
-from hpctrain.cluster.reasons import explained
+from hpctrain.cluster.reasons import explained, lasting
 from hpctrain.cluster.site import Site
 from hpctrain.cluster.slurm import render
 from hpctrain.cluster.submit import ENDED, POLL_S, State
@@ -193,13 +193,13 @@ def _site(study: Study) -> Site | None:
 
 
 def _ended(waiting: Mapping[Key, int], folder: Folder, teller: Teller) -> Iterator[Key]:
-    """Yield the trials whose jobs have ended, as they do; after LIMIT_S all that are left."""
+    """Yield trials as nobody need wait for their jobs any more; after LIMIT_S all that are left."""
     left, deadline, pause = dict(waiting), time.monotonic() + LIMIT_S, 0.5
     outs = {key: folder.trial(key[1], key[0]) for key in waiting}
     while left:
         states = {key: submit.heard(job)[0] for key, job in left.items()}
         over = time.monotonic() > deadline
-        gone = [key for key, state in states.items() if state.state in ENDED or over]
+        gone = [key for key, state in states.items() if over or _over(state)]
         teller.update({k: standing(outs[k], states[k]) for k in left if k not in gone})
         for key in gone:
             del left[key]
@@ -210,11 +210,18 @@ def _ended(waiting: Mapping[Key, int], folder: Folder, teller: Teller) -> Iterat
             pause = min(1.3 * pause, POLL_S)
 
 
+def _over(state: State) -> bool:
+    """Return whether nobody need wait for a job: it has ended, or it will not start as it is."""
+    return state.state in ENDED or (state.state == "PENDING" and lasting(state.reason))
+
+
 def _note(out: Path, state: State) -> None:
     """Keep Slurm's word where a job's own files tell nothing; drop its checkpoint."""
     deadline = time.monotonic() + LATE_S * (state.state == "COMPLETED")
     while not (out / collect.SUMMARY).exists() and time.monotonic() < deadline:
         time.sleep(0.2)
-    why = f" ({state.reason})" if state.reason else ""
-    collect.log_of(out).write_text(f"hpctrain: Slurm's job {state.job} is {state.state}{why}\n")
+    why = f" ({explained(state.reason)})" if state.reason else ""
+    end = "" if state.state in ENDED else f"; `scancel {state.job}` ends it"
+    text = f"hpctrain: Slurm's job {state.job} is {state.state}{why}{end}\n"
+    collect.log_of(out).write_text(text)
     shutil.rmtree(out / "checkpoints", ignore_errors=True)

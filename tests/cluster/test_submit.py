@@ -13,7 +13,7 @@ from hpctrain import rundir
 from hpctrain.cli import hpctrain
 from hpctrain.cluster import sbatch, submit
 from hpctrain.cluster.job import Job
-from hpctrain.cluster.reasons import explained
+from hpctrain.cluster.reasons import explained, lasting
 from hpctrain.cluster.slurm import DEFAULTS, render
 from hpctrain.cluster.submit import State
 from hpctrain.errors import HpctrainError, UsageError
@@ -158,6 +158,13 @@ MEANT = {
 def test_what_reasons_mean(reason):
     assert explained(reason).startswith(f"{reason}: {MEANT[reason]}")
     assert explained(f"Un{reason}") == f"Un{reason}"
+
+
+def test_reasons_that_do_not_pass_by_waiting():
+    last = [one for one in MEANT if lasting(one)]
+    assert {"BadConstraints", "PartitionNodeLimit"} <= set(last)
+    assert not {"Resources", "Priority", "BeginTime", "JobHeldUser"} & set(last)
+    assert lasting("QOSMaxCpuPerJobLimit") and not lasting("QOSGrpCpuLimit")
 
 
 def test_without_slurm_it_is_told_what_to_do(commands):

@@ -350,11 +350,11 @@ def test_the_report_in_a_browser(tmp_path):
     assert (len(widths), min(widths) > 1000, said) == (2, True, [])
 
 
-def called(monkeypatch, out, *words, failing=()):
+def called(monkeypatch, out, *words, failing=(), times=amdahl):
     """Return the exit code of `hpctrain scale` with trials that take no time, and their calls."""
     calls = []
     monkeypatch.setattr(places, "must_work", lambda *_: Mpi("MPICH", "5", "lib", "mpiexec"))
-    monkeypatch.setattr(places, "run", runner(amdahl, calls, failing))
+    monkeypatch.setattr(places, "run", runner(times, calls, failing))
     line = ["digits", "--ranks", "1,2", "--out", str(out), *words]
     return scale.main(line, standalone_mode=False), [one for one in calls if one[0] != "link"]
 
@@ -373,6 +373,24 @@ def test_a_collector_that_was_stopped_is_called_again(tmp_path, monkeypatch):
     (tmp_path / "s" / "scaling.png").unlink()
     assert called(monkeypatch, tmp_path / "s") == (0, [])
     assert (tmp_path / "s" / "scaling.png").exists()
+
+
+def test_what_there_is_is_drawn_where_trials_are_stopped(tmp_path, monkeypatch, caplog):
+    def amdahl_or_stop(ranks, repeat):
+        if (ranks, repeat) == (2, 1):
+            raise KeyboardInterrupt
+        return amdahl(ranks, repeat)
+
+    with monkeypatch.context() as patched, pytest.raises((KeyboardInterrupt, Abort)):
+        called(patched, tmp_path / "s", times=amdahl_or_stop)
+    assert f"what there is lies in {tmp_path / 's'}" in caplog.text
+    rows = list(csv.DictReader((tmp_path / "s/scaling.csv").read_text().splitlines()))
+    assert [(row["kind"], row["repeats"]) for row in rows[:2]] == [
+        ("measured", "2"),
+        ("measured", "1"),
+    ]
+    assert (tmp_path / "s/report.html").exists()
+    assert called(monkeypatch, tmp_path / "s") == (0, [(1, 2), (2, 1), (2, 2)])
 
 
 def test_the_exit_code_tells_of_gaps(tmp_path, monkeypatch):

@@ -145,6 +145,22 @@ def test_what_slurm_refuses_or_loses_is_a_gap(tmp_path, monkeypatch):
     assert found[8].reason == "sbatch has not answered within 120 s"
 
 
+def test_a_job_that_will_not_start_as_it_is_is_a_gap(tmp_path, monkeypatch):
+    made, of, folder = MadeUp(monkeypatch), of_nodes(1, 8), Folder(tmp_path)
+    never = lambda job: [State(str(job), "PENDING", "PartitionNodeLimit")]  # noqa: E731
+    monkeypatch.setattr(
+        queue.submit, "ask", lambda job: never(job) if job % 2 == 0 else made.ask(job)
+    )
+    for _ in range(2):  # called again, it is waited for no longer, and not given to Slurm anew
+        run(folder, of)
+        assert isinstance(conduct.trial(folder, of, 0, Size(1, 1)), collect.Trial)
+        assert conduct.trial(folder, of, 0, Size(8, 8)).reason == (
+            "Slurm's job 2 is PENDING (PartitionNodeLimit: the partition has not, or does not "
+            "give, so many nodes); `scancel 2` ends it"
+        )
+        assert len(made.jobs) == 4
+
+
 def test_who_waits_in_a_log_reads_why_jobs_do_not_start(tmp_path, monkeypatch, caplog):
     made, of, folder = MadeUp(monkeypatch), of_nodes(1), Folder(tmp_path)
     polls = {}
