@@ -160,11 +160,15 @@ def test_what_reasons_mean(reason):
     assert explained(f"Un{reason}") == f"Un{reason}"
 
 
+LASTING = {
+    "BadConstraints": True, "PartitionNodeLimit": True, "QOSMaxNodePerJobLimit": True,
+    "Resources": False, "Priority": False, "JobHeldUser": False, "QOSGrpCpuLimit": False,
+    "ReqNodeNotAvail,_UnavailableNodes:n1": False,
+}  # fmt: skip
+
+
 def test_reasons_that_do_not_pass_by_waiting():
-    last = [one for one in MEANT if lasting(one)]
-    assert {"BadConstraints", "PartitionNodeLimit"} <= set(last)
-    assert not {"Resources", "Priority", "BeginTime", "JobHeldUser"} & set(last)
-    assert lasting("QOSMaxCpuPerJobLimit") and not lasting("QOSGrpCpuLimit")
+    assert {reason: lasting(reason) for reason in LASTING} == LASTING
 
 
 def test_without_slurm_it_is_told_what_to_do(commands):
