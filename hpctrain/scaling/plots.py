@@ -87,7 +87,7 @@ def time(found: Result) -> Figure:
     _bars(axes, found, wire, np.zeros(len(rows)), *WIRE, 0.3, 0.12)
     for i, row in enumerate(rows):
         if row["kind"] == GAP:
-            axes.text(i, 0, "failed", ha="center", va="bottom", color=EDGE)
+            axes.text(i, 0, "not measured", ha="center", va="bottom", color=EDGE)
     axes.set_xticks(range(len(rows)), [_label(row, found) for row in rows])
     axes.set_xlim(-0.7, max(len(rows), 4) - 0.3)
     axes.set_xlabel(_unit(found))
@@ -168,7 +168,7 @@ def _ideal(axes: Axes, found: Result, key: str) -> None:
 
 def _gaps(axes: Axes, found: Result) -> None:
     for i, row in enumerate(found.of(GAP)):
-        label = "gap: failed" if i == 0 else None
+        label = "gap: not measured" if i == 0 else None
         axes.axvspan(*(_at([row], found)[0] * factor for factor in (0.93, 1.07)), color=GREY,
                      alpha=0.5, linewidth=0, label=label)  # fmt: skip
 

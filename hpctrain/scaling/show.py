@@ -96,7 +96,7 @@ def remarks(row: Row) -> Iterator[str]:
 def lead(found: Result) -> Iterator[str]:
     """Yield what a report begins with: what was measured and predicted, how far to trust it."""
     measured = found.of(MEASURED)
-    for kind, word in ((MEASURED, "Measured"), (GAP, "Failed"), (PREDICTED, BEYOND)):
+    for kind, word in ((MEASURED, "Measured"), (GAP, "Not measured"), (PREDICTED, BEYOND)):
         if rows := found.of(kind):
             yield f"{word}: {listed([row['ranks'] for row in rows])}."
     apart = [row for row in measured[1:] if row["ranks_per_core"] == 1]
@@ -132,8 +132,9 @@ def _trials_said(study: Study) -> str:
     )
     if study.repeats == 1:
         return f"1 repeat of {steps} counts; no interval can be told of one repeat"
+    order = "as Slurm started them" if study.on == "slurm" else "sizes in turn"
     return (
-        f"{study.repeats} repeats of {steps} counts, sizes in turn; means over repeats, ± half the "
+        f"{study.repeats} repeats of {steps} counts, {order}; means over repeats, ± half the "
         "interval of 95 % confidence by Student's t; speed-up and efficiency are ratios within a "
         "repeat"
     )

@@ -152,7 +152,7 @@ def test_gaps_are_named_and_the_rest_is_drawn():
     assert "gap: why 0" in said[2]
     assert "1 of its repeats missing: why 2" in said[4]
     assert plots.plots(found).keys() == {"scaling.png", "scaling.svg", "time.png", "time.svg"}
-    assert "1 of 4 sizes could not be measured" in page(found, {}, [])
+    assert "1 of 4 sizes not measured" in page(found, {}, [])
 
 
 def test_what_few_sizes_and_repeats_cannot_tell_is_said():
@@ -182,7 +182,7 @@ def test_what_few_sizes_and_repeats_cannot_tell_is_said():
 def test_what_a_report_begins_with():
     assert list(show.lead(with_gaps())) == [
         "Measured: 1, 4 and 8 ranks.",
-        "Failed: 2 ranks.",
+        "Not measured: 2 ranks.",
         "Predicted, not measured, for ranks with cores of their own: 8, 16 and 32 ranks.",
         "4 ranks do 2.50 ± 0.00 times the samples/s of 1 rank: an efficiency of 62.5 ± 0.0%.",
     ]
