@@ -58,7 +58,7 @@ def claimed(run: Path, resume: bool) -> Iterator[None]:
                 f"--out {run} is in use: it holds {names}. Add --resume to go on with that run, or "
                 "name a new folder"
             )
-        lock = _locked(run)
+        lock = locked(run)
     except OSError as error:
         raise UsageError(f"--out {run} cannot be written: {error.strerror}") from None
     try:
@@ -67,12 +67,19 @@ def claimed(run: Path, resume: bool) -> Iterator[None]:
         os.close(lock)
 
 
-def _locked(run: Path) -> int:
+class HeldError(UsageError):
+    """Another process writes to a folder."""
+
+
+def locked(run: Path) -> int:
+    """Hold a folder until what is returned is closed; raise HeldError where another holds it."""
     lock = os.open(run / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UsageError(f"--out {run} is being written by {os.read(lock, 200).decode()}") from None
+        holder = os.read(lock, 200).decode()
+        os.close(lock)
+        raise HeldError(f"--out {run} is being written by {holder}") from None
     except OSError as error:  # some parallel file systems have no locks
         log.warning("%s cannot be locked (%s): let no other job write there", run, error.strerror)
     os.ftruncate(lock, 0)
@@ -105,7 +112,7 @@ def write_recipe(run: Path, text: str) -> None:
     before = set(path.read_text().splitlines()) if path.exists() else set(text.splitlines())
     for changed in sorted(set(text.splitlines()) - before):
         log.warning("the recipe of this run changes: %s", changed)
-    _replace(path, text)
+    write_file(path, text)
 
 
 def append_row(run: Path, row: Mapping[str, Any]) -> None:
@@ -127,7 +134,7 @@ def cut_rows(run: Path, step: int) -> int:
         return 0
     old = rows(run)
     kept = [row for row in old if row["step"] <= step]
-    _replace(run / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
+    write_file(run / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
     return max((row["step"] for row in old), default=step) - step if old else 0
 
 
@@ -140,7 +147,7 @@ def go_back(run: Path, step: int, known: int) -> int:
     before = int(path.read_text()) if path.exists() else 0
     redone = max(before, known) + cut_rows(run, step)
     if redone > before:
-        _replace(path, f"{redone}\n")
+        write_file(path, f"{redone}\n")
     return redone
 
 
@@ -151,7 +158,7 @@ def write_summary(run: Path, summary: Mapping[str, Any]) -> None:
 
 def write_json(path: Path, table: Mapping[str, Any]) -> None:
     """Write a file of JSON whole or not at all."""
-    _replace(path, _as_text(table))
+    write_file(path, _as_text(table))
 
 
 def write_first_summary(run: Path, summary: Mapping[str, Any]) -> bool:
@@ -178,15 +185,16 @@ def _as_text(summary: Mapping[str, Any]) -> str:
     return json.dumps(summary, indent=2) + "\n"
 
 
-def _replace(path: Path, text: str) -> None:
-    os.replace(_aside(path, text), path)
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all."""
+    os.replace(_aside(path, content), path)
 
 
-def _aside(path: Path, text: str) -> Path:
-    """Return a file of our own beside `path` that holds `text`."""
+def _aside(path: Path, content: str | bytes) -> Path:
+    """Return a file of our own beside `path` that holds `content`."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}")
-    with open(aside, "w") as file:
-        file.write(text)
+    with open(aside, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     return aside

@@ -10,6 +10,7 @@ behind it. All else that interrupts steps is left out, and the user is told of e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -79,14 +80,22 @@ def must_divide(spec: Recipe, mode: str, batch: int, sizes: list[Size]) -> None:
     for size in sizes:
         n = workers(spec, size)
         if mode == "strong" and batch % n:
-            near = batch // n * n or n
             raise UsageError(
                 f"{size.said}: a batch of {batch} is not divisible by {n} workers, and uneven "
-                f"shares would be timed as bad scaling; take --set optimizer.batch={near}, other "
-                "sizes, or --mode weak"
+                f"shares would be timed as bad scaling; take --set {_even(spec, batch, sizes)}, "
+                "other sizes, or --mode weak"
             )
         with _said_of(size):
             engines.must_fit(spec.engine, size.ranks, batch if mode == "strong" else batch * n)
+
+
+def _even(spec: Recipe, batch: int, sizes: list[Size]) -> str:
+    """Return the setting whose batch all sizes divide, the next below `batch` if there is one."""
+    every = math.lcm(*(workers(spec, size) for size in sizes))
+    near = batch // every * every or every
+    if spec.batch.batch is not None:
+        return f"optimizer.batch={near}"
+    return f"optimizer.batch_per_rank={near // workers(spec, max(sizes))}"
 
 
 @contextmanager

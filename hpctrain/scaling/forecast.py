@@ -115,7 +115,7 @@ class Model:
         wire, exposed = replay(
             self.cluster, self.algorithm, self.nbytes, size, own, self.buckets, share
         )
-        compute, wait = own * share, exposed + self.uneven_s
+        compute, wait = own * share, max(0.0, exposed + self.uneven_s)
         return Forecast(size, compute + wait + self.other_s, compute, wire, wait, self.other_s)
 
 
@@ -185,19 +185,24 @@ def fitted(
         _origin(between if across else inside, talking, nbytes, across),
         tuple(one.size.ranks for one in talking),
     )
-    left = last.step_s - model.forecast(last.size, last.share).step_s
+    exposed = model.forecast(last.size, last.share).wait_s
     other = max(0.0, last.step_s - last.compute_s - last.wait_s)
-    return replace(model, uneven_s=left - other, other_s=other)
+    return replace(model, uneven_s=last.wait_s - exposed, other_s=other)
 
 
 def _computing(seen: Sequence[Seen], strong: bool) -> tuple[float, float]:
-    """Return (b, a) of the compute b / P + a of a rank with a core of its own."""
+    """Return (b, a) of the compute b / P + a of a rank with a core of its own.
+
+    Times that a sum of these misses, as where a smaller share fits into the cache, are met at the
+    largest size: the sum is scaled, so that what is predicted beyond stays above nothing.
+    """
     if not strong:
         return 0.0, seen[-1].compute_s / seen[-1].share
     ranks = np.array([one.size.ranks for one in seen], float)
     own = np.array([one.compute_s / one.share for one in seen])
     b, a = fit.nonnegative(np.stack([1 / ranks, np.ones_like(ranks)], 1), own).tolist()
-    return b, a
+    met = own[-1] / (b / ranks[-1] + a)
+    return b * met, a * met
 
 
 def _cluster(

@@ -22,8 +22,10 @@ from hpctrain.recipe import Recipe
 from hpctrain.scaling import board, changes, conduct, output, places, queue, show, sizes
 from hpctrain.scaling.collect import Gap, Trial
 from hpctrain.scaling.results import Result, result
-from hpctrain.scaling.study import Folder, HeldError, Study, claimed, joined
+from hpctrain.scaling.sizes import Size
+from hpctrain.scaling.study import Folder, Study, claimed, joined
 from hpctrain.scaling.teller import Teller
+from hpctrain.transport import bind
 
 WIDTH = 200  #: of tables where there is no terminal
 log = logging.getLogger(__name__)
@@ -60,7 +62,7 @@ def _held(where: Path) -> Iterator[Folder]:
     try:
         with claimed(where) as folder:
             yield folder
-    except HeldError:
+    except rundir.HeldError:
         _look(Folder(where))
         raise
     except KeyboardInterrupt:
@@ -76,6 +78,7 @@ def study_of(spec: Recipe, words: Words) -> Study:
     per_node = (words["gpus_per_node"] or None) if per_node is None else per_node
     some = sizes.parse(words["ranks"], words["nodes"], per_node, on)
     _must_be_slurms(words)
+    _must_have_gpus(words["gpus_per_node"], some)
     for option in ("repeats", "steps"):
         if words[option] is not None and words[option] < 1:
             raise UsageError(f"--{option}: expected 1 or more, seen {words[option]}")
@@ -112,6 +115,15 @@ def _must_be_slurms(words: Words) -> None:
             raise UsageError(f"{option} is about jobs of Slurm; seen --on {words['on']}")
 
 
+def _must_have_gpus(gpus: int | None, some: Sequence[Size]) -> None:
+    for size in some:
+        if gpus and size.per_node > gpus:
+            raise UsageError(
+                f"{size.said}: {size.per_node} ranks on a node, and --gpus-per-node {gpus}: a rank "
+                "takes a GPU; ask for as many"
+            )
+
+
 def _gradient_bytes(spec: Recipe) -> int:
     """Return the bytes of a gradient, as it is summed."""
     model = runs.build_model(spec, spec.data.load(spec.run.seed))
@@ -121,10 +133,8 @@ def _gradient_bytes(spec: Recipe) -> int:
 
 def _threads(cores: int | None, most: int) -> int | None:
     """Return the BLAS threads of a rank: as many as it has cores where there are `most` ranks."""
-    said = os.environ.get("OMP_NUM_THREADS", "")
-    if said.isdigit() and int(said):
-        return int(said)
-    return None if cores is None else max(1, cores // most)
+    fair = None if cores is None else max(1, cores // most)
+    return bind.asked_threads(os.environ) or fair
 
 
 def _facts(mpi: Mpi | None) -> dict[str, Any]:

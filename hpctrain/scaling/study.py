@@ -10,7 +10,6 @@ DIR/scaling.{json,csv,png,svg}, time.{png,svg}, report.html      made again from
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -99,7 +98,7 @@ class Folder:
     def save(self, study: Study) -> None:
         """Write study.json whole or not at all."""
         text = json.dumps({"format": FORMAT, **asdict(study)}, indent=1)
-        replace_file(self.path / FILE, (text + "\n").encode())
+        rundir.write_file(self.path / FILE, text + "\n")
 
     def known(self) -> Study | None:
         """Return the study that lies here, None if there is none yet."""
@@ -119,30 +118,21 @@ def read(path: Path) -> Study:
         raise UsageError(f"{path} cannot be read: {error}; name a new folder with --out") from None
 
 
-class HeldError(UsageError):
-    """Another process works on a study."""
-
-
 @contextmanager
 def claimed(path: Path) -> Iterator[Folder]:
     """Make the folder of a study and hold it; the kernel gives it back however we end.
 
-    Raises UsageError if something else lies there or if it cannot be written, HeldError if another
-    process holds it.
+    Raises UsageError if something else lies there or if it cannot be written, rundir.HeldError if
+    another process holds it.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
         names = sorted(one.name for one in path.iterdir() if one.name != rundir.LOCK)
         if names and FILE not in names:
             raise UsageError(f"--out {path} is in use, and by no study: it holds {names[0]}, ...")
-        lock = os.open(path / rundir.LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        lock = rundir.locked(path)
     except OSError as error:
         raise UsageError(f"--out {path} cannot be written: {error.strerror}") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise HeldError(f"--out {path}: another `hpctrain scale` works on it") from None
     try:
         yield Folder(path)
     finally:
@@ -178,10 +168,3 @@ def _differing(name: str, before: Any, now: Any) -> str:
         return f"{name} was {before}, now {now}"
     keys = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k))
     return "; ".join(f"{name}.{k} was {before.get(k)}, now {now.get(k)}" for k in keys[:3])
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write `path` whole or not at all."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_bytes(content)
-    os.replace(aside, path)

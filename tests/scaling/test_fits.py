@@ -142,6 +142,41 @@ def test_four_hosts_from_two_on_a_known_machine(mode, buckets, algorithm, measur
         assert abs(error) < (0.02 if measured else 0.15)
 
 
+def ring_by_formula(ranks):
+    """Return a step of 20 ms of compute and a ring after it, as its cost is published."""
+    alpha, beta = 50e-6, 8e-9
+    wire = 2 * (ranks - 1) * alpha + 2 * (ranks - 1) / ranks * NBYTES * beta
+    return Seen(Size(ranks, ranks), 20e-3 + wire, 20e-3, wire, wire, "ring")
+
+
+def test_eight_and_sixteen_hosts_by_the_published_cost_of_a_ring():
+    model = fitted([ring_by_formula(n) for n in (1, 2, 4)], NBYTES, False, None, None)
+    for seen in map(ring_by_formula, (8, 16)):
+        assert model.forecast(seen.size).step_s == pytest.approx(seen.step_s, rel=0.03)
+
+
+#: compute by ranks that is no b / P + a: caches that hold a smaller share, a slow largest size
+ODD_COMPUTE = {
+    "far better than its share": (1.0, 0.45, 0.15),
+    "better than its share": (1.0, 0.48, 0.2),
+    "worse than before": (1.0, 0.5, 0.6),
+}
+
+
+@pytest.mark.parametrize("compute", ODD_COMPUTE.values(), ids=ODD_COMPUTE)
+@pytest.mark.parametrize("wait_s", [0.0, 0.02])
+def test_predictions_stay_above_nothing_and_begin_where_measurements_end(compute, wait_s):
+    seen = [
+        Seen(Size(n), own + wait_s * (n > 1), own, 0.02 * (n > 1), wait_s * (n > 1), "ring")
+        for n, own in zip((1, 2, 4), compute, strict=True)
+    ]
+    model = fitted(seen, NBYTES, True, WIRE, None)
+    assert model.forecast(Size(4)).step_s == pytest.approx(seen[-1].step_s, rel=1e-9)
+    beyond = [model.forecast(Size(n)) for n in (8, 16, 32, 64)]
+    assert all(min(one.compute_s, one.step_s) > 0 and one.wait_s >= 0 for one in beyond)
+    assert [one.compute_s for one in beyond] == sorted(one.compute_s for one in beyond)[::-1]
+
+
 def test_hosts_that_share_cores_compute_as_much_slower():
     model = fitted([step_on(Size(n, n), 20e-3, 0) for n in (1, 2)], NBYTES, False, None, WIRE)
     alone, shared = model.forecast(Size(4, 4)), model.forecast(Size(4, 4), share=2.0)

@@ -156,6 +156,10 @@ def test_a_set_of_another_length(tmp_path):
 #: words of the command line and what is said; nothing of it starts a rank
 WRONG = {
     "--ranks 1,3": "128 is not divisible by 3",
+    "--ranks 3,4": r"not divisible by 3 workers.*optimizer\.batch=120,",
+    "--ranks 8,9": r"not divisible by 9 workers.*optimizer\.batch=72,",
+    "--ranks 1,200": r"not divisible by 200 .*optimizer\.batch=200,",
+    "--nodes 1 --on slurm --gpus-per-node 2 --ranks-per-node 4": "4 ranks on a node, and --gpus-",
     "--ranks 1 --repeats 0": "--repeats: expected 1 or more",
     "--ranks 1 --steps 0": "--steps: expected 1 or more",
     "--ranks 1 --link 1gbit": "--link shapes the links of a netlab; seen --on local",
@@ -170,6 +174,13 @@ WRONG = {
     "--ranks 1 --gpus-per-node 0": "--gpus-per-node is about jobs of Slurm",
     "--ranks 1 --site=": "--site is about jobs of Slurm",
 }
+
+
+def test_the_remedy_for_an_uneven_batch_keeps_to_the_recipes_key():
+    spec = recipe.load("digits", ["optimizer.batch=", "optimizer.batch_per_rank=7"])
+    few = [Size(2), Size(3), Size(4)]
+    with pytest.raises(UsageError, match=r"--set optimizer\.batch_per_rank=6,"):
+        changes.must_divide(spec, "strong", changes.base_batch(spec, "strong", few), few)
 
 
 @pytest.mark.parametrize("words", WRONG)
@@ -229,7 +240,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
 def test_one_process_at_a_time(tmp_path):
     with (
         studies.claimed(tmp_path / "study"),
-        pytest.raises(UsageError, match="another `hpctrain scale` works on it"),
+        pytest.raises(UsageError, match="is being written by process"),
         studies.claimed(tmp_path / "study"),
     ):
         pass
