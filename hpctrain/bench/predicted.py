@@ -15,6 +15,7 @@ UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 def time(seconds: float) -> str:
     """Return seconds in the unit in which they have one to three digits before the point."""
+    seconds = float(f"{seconds:.3g}")  # 999.6 us are 1 ms
     unit = next((name for name, size in UNITS.items() if seconds >= size), "us")
     return f"{seconds / UNITS[unit]:.3g} {unit}"
 

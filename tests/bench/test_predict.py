@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain import optim
-from hpctrain.bench import measured, predict, quantities
+from hpctrain.bench import measured, predict, predicted, quantities
 from hpctrain.bench.profile import profile
 from hpctrain.commands.bench_predict import bench_predict
 from hpctrain.engines import Task
@@ -178,3 +178,11 @@ def test_ranks_of_a_node_share_its_memory_when_they_add():
     wire = predict.wire(1e9, 4e-6)
     assert wire.latency + 2 * wire.overhead == 4e-6
     assert predict.cluster(wire, wire, 30e9, 10, 1).gamma == pytest.approx(1e-9)
+
+
+@pytest.mark.parametrize("seconds, text", [
+    (9.996e-4, "1 ms"), (9.994e-4, "999 us"), (0.9999, "1 s"), (4.04e-3, "4.04 ms"),
+    (5e-8, "0.05 us"), (83.0, "83 s"),
+])  # fmt: skip
+def test_times_have_the_unit_of_what_is_shown(seconds, text):
+    assert predicted.time(seconds) == text

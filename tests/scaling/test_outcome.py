@@ -408,7 +408,7 @@ def test_the_exit_code_tells_of_gaps(tmp_path, monkeypatch):
 def test_who_calls_while_another_works_sees_how_things_stand(tmp_path, monkeypatch, capsys):
     assert called(monkeypatch, tmp_path / "s", "--repeats", "1")[0] == 0
     shutil.rmtree(Folder(tmp_path / "s").trial(Size(2), 0))
-    with claimed(tmp_path / "s"), pytest.raises(UsageError, match="another `hpctrain scale` works"):
+    with claimed(tmp_path / "s"), pytest.raises(UsageError, match="is being written by process"):
         called(monkeypatch, tmp_path / "s", "--repeats", "1")
     said = " ".join(capsys.readouterr().err.split())
     assert "│ 1 │ measured │ 1 of 1 │ - │ 12,800 │ 100.0% │" in said
