@@ -31,6 +31,7 @@ _ENDINGS = ("done", "stopped", "failed", "hung")
 _STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 #: Open MPI sends so much over TCP unasked: a segment of the ring, and MPI's header.
 EAGER_BYTES = (1 << 20) + 4096
+PROBE_S = 120  # a cold shared file system takes its time
 _GRACE_S = 5.0
 _SAME_TIME_S = 0.05  # file times come from a clock that ticks more coarsely than time.time()
 
@@ -119,15 +120,22 @@ def _refuse(n: int, here: launchers.Launched) -> None:
 
 
 def find_mpi() -> Mpi:
-    """Ask a child which MPI mpi4py loads; raise UsageError where there is none."""
-    child = subprocess.run(
-        [sys.executable, "-m", "hpctrain.transport.probe"],
-        env=launchers.scrubbed(os.environ),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,  # a cold shared file system takes its time
-    )
+    """Ask a child which MPI mpi4py loads; raise UsageError where there is none, or no answer."""
+    try:
+        child = subprocess.run(
+            [sys.executable, "-m", "hpctrain.transport.probe"],
+            env=launchers.scrubbed(os.environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PROBE_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"the MPI did not start within {PROBE_S} s in a process of its own; does "
+            '`python -c "from mpi4py import MPI"` end on this node? Its adapters or its file '
+            "system may hang"
+        ) from None
     if child.returncode:
         raise UsageError(child.stderr.strip() or f"the MPI probe ended with {child.returncode}")
     return Mpi(**json.loads(child.stdout.splitlines()[-1]))

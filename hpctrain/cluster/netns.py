@@ -62,7 +62,8 @@ _IN_NAMESPACES = ["unshare", "--net", "--uts", "--ipc", "--mount", "sh", "-ec"]
 _SSH = f"""#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
 read -r pid cores < {SHM}/$1; shift
-exec taskset -c $cores nsenter --target $pid --net --uts --ipc --mount sh -c "cd '$PWD' && $*"
+exec taskset -c $cores nsenter --target $pid --net --uts --ipc --mount \\
+  sh -c 'cd "$0" && eval "$1"' "$PWD" "$*"
 """
 
 

@@ -18,7 +18,6 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -32,6 +31,7 @@ from hpctrain.transport.paths import STAGED, Verdict
 from hpctrain.transport.trials import Trial
 
 OVERRIDE = "HPCTRAIN_GPU_PATH"
+CACHE = "XDG_CACHE_HOME"
 UNTRIED = "run `hpctrain doctor` once, in a job on such nodes"
 
 
@@ -235,9 +235,9 @@ def file_of(environ: Mapping[str, str], root: Path = pci.ROOT) -> Path:
         claims.relevant(environ, mpi.libmpi),
     )
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
-    cached = environ.get("XDG_CACHE_HOME", "")
-    home = Path(cached) if os.path.isabs(cached) else Path.home() / ".cache"
-    return home / "hpctrain" / "gpu-paths" / f"{key}.json"
+    cached, home = environ.get(CACHE, ""), os.path.expanduser("~")  # itself where there is none
+    cache = Path(cached) if os.path.isabs(cached) else Path(home) / ".cache"
+    return cache / "hpctrain" / "gpu-paths" / f"{key}.json"
 
 
 def _read(file: Path) -> Told | None:
@@ -255,12 +255,18 @@ def from_json(text: str) -> Told:
 
 
 def _write(file: Path, told: Told) -> None:
-    """Remember a verdict, whole or not at all; where there is no such folder, do without."""
-    with suppress(OSError):
+    """Remember a verdict, whole or not at all; where it cannot be written, say so."""
+    try:
         file.parent.mkdir(parents=True, exist_ok=True)
         aside = file.with_suffix(f".{os.getpid()}")
         aside.write_text(json.dumps(asdict(told)))
         aside.replace(file)
+    except OSError as error:
+        print(
+            f"what was found cannot be remembered in {file.parent} ({error.strerror}), and ranks "
+            f"will not know it: let {CACHE} name a folder that all nodes see and you may write",
+            file=sys.stderr,
+        )
 
 
 def main() -> None:

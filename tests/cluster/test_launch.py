@@ -42,6 +42,12 @@ def test_without_mpiexec_the_remedy_is_told():
         command(Mpi("MPICH", "4", "/opt/lib/libmpi.so", None), 2, [], False, False)
 
 
+def test_an_mpi_that_does_not_start_is_told(monkeypatch):
+    monkeypatch.setattr(module, "PROBE_S", 0.001)
+    with pytest.raises(UsageError, match=r"did not start within 0\.001 s.*does `python -c"):
+        module.find_mpi()
+
+
 def test_fewer_than_one_rank_is_refused():
     with pytest.raises(UsageError, match="at least one rank"):
         module.launch(0, ["train", "digits"])

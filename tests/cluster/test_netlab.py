@@ -136,11 +136,13 @@ print(told + "\\n", end="")  # in one write: ranks share a terminal
 @pytest.mark.processes
 @pytest.mark.usefixtures("permitted")
 def test_ranks_see_as_many_hosts(hpctrain, tmp_path):
+    folder = tmp_path / "o'brien & $(co)"
+    folder.mkdir()
     options = ("netlab", "--hosts", 2, "--ranks-per-host", 2, "--")
-    ended = hpctrain(*options, "python", "-c", WHO)
+    ended = hpctrain(*options, "python", "-c", WHO, cwd=folder)
     assert ended.returncode == 0, ended.stderr
     places = ["h1 0", "h1 1", "h2 0", "h2 1"]
-    told = [f"{rank} of 4 on {place} in {tmp_path}" for rank, place in enumerate(places)]
+    told = [f"{rank} of 4 on {place} in {folder}" for rank, place in enumerate(places)]
     assert sorted(ended.stdout.split("\n")) == ["", *told]
 
 

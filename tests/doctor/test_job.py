@@ -365,7 +365,7 @@ def test_all_pairs_are_measured(layout):
 @on_ranks(3, mpi=(3,))
 def test_pairs_over_mpi(ranks):
     measured = [(one.a, one.b) for some in ranks(pings.all_pairs) for one in some]
-    assert measured == [(a, b) for a, b in combinations(range(3), 2) if (a, b) in measured]
+    assert sorted(measured) == list(combinations(range(3), 2))
 
 
 def links(hosts, slow=(), inside=False, times=9.0):

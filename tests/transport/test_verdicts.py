@@ -360,6 +360,14 @@ def test_what_a_verdict_depends_on(tmp_path):
     assert verdicts.file_of(base, tmp_path) != file
 
 
+def test_what_cannot_be_remembered_is_said(tmp_path, capfd):
+    (tmp_path / "cache").write_text("not a folder")
+    verdicts._write(tmp_path / "cache" / "one.json", verdicts.Told(STAGED))
+    said = capfd.readouterr().err
+    assert f"cannot be remembered in {tmp_path / 'cache'} (" in said
+    assert "let XDG_CACHE_HOME name a folder" in said
+
+
 # ---- real jobs, over a made-up CuPy ----
 
 

@@ -31,6 +31,7 @@ from hpctrain.world import World
 
 SMALL, LARGE = 8, 1 << 20
 TRIES, MOST_CALLS = 20, 10  # short tries: some of them fall between the time slices of others
+FEWEST = 2  # beside the first: of one try alone, any hiccup would be a slow link
 TRY_S, ALL_S = 0.02, 10.0  # the time of one pair and size, and of all of them, if links allow it
 SMALL_LEAST = 1.0  # of the median more: one more switch on the way is no fault
 MANY_TIMES = 3.0  # slower than usual in long messages between nodes: worse than slow
@@ -109,14 +110,14 @@ def _measured(link: Link, peer: int, x: np.ndarray, budget_s: float) -> float:
     rally(link, peer, x[:1], 1, leads)  # connects
     first_s = _timed(lambda: rally(link, peer, x, 1, leads))
     if leads:
-        tries = min(TRIES, max(1, int(budget_s / first_s)))
+        tries = min(TRIES, max(FEWEST, int(budget_s / first_s)))
         plan[:] = tries, min(MOST_CALLS, max(1, int(budget_s / tries / first_s)))
         link.isend(plan, peer).wait()
     else:
         link.irecv(plan, peer).wait()
     tries, calls = map(int, plan)
     taken = [_timed(lambda: rally(link, peer, x, calls, leads)) / calls for _ in range(tries)]
-    return min(taken) / 2
+    return min(first_s, *taken) / 2
 
 
 def _timed(call: Callable[[], None]) -> float:
@@ -175,12 +176,17 @@ class Slow:
 
     @classmethod
     def among(cls, times: Mapping[tuple[int, int], float], least: float = LEAST) -> Slow:
-        """Return who is slow; links are pairs of ranks with their seconds; `least`: of `usual`."""
-        ranks = sorted({rank for pair in times for rank in pair})
-        best = {rank: min(s for pair, s in times.items() if rank in pair) for rank in ranks}
+        """Return who is slow; links are pairs of ranks with their seconds; `least`: of `usual`.
+
+        One pass over the links, of which P ranks have P (P - 1) / 2: the others wait meanwhile.
+        """
+        best: dict[int, float] = {}
+        for pair, seconds in times.items():
+            for rank in pair:
+                best[rank] = min(seconds, best.get(rank, seconds))
         of_ranks = usual(list(best.values()), least)
         # Of two ranks either may be slow, and their link is all there is.
-        slow = {rank: s for rank, s in best.items() if s > of_ranks.limit and len(ranks) > 2}
+        slow = {rank: s for rank, s in sorted(best.items()) if s > of_ranks.limit and len(best) > 2}
         left = {pair: s for pair, s in times.items() if not slow.keys() & set(pair)}
         of_links = usual(list((left or times).values()), least)
         return cls(of_links, slow, {pair: s for pair, s in left.items() if s > of_links.limit})

@@ -42,8 +42,9 @@ def recipe(told: Sequence[Told], hosts: Sequence[str]) -> list[Check]:
 
 def machines(told: Sequence[Told], hosts: Sequence[str]) -> list[Check]:
     """Return the fault of a name that several machines have: their ranks share no memory."""
-    kernels = {host: {one.kernel for one, at in zip(told, hosts, strict=True) if at == host}
-               for host in hosts}  # fmt: skip
+    kernels: dict[str, set[str]] = {host: set() for host in hosts}
+    for one, host in zip(told, hosts, strict=True):
+        kernels[host].add(one.kernel)
     twice = [host for host, found in kernels.items() if len(found) > 1]
     if not twice:
         return []
