@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
-import time
 
 import click
 
@@ -18,8 +16,6 @@ from hpctrain.errors import HpctrainError, SaveError, Stopped, TrainingError, Us
 AGREED = (UsageError, TrainingError, SaveError, Stopped)
 INTERRUPTED, BUG = 130, 1
 ASKS = {"--help", "--version"}
-#: How long ranks that need not speak wait for rank 0, which says what all of them have seen.
-SPEAK_FIRST_S, ALONE_S = 1.0, 10.0
 
 
 @click.command(
@@ -68,20 +64,10 @@ def _guarded() -> int:
 
 
 def _refuse(error: Exception, message: str) -> int:
-    """Say, before MPI starts, what is wrong; most likely all ranks have seen the same.
-
-    So rank 0 speaks, and the others give it the time to: Open MPI kills all when one ends with an
-    error, and whom it lets live was wrong alone. A file may be missing on one host alone.
-    """
-    here = launchers.launched(os.environ)
-    if here.rank > 0:
-        time.sleep(ALONE_S if here.name == "openmpi" else SPEAK_FIRST_S)
-    of_host = here.local_rank == 0 and isinstance(error.__context__, OSError)
-    if here.rank == 0:
-        print(f"hpctrain: {message}", file=sys.stderr, flush=True)
-    elif here.name == "openmpi" or of_host:
-        who = f"rank {here.rank} on {socket.gethostname()}"
-        print(f"hpctrain: {who}: {message}", file=sys.stderr, flush=True)
+    """Say, before MPI starts, what is wrong."""
+    who = ends.refuser(error)
+    if who is not None:
+        print("hpctrain: " + f"{who}: " * bool(who) + message, file=sys.stderr, flush=True)
     return UsageError.exit_code
 
 

@@ -2,19 +2,22 @@
 
 Where all ranks fail alike, each shows where: the causes may differ. Not so where a GPU has too
 little memory, which is said in one line, and by one rank: they speak in the order of their ranks,
-and whoever has spoken ends the job.
+and whoever has spoken ends the job. Nor before MPI has started: what is wrong then, most likely all
+have seen.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import sys
 import time
 import traceback
 from pathlib import Path
 
-from hpctrain import rundir
-from hpctrain.errors import HungError
+from hpctrain import launchers, rundir
+from hpctrain.errors import HereError, HungError
 from hpctrain.watch import dump_stacks, write_report
 from hpctrain.xp import shortage
 
@@ -22,6 +25,8 @@ log = logging.getLogger(__name__)
 #: How long whoever is first to report a hang, or a want of memory, is given to say so.
 SPEAK_FIRST_S = 3.0
 SAME_FAULT_S = 0.5  #: in which every rank may say what it has seen before one ends the job
+#: How long ranks that need not speak wait for rank 0 before MPI starts.
+REFUSED_S, ALONE_S = 1.0, 10.0
 IN_TURN_S = 2.0  #: in which all ranks speak that are short of memory, one after the other
 
 
@@ -30,6 +35,23 @@ def abort(code: int) -> None:
     from hpctrain.transport import mpi
 
     mpi.abort(code)
+
+
+def refuser(error: BaseException) -> str | None:
+    """Return how this rank calls itself when it says what it refused before MPI started.
+
+    Rank 0 needs no name. The others give it the time to speak: Open MPI and `srun -K1` kill all
+    when one ends with an error, and whom Open MPI lets live was wrong alone. None: there is nothing
+    to add. What is missing on a host, its first rank says.
+    """
+    here = launchers.launched(os.environ)
+    if here.rank == 0:
+        return ""
+    time.sleep(ALONE_S if here.name == "openmpi" else REFUSED_S)
+    of_host = isinstance(error, HereError) or isinstance(error.__context__, OSError)
+    if here.name != "openmpi" and not (of_host and here.local_rank == 0):
+        return None
+    return f"rank {here.rank} on {socket.gethostname()}"
 
 
 def say(error: BaseException, who: str, rank: int = 0, size: int = 1) -> None:

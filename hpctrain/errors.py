@@ -13,6 +13,10 @@ class UsageError(HpctrainError, ValueError):
     exit_code = 2
 
 
+class HereError(UsageError):
+    """As above, of what is missing on this host, and perhaps on no other."""
+
+
 class GpuMemoryError(HpctrainError):
     """A rank found too little memory for its GPU; tells how much was asked for and is free."""
 

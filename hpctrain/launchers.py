@@ -131,13 +131,18 @@ def unstartable(job: Launched, mpi_vendor: str, libmpi_path: str) -> str | None:
 
 
 def mismatch(job: Launched, mpi_size: int, mpi_vendor: str, libmpi_path: str) -> str | None:
-    """Return the sentence about `job.size` ranks that MPI took for as many jobs of one rank."""
-    if mpi_size != 1 or job.size == 1:
+    """Return the sentence about `job.size` ranks that MPI took for several jobs.
+
+    They need not be of one rank: within Slurm a launcher starts a daemon per node by `srun`, and
+    MPI may take the daemons' ranks for its own. More than `job.size` are parts that `srun` joined.
+    """
+    if mpi_size >= job.size:
         return None
+    jobs = f"{job.size} jobs of one rank" if mpi_size == 1 else f"jobs of {mpi_size} ranks"
     return (
         f"{job.size} ranks were started by {TITLES[job.name]}, but {mpi_vendor} ({libmpi_path}), "
-        f"which mpi4py loaded, says 1: the launcher belongs to another MPI, and these are "
-        f"{job.size} jobs of one rank. {_remedy(job, mpi_vendor, libmpi_path)}"
+        f"which mpi4py loaded, says {mpi_size}: the launcher belongs to another MPI, and these are "
+        f"{jobs}. {_remedy(job, mpi_vendor, libmpi_path)}"
     )
 
 

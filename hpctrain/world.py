@@ -221,7 +221,11 @@ def init(device: gpus.Device = "auto", timeout_s: float = DEFAULT_TIMEOUT_S) -> 
     """
     global _world
     if _world is None:
-        _world = _over_mpi(device, timeout_s)
+        try:
+            _world = _over_mpi(device, timeout_s)
+        except UsageError:  # most likely on all ranks: one will tell
+            sys.excepthook = _uncaught
+            raise
         atexit.register(finish)
         sys.excepthook = _uncaught
     elif device not in ("auto", _world.device[:3]):
@@ -257,7 +261,9 @@ def finish() -> None:
 def fail_alone(error: BaseException) -> None:
     """Show where this rank failed, and end the job: the others wait for it."""
     if _world is None:
-        ends.say(error, "before MPI was started")
+        who = ends.refuser(error) if isinstance(error, UsageError) else ""
+        if who is not None:
+            ends.say(error, f"{who}, before MPI was started".removeprefix(", "))
         return
     ends.say(error, f"rank {_world.rank} on {_world.host}", _world.rank, _world.size)
     if _world.size > 1:

@@ -160,7 +160,9 @@ def test_scrubbed_environment_is_no_rank_and_keeps_settings():
         (SRUN, 1, "Open MPI", "srun --mpi=pmix -n 5"),
         (SRUN, 1, "MPICH", "srun --mpi=pmi2 -n 5"),
         (SRUN, 1, "Cray MPICH", "srun --mpi=cray_shasta -n 5"),
+        (HYDRA, 2, "Open MPI", "these are jobs of 2 ranks. Start them with `hpctrain launch -n 6"),
         (OPENMPI, 4, "Open MPI", None),
+        (SRUN, 7, "Open MPI", None),  # of a heterogeneous job
         ({}, 1, "MPICH", None),
     ],
 )

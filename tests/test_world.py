@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from ranks import on_ranks
 
-from hpctrain.errors import HpctrainError, SaveError, UsageError
+from hpctrain import ends
+from hpctrain import world as worlds
+from hpctrain.errors import HereError, HpctrainError, SaveError, UsageError
 
 
 def refusal(function):
@@ -98,3 +100,34 @@ def test_an_error_nobody_catches_gives_a_script_its_exit_code(start, error, code
     ended = start("-c", ENDS.format(error)).finish()
     assert ended.returncode == code, ended.stderr
     assert ended.stderr.count(f"{error}: as it was to be") == 1
+
+
+RANK_2 = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+RANK_3 = RANK_2 | {"PMI_RANK": "3", "MPI_LOCALRANKID": "1"}
+OPEN_MPI = {f"OMPI_COMM_WORLD_{n}": v
+            for n, v in {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "1"}.items()}  # fmt: skip
+# what the launcher told a rank, what it refuses -> whether it says so, beside rank 0
+SPEAKERS = {
+    "rank 0": ({}, UsageError("a typo"), "[before MPI was started]"),
+    "another rank": (RANK_2, UsageError("a typo"), ""),
+    "the first of a host": (RANK_2, HereError("no GPU"), "[rank 2 on "),
+    "another of a host": (RANK_3, HereError("no GPU"), ""),
+    "whom Open MPI let live": (OPEN_MPI, UsageError("a typo"), "[rank 3 on "),
+    "a bug": (RANK_3, KeyError("no such name"), "[before MPI was started]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SPEAKERS)
+def test_who_says_what_went_wrong_before_mpi(case, monkeypatch, capsys):
+    told, error, begins = SPEAKERS[case]
+    for name in (*RANK_2, *OPEN_MPI, "SLURM_STEP_ID", "SLURM_STEPID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(worlds, "_world", None)
+    waited = []
+    monkeypatch.setattr(ends.time, "sleep", waited.append)
+    worlds.fail_alone(error)
+    said = capsys.readouterr().err
+    assert said.startswith(begins) and bool(said) == bool(begins)
+    assert any(waited) == (bool(told) and case != "a bug")  # rank 0 is to be the first

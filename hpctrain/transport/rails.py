@@ -34,6 +34,7 @@ from hpctrain.hardware.nics import Nic
 from hpctrain.launchers import Launched
 
 ASKS, NEAR = "HPCTRAIN_NIC", "near"
+UCX_RAILS = 2  # it splits a long message over so many ports, where nothing is set
 NAMES = "UCX_NET_DEVICES"
 #: By these a user or a site has said to UCX which ports to take.
 SAID = (NAMES, "UCX_SINGLE_NET_DEVICE", "UCX_NODE_LOCAL_ID")

@@ -21,10 +21,11 @@ from hpctrain.hardware.pci import core_list
 from hpctrain.launchers import TITLES
 from hpctrain.transport.rails import ASKS, NAMES, NEAR, UNKNOWN, Rails, seen
 
-UNBIND = (
-    "srun: --cpus-per-task=N, and export SRUN_CPUS_PER_TASK=N; Open MPI's mpirun: --bind-to none; "
-    "or start with `hpctrain launch`, and ranks share the cores out"
-)
+_UNBIND = {
+    "srun": "srun --cpus-per-task=N, and export SRUN_CPUS_PER_TASK=N",
+    "openmpi": "mpirun --bind-to none",
+    "hydra": "mpiexec -bind-to none",
+}
 FEWER = (
     "unset OMP_NUM_THREADS, OPENBLAS_NUM_THREADS and MKL_NUM_THREADS, or set them to the cores of "
     "a rank"
@@ -91,7 +92,8 @@ def ports(seats: Sequence[Seated]) -> str:
     if len(nodes) < 2 or not drawn:
         return ""
     of = [f"{count} node{'s' * (count > 1)}: {each}" for each, count in drawn.items()]
-    return f"NICs near local ranks, {'. '.join(of)}"
+    note = seats[0].rails.note
+    return f"NICs near local ranks, {'. '.join(of)}" + f"; {ASKS}: {note}" * bool(note)
 
 
 def seated(table: Mapping[str, Any]) -> Seated:
@@ -110,6 +112,15 @@ def by_kind(found: Sequence[Fault]) -> list[list[Fault]]:
     """Return `found`, those of one kind together, in the order of the first of each."""
     names = dict.fromkeys(one.name for one in found)
     return [[one for one in found if one.name == name] for name in names]
+
+
+def unbind(launcher: str) -> str:
+    """Return how ranks get cores of their own; `launcher`: a key of launchers.TITLES."""
+    own = _UNBIND.get(launcher, "a launcher that binds no cores")
+    return (
+        f"{own}, no taskset or numactl before the command; or start with `hpctrain launch`, and "
+        "ranks share the cores out"
+    )
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -157,7 +168,8 @@ def _gpus(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:
     for ranks in _together(seats, with_gpu, "gpu"):
         if len(ranks) > 1 and idle > 0:
             one = seats[ranks[0]]
-            seen = f"{named(ranks)} share {one.gpu} of {one.host}, and {idle} of its GPUs are idle"
+            others = f"{idle} of its GPUs are" if idle > 1 else "another of its GPUs is"
+            seen = f"{named(ranks)} share {one.gpu} of {one.host}, and {others} idle"
             yield Fault("GPUs shared", ranks, seen, OWN_GPU)
 
 
@@ -170,8 +182,9 @@ def _cores(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:
         count = len(core_list(one.cores))
         if len(ranks) > count and idle > 0:
             what = f"core{'s' * (count > 1)} {one.cores}"
-            seen = f"{named(ranks)} of {one.host} all run on {what}, and {idle} others are idle"
-            yield Fault("cores shared", ranks, seen, UNBIND)
+            others = f"{idle} others are" if idle > 1 else "another is"
+            seen = f"{named(ranks)} of {one.host} all run on {what}, and {others} idle"
+            yield Fault("cores shared", ranks, seen, unbind(one.launcher))
 
 
 def _blas(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:
@@ -179,13 +192,17 @@ def _blas(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:
 
     More ranks than cores may be meant; then one thread each is all there can be.
     """
+    wrong: dict[tuple[str, str], list[int]] = {}  # by what, and whose: ranks on their own are alike
     for ranks in _together(seats, node, "cores"):
-        threads, host = [seats[rank].blas_threads for rank in ranks], seats[ranks[0]].host
+        threads = [seats[rank].blas_threads for rank in ranks]
         count = len(core_list(seats[ranks[0]].cores))
         if sum(threads) > count and max(threads) > 1:
             all_of = f"{sum(threads)} BLAS threads on {count} core{'s' * (count > 1)}"
-            seen = f"{named(ranks)} of {host}: {all_of}, so they take turns"
-            yield Fault("BLAS threads", ranks, seen, FEWER)
+            wrong.setdefault((all_of, named(ranks) * (len(ranks) > 1)), []).extend(ranks)
+    for (all_of, shared), found in wrong.items():
+        each = " each" * (len(found) > 1 and not shared)
+        seen = f"{named(found)} of {seats[found[0]].host}: {all_of}{each}, so they take turns"
+        yield Fault("BLAS threads", tuple(found), seen, FEWER)
 
 
 def _nics(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:

@@ -159,6 +159,7 @@ def test_checks_of_all_nodes_as_one_row(case):
 SEAT = Seated("n1", "srun", 0, "0", 2, 1)
 NEXT = replace(SEAT, local_rank=1, cores="1")
 ON_GPU, BESIDE = replace(SEAT, gpu="G0", gpus=2), replace(NEXT, gpu="G0", gpus=2)
+EQUAL = Rails(("m0:1", "m1:1", "m2:1", "m3:1"), ("m0:1", "m1:1", "m2:1", "m3:1"))
 # seats -> name of a check, verdict, words of what was seen, of the remedy
 SEATS = {
     "a core each": ([SEAT, NEXT], "cores", "ok", "its own", ""),
@@ -177,6 +178,15 @@ SEATS = {
                    "srun --mpi=pmix"),
     "too many ranks": ([replace(SEAT, cores="0-1", local_rank=n) for n in range(3)], "cores",
                        "slow", "share 2 cores: they take turns", "fewer ranks"),
+    "equally near": ([replace(s, rails=EQUAL) for s in (SEAT, NEXT, replace(SEAT, host="n2"))],
+                     "NICs", "note", "ranks 0-1 of n1 are equally near 4 ports", "HPCTRAIN_NIC"),
+    "a port each": ([replace(s, rails=replace(EQUAL, near=("m0:1",))) for s in
+                     (SEAT, NEXT, replace(SEAT, host="n2"))], "NICs", "ok", "in the map", ""),
+    "one port for all": ([replace(s, rails=replace(EQUAL, named=("m0:1",))) for s in
+                          (SEAT, NEXT, replace(SEAT, host="n2"))], "NICs shared", "slow",
+                         "ranks 0-1 of n1 all name m0:1", "unset UCX_NET_DEVICES"),
+    "no such port": ([replace(SEAT, rails=replace(EQUAL, wrong=("m9:1 is down",))), NEXT,
+                      replace(SEAT, host="n2")], "NICs named", "bad", "m9:1 is down", "doctor"),
     "not bound": ([replace(SEAT, cores="0-1", local_rank=None)] * 2, "cores", "note",
                   "not bound", "hpctrain launch"),
 }  # fmt: skip

@@ -31,7 +31,7 @@ CASES = {
     "a GPU of each of two nodes": ([ON_GPU, replace(ON_GPU, host="b")], []),
     "two on a GPU": (
         [ON_GPU, replace(OTHER_GPU, gpu="G0")],
-        [("GPUs shared", (0, 1), "ranks 0-1 share G0 of a, and 1 of its GPUs are idle")],
+        [("GPUs shared", (0, 1), "ranks 0-1 share G0 of a, and another of its GPUs is idle")],
     ),
     "more ranks than GPUs": (
         [replace(s, cores=f"{n}", local_rank=n) for n, s in enumerate([ON_GPU, OTHER_GPU] * 2)],
@@ -54,6 +54,23 @@ CASES = {
     "threads of one": (
         [ONE, replace(TWO, blas_threads=2)],
         [("BLAS threads", (1,), "rank 1 of a: 2")],
+    ),
+    "threads of each": (
+        [replace(ONE, blas_threads=8), replace(TWO, blas_threads=8)],
+        [("BLAS threads", (0, 1), "ranks 0-1 of a: 8 BLAS threads on 1 core each, so")],
+    ),
+    "threads of two sockets": (
+        [
+            *many(2, replace(ALL, cores="0-1", blas_threads=2)),
+            *(
+                replace(s, local_rank=s.local_rank + 2)
+                for s in many(2, replace(ALL, cores="2-3", blas_threads=2))
+            ),
+        ],
+        [
+            ("BLAS threads", (0, 1), "4 BLAS threads on 2 cores, so"),
+            ("BLAS threads", (2, 3), "4 BLAS threads on 2 cores, so"),
+        ],
     ),
     "threads of all": (
         many(4, replace(ALL, blas_threads=4)),
@@ -127,6 +144,7 @@ def test_the_line_about_adapters():
     job = [*two, *(replace(seat, host="b") for seat in two), replace(ONE, host="c")]
     assert ports(job) == "NICs near local ranks, 2 nodes: 0 mlx5_1:1; 1 mlx5_2:1 (named)"
     assert ports([ONE, replace(ONE, host="b")]) == ""
+    assert ports([named(note="so"), ELSEWHERE]).endswith("; HPCTRAIN_NIC: so")
 
 
 def test_seats_travel_as_json():

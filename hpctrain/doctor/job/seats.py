@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from hpctrain.doctor.check import Check, Verdict
 from hpctrain.hardware.pci import core_list
 from hpctrain.launchers import TITLES
-from hpctrain.transport.seats import SHOWN, UNBIND, Seated, by_kind, faults, in_words, named
+from hpctrain.transport.rails import ASKS, NEAR, UCX_RAILS
+from hpctrain.transport.seats import SHOWN, Seated, by_kind, faults, in_words, named, unbind
 
 COLUMNS = ("rank", "host", "local rank", "cores", "BLAS threads", "GPU", "NIC")
 #: Faults of the seats: bad are those which make a run many times slower, or end it.
@@ -44,6 +46,8 @@ def checks(seats: Sequence[Seated]) -> list[Check]:
         out.append(_turns(seats))
     if any(seat.gpu for seat in seats) and not any(one.name == "GPUs shared" for one in found):
         out.append(_gpus(seats))
+    if not any(one.name.startswith("NICs") for one in found):
+        out += _nics(seats)
     return out
 
 
@@ -78,7 +82,8 @@ def _turns(seats: Sequence[Seated]) -> Check:
     ])  # fmt: skip
     if crowded(seats):
         return Check("cores", "slow", f"{seen}: they take turns", "start fewer ranks per node")
-    return Check("cores", "note", f"{seen}: ranks are not bound", UNBIND)
+    remedy = unbind(seats[0].launcher)
+    return Check("cores", "note", f"{seen}: ranks are not bound", remedy)
 
 
 def _gpus(seats: Sequence[Seated]) -> Check:
@@ -90,7 +95,25 @@ def _gpus(seats: Sequence[Seated]) -> Check:
     return Check("GPUs", "ok", "every rank has its own")
 
 
-def _sharing(seats: Sequence[Seated], what: str) -> Iterator[tuple[list[int], str, str]]:
+def _nics(seats: Sequence[Seated]) -> list[Check]:
+    """Return the check of ranks equally near to more ports than UCX uses at once; [] on one node.
+
+    Each of them would take the same.
+    """
+    if len({seat.host for seat in seats}) < 2 or all(len(s.rails.ports) < 2 for s in seats):
+        return []
+    found = [
+        f"{named(ranks)} of {host} are equally near {len(rails.near)} ports"
+        for ranks, rails, host in _sharing(seats, "rails")
+        if len(rails.near) > UCX_RAILS and not rails.named
+    ]
+    if found:
+        seen = f"{_first(found)}: UCX may give all of them the same {UCX_RAILS}"
+        return [Check("NICs", "note", seen, f"export {ASKS}={NEAR}: ranks share the ports out")]
+    return [Check("NICs", "ok", "those near each rank are in the map")]
+
+
+def _sharing(seats: Sequence[Seated], what: str) -> Iterator[tuple[list[int], Any, str]]:
     """Yield ranks that have the same `what`, what that is, and their node."""
     keys = [(seat.host, getattr(seat, what)) for seat in seats]
     for key in dict.fromkeys(keys):
