@@ -119,8 +119,24 @@ def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if kept(name)}
 
 
-def unstartable(job: Launched, mpi_vendor: str, libmpi_path: str) -> str | None:
-    """Return the sentence about a launcher under which the loaded MPI would abort in MPI_Init."""
+def pmix_alone(environ: Mapping[str, str]) -> bool:
+    """Return whether the launcher offers ranks to meet by PMIx and by nothing else."""
+    return "PMIX_RANK" in environ and not {"PMI_RANK", "PMI_FD"} & environ.keys()
+
+
+def unstartable(
+    job: Launched, mpi_vendor: str, libmpi_path: str, no_pmix: bool = False
+) -> str | None:
+    """Return the sentence about a launcher under which the loaded MPI would abort in MPI_Init.
+
+    `no_pmix`: the launcher offers PMIx alone, and MPI does not know it.
+    """
+    if job.name == "srun" and mpi_vendor == "MPICH" and no_pmix:
+        return (
+            f"{job.size} ranks were started by srun with --mpi=pmix, by option or as the site's "
+            f"default, but mpi4py loaded MPICH ({libmpi_path}), which was built without PMIx. "
+            + _remedy(job, mpi_vendor, libmpi_path)
+        )
     if job.name != "openmpi" or mpi_vendor not in _OF_MPICH:
         return None
     return (

@@ -278,12 +278,13 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: object) ->
 
 
 def _over_mpi(device: gpus.Device, timeout_s: float) -> World:
-    from hpctrain.transport.probe import loaded_mpi
+    from hpctrain.transport.probe import knows_pmix, loaded_mpi
 
     launched = launchers.launched(os.environ)
     taken = seat.take(launched, device)
     mpi_is = loaded_mpi()  # says what is missing where there is no MPI
-    if wrong := launchers.unstartable(launched, mpi_is.vendor, mpi_is.libmpi):
+    no_pmix = launchers.pmix_alone(os.environ) and not knows_pmix(mpi_is)
+    if wrong := launchers.unstartable(launched, mpi_is.vendor, mpi_is.libmpi, no_pmix):
         raise UsageError(wrong)
     from hpctrain.transport import mpi
 

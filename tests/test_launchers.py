@@ -10,6 +10,7 @@ from hpctrain.launchers import (
     launched,
     mismatch,
     nodes,
+    pmix_alone,
     scrubbed,
     slots,
     unstartable,
@@ -193,3 +194,23 @@ def test_unstartable(environ, vendor, wrong):
     if said:
         parts = ("4 ranks were started by Open MPI's mpirun", vendor, "4 jobs of one rank")
         assert all(part in said for part in parts)
+
+
+@pytest.mark.parametrize(
+    "environ, vendor, wrong",
+    [
+        (SRUN | {"PMIX_RANK": "3"}, "MPICH", True),
+        (SRUN | {"PMIX_RANK": "3"}, "Open MPI", False),
+        (SRUN | {"PMIX_RANK": "3"}, "Cray MPICH", False),  # it has its own ways
+        (SRUN | {"PMI_RANK": "3", "PMI_SIZE": "5", "PMIX_RANK": "3"}, "MPICH", False),
+        (SRUN, "MPICH", False),
+    ],
+)
+def test_mpich_without_pmix(environ, vendor, wrong):
+    """MPI_Init would abort: "unsupported PMI version PMIx"."""
+    job, path = launched(environ), "/opt/lib/libmpi.so.12"
+    said = unstartable(job, vendor, path, no_pmix=pmix_alone(environ))
+    assert (said is not None) == wrong
+    if said:
+        assert "without PMIx" in said and "srun --mpi=pmi2 -n 5" in said
+    assert unstartable(job, vendor, path) is None  # it knows PMIx

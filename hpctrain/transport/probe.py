@@ -6,6 +6,7 @@ is the libmpi that this process has mapped, not what a configuration says.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -58,6 +59,11 @@ def loaded_mpi() -> LoadedMpi:
         ) from error
     vendor, version = MPI.get_vendor()
     return LoadedMpi(vendor, ".".join(map(str, version)), _mapped_libmpi())
+
+
+def knows_pmix(mpi: LoadedMpi) -> bool:
+    """Return whether `mpi`, which was loaded, or a library that it needs has PMIx."""
+    return not mpi.libmpi or hasattr(ctypes.CDLL(mpi.libmpi), "PMIx_Init")
 
 
 def mpiexec(mpi: LoadedMpi) -> str | None:

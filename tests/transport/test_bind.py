@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.launchers import ALONE, Launched
 from hpctrain.transport.bind import by_place, plan, unbound
-from hpctrain.transport.probe import _LIBMPI, LoadedMpi, loaded_mpi, mpiexec
+from hpctrain.transport.probe import _LIBMPI, LoadedMpi, knows_pmix, loaded_mpi, mpiexec
 
 
 def rank(local_rank, local_size, size=8):
@@ -100,6 +100,13 @@ def test_probe_names_the_loaded_mpi_and_its_mpiexec(start):
     assert os.access(told.pop("mpiexec"), os.X_OK)
     assert told == asdict(loaded_mpi())
     assert os.path.basename(told["libmpi"]).startswith("libmpi")
+
+
+def test_whether_mpi_knows_pmix():
+    assert not knows_pmix(LoadedMpi("MPICH", "4.3.2", "libc.so.6"))
+    assert knows_pmix(LoadedMpi("MPICH", "4.3.2", ""))  # unknown: let it try
+    mpi = loaded_mpi()
+    assert knows_pmix(mpi) or mpi.vendor != "Open MPI"
 
 
 @pytest.mark.processes
