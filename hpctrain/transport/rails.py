@@ -69,7 +69,7 @@ class Spot:
     cores: Collection[int] = ()
 
 
-def seen(table: Mapping[str, Any]) -> Rails:
+def from_table(table: Mapping[str, Any]) -> Rails:
     """Return what `asdict` made a table of, and JSON has carried."""
     told: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
     return Rails(**told)

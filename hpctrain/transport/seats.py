@@ -12,6 +12,7 @@ Of adapters nothing is said where all ranks are on one node: they need none.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -19,7 +20,7 @@ from typing import Any
 
 from hpctrain.hardware.pci import core_list
 from hpctrain.launchers import TITLES
-from hpctrain.transport.rails import ASKS, NAMES, NEAR, UNKNOWN, Rails, seen
+from hpctrain.transport.rails import ASKS, NAMES, NEAR, UNKNOWN, Rails, from_table
 
 _UNBIND = {
     "srun": "srun --cpus-per-task=N, and export SRUN_CPUS_PER_TASK=N",
@@ -84,21 +85,18 @@ def ports(seats: Sequence[Seated]) -> str:
     "" where there is no choice: one node, or a port on each.
     """
     nodes = list(_together(seats, range(len(seats)), "host"))
-    drawn: dict[str, int] = {}
-    for ranks in nodes:
-        if len(seats[ranks[0]].rails.ports) > 1:
-            each = [f"{i} {seats[rank].rails.told}" for i, rank in enumerate(ranks)]
-            drawn["; ".join(each)] = drawn.get("; ".join(each), 0) + 1
-    if len(nodes) < 2 or not drawn:
+    alike = Counter(_told(seats, ranks) for ranks in nodes if len(seats[ranks[0]].rails.ports) > 1)
+    if len(nodes) < 2 or not alike:
         return ""
-    of = [f"{count} node{'s' * (count > 1)}: {each}" for each, count in drawn.items()]
+    of = [f"{n} node{'s' * (n > 1)}: {told}" for told, n in alike.most_common(SHOWN)]
+    more = f". And others, {len(alike) - SHOWN} kinds" * (len(alike) > SHOWN)
     note = seats[0].rails.note
-    return f"NICs near local ranks, {'. '.join(of)}" + f"; {ASKS}: {note}" * bool(note)
+    return f"NICs near local ranks, {'. '.join(of)}{more}" + f"; {ASKS}: {note}" * bool(note)
 
 
 def seated(table: Mapping[str, Any]) -> Seated:
     """Return what `asdict` made a table of, and JSON has carried."""
-    return Seated(**{**table, "rails": seen(table["rails"])})
+    return Seated(**{**table, "rails": from_table(table["rails"])})
 
 
 def in_words(found: Sequence[Fault]) -> tuple[str, str]:
@@ -143,6 +141,14 @@ def _together(
     """Yield those of `ranks` that have the same `what`, in the order of their first."""
     for value in dict.fromkeys(getattr(seats[rank], what) for rank in ranks):
         yield tuple(rank for rank in ranks if getattr(seats[rank], what) == value)
+
+
+def _told(seats: Sequence[Seated], node: Sequence[int]) -> str:
+    """Return "0-1 mlx5_0:1; 2-3 mlx5_1:1", by local ranks."""
+    told: dict[str, list[int]] = {}
+    for local_rank, rank in enumerate(node):
+        told.setdefault(seats[rank].rails.told, []).append(local_rank)
+    return "; ".join(f"{ranges(ranks)} {names}" for names, ranks in told.items())
 
 
 def _local_ranks(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:

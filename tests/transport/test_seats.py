@@ -144,6 +144,9 @@ def test_the_line_about_adapters():
     job = [*two, *(replace(seat, host="b") for seat in two), replace(ONE, host="c")]
     assert ports(job) == "NICs near local ranks, 2 nodes: 0 mlx5_1:1; 1 mlx5_2:1 (named)"
     assert ports([ONE, replace(ONE, host="b")]) == ""
+    assert ports([replace(seat, host=host) for host in "ab" for seat in [named()] * 3]) == (
+        "NICs near local ranks, 2 nodes: 0-2 mlx5_0:1"
+    )
     assert ports([named(note="so"), ELSEWHERE]).endswith("; HPCTRAIN_NIC: so")
 
 
