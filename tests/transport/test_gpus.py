@@ -277,7 +277,7 @@ def test_gpu_on_a_machine_without(start):
     if gpus.driver_cuda():
         pytest.skip("this machine has a GPU")
     job = start("-c", "import hpctrain; hpctrain.init('gpu')").finish(30)
-    assert job.returncode == 1
+    assert job.returncode == 2
     assert "CuPy" in job.stderr or "no NVIDIA driver" in job.stderr
 
 
