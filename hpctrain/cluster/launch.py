@@ -286,7 +286,10 @@ def _fresh(run: Path, started: float) -> dict[str, Any] | None:
 
 
 def _told(code: int) -> str:
-    return f"mpiexec ended with {code if code >= 0 else signal.Signals(-code).name}"
+    said = f"mpiexec ended with {code if code >= 0 else signal.Signals(-code).name}"
+    if code % 128 == signal.SIGBUS:  # Hydra's code is the bare signal, Open MPI's 128 more
+        said += ": a bus error; is /dev/shm full? See `hpctrain doctor`"
+    return said
 
 
 def _resume_hint(run: Path) -> str:

@@ -21,7 +21,7 @@ from hpctrain.doctor import gpus, mpi, network, node
 from hpctrain.doctor.check import Check, exit_code
 from hpctrain.doctor.picture import Picture, lines, picture
 from hpctrain.errors import UsageError
-from hpctrain.hardware import gdr, nics, nvidia, pci
+from hpctrain.hardware import gdr, nics, nvidia, pci, quota
 from hpctrain.machine import version
 from hpctrain.transport import bind, verdicts
 from hpctrain.transport.verdicts import Told
@@ -40,6 +40,7 @@ class Hardware:
     gdr: gdr.Gdr
     drawn: Picture
     lines: list[str]
+    quota: float | None = None  #: of so many cores a control group gives the time; None: of all
 
     def table(self) -> dict[str, Any]:
         """Return it as --json holds it."""
@@ -48,6 +49,7 @@ class Hardware:
             "nics": [asdict(nic) for nic in self.nics],
             "topology": asdict(self.drawn),
             "gdr": asdict(self.gdr),
+            "cpu_quota": self.quota,
         }
 
 
@@ -76,7 +78,7 @@ def examine() -> Examined:
     _refuse(launchers.launched(os.environ))
     found = hardware(socket.gethostname())
     told = _tried() if found.cards.cards and cupy() else None
-    checks = [_versions(), *_of_mpi(), _blas(), *of_node(found, told)]
+    checks = [_versions(), *_of_mpi(), _blas(found.quota), *of_node(found, told)]
     checks += network.named(found.nics, os.environ)
     return Examined(socket.gethostname(), checks, found, told)
 
@@ -99,7 +101,8 @@ def hardware(host: str, root: Path = pci.ROOT) -> Hardware:
     drawn = picture(cards, found, root)
     on_bus = len(list((root / "proc/driver/nvidia/gpus").glob("*")))
     told = lines(host, cards, found, drawn, root)
-    return Hardware(cards, on_bus, found, gdr.gdr(found, root), drawn, told)
+    given = quota.cores(root)
+    return Hardware(cards, on_bus, found, gdr.gdr(found, root), drawn, told, given)
 
 
 def _refuse(here: launchers.Launched) -> None:
@@ -124,9 +127,9 @@ def _of_mpi() -> list[Check]:
     return mpi.checks(found, mpi.start(found), mpi.on_path())
 
 
-def _blas() -> Check:
+def _blas(given: float | None) -> Check:
     cores = len(os.sched_getaffinity(0))
-    return node.blas(bind.asked_threads(os.environ) or cores, cores)
+    return node.blas(bind.asked_threads(os.environ) or cores, cores, given)
 
 
 def cupy() -> str | None:

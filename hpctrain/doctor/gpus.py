@@ -60,7 +60,7 @@ def _in_sight(found: Cards, on_bus: int, environ: Mapping[str, str]) -> Check:
         return Check("GPUs in sight", "bad", f"none: {VISIBLE} is empty", f"unset {VISIBLE}")
     if words and len(words) < count and not words[0].startswith("MIG-"):
         seen = f"{len(words)} of {count}: {VISIBLE}={','.join(words)}"
-        return Check("GPUs in sight", "note", seen, ALL_IN_SIGHT)
+        return Check("GPUs in sight", "note", seen, f"unset {VISIBLE}; {ALL_IN_SIGHT}")
     return Check("GPUs in sight", "ok", f"all {count}" if not words else ",".join(words))
 
 

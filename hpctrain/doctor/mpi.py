@@ -17,6 +17,7 @@ from hpctrain.launchers import scrubbed
 
 LIMIT_S = 60.0
 FT = ("--with-ft", "ulfm")
+RANKS = "hpctrain.transport.started"
 _NAMES = ("mpirun", "mpiexec")
 
 
@@ -49,7 +50,7 @@ def start(mpi: Mpi) -> Started | None:
     """Start two ranks as `hpctrain launch` would, with ULFM if the launcher knows it."""
     if mpi.mpiexec is None:
         return None
-    child = [sys.executable, "-m", "hpctrain.transport.started"]
+    child = [sys.executable, "-m", RANKS]
     line, extra = command(mpi, 2, child, True, os.geteuid() == 0)
     tries = [[line[0], *FT, *line[1:]], line] if mpi.vendor == "Open MPI" else [line]
     said = [_run(one, extra) for one in tries]
@@ -80,8 +81,10 @@ def _run(line: list[str], extra: Mapping[str, str]) -> Started:
 def understood(output: str, code: int, errors: str) -> Started:
     """Return what the lines of `python -m hpctrain.transport.started` say."""
     said = [json.loads(line) for line in output.splitlines() if line.startswith('{"size"')]
-    if code or not said:
-        return Started((), fault=f"exit code {code}: {' '.join(errors.split())[-200:]}")
+    if code or not said:  # Hydra tells on stdout of what signal a rank died
+        told = [line for line in output.splitlines() if not line.startswith('{"size"')]
+        words = " ".join(" ".join([*told, errors]).split())
+        return Started((), fault=f"exit code {code}: {words[-200:]}")
     sizes = tuple(one["size"] for one in said)
     return Started(sizes, said[0]["threads"], all(one["ulfm"] for one in said))
 
@@ -111,7 +114,12 @@ def _launcher(mpi: Mpi, on_path: Mapping[str, str]) -> Check:
 
 def _not_two(mpi: Mpi, started: Started) -> Check:
     seen = f"{mpi.mpiexec} -n 2: {started.fault or f'jobs of {started.sizes} ranks'}"
-    return Check("ranks", "bad", seen, "the launcher must belong to the MPI that mpi4py loads")
+    remedy = "the launcher must belong to the MPI that mpi4py loads"
+    if "Bus error" in started.fault:
+        remedy = "MPI found no room where its ranks share memory: see `shared memory`"
+    elif started.fault:
+        remedy = f"read what it says: {mpi.mpiexec} -n 2 python -m {RANKS}"
+    return Check("ranks", "bad", seen, remedy)
 
 
 def threads(level: str) -> Check:

@@ -4,39 +4,38 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.doctor.check import Check
+from hpctrain.hardware import shm
+from hpctrain.hardware.shm import GIB, MIB, SHM
+from hpctrain.transport.seats import FEWER
 
-SHM = Path("/dev/shm")
-MIB, GIB = 1 << 20, 1 << 30
-#: Docker gives 64 MiB; MPIs keep their queues there, tens of MiB per rank.
-LEAST_SHM, ENOUGH_SHM = 128 * MIB, GIB
 #: Files of MPI libraries and of ours; those of a dead job stay until somebody removes them.
 LEFT_OVERS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*", "hpctrain-*")
+MORE_TIME = "Kubernetes: resources.limits.cpu; docker run --cpus=N"
 
 
-def blas(threads: int, cores: int) -> Check:
-    """Return the check of BLAS `threads` in a process that may run on so many `cores`."""
+def blas(threads: int, cores: int, quota: float | None = None) -> Check:
+    """Return the check of BLAS `threads` in a process that may run on so many `cores`.
+
+    `quota`: of how many of them its control group gives the time, None for all.
+    """
     seen = f"{threads} BLAS threads on {cores} cores"
-    if threads <= cores:
-        return Check("BLAS", "ok", seen)
-    return Check(
-        "BLAS",
-        "bad",
-        f"{seen}: they take turns",
-        "unset OMP_NUM_THREADS, OPENBLAS_NUM_THREADS and MKL_NUM_THREADS, or set them to the "
-        "cores of a rank",
-    )
+    if threads > cores:
+        return Check("BLAS", "bad", f"{seen}: they take turns", FEWER)
+    if quota is not None and threads > max(1, quota):
+        seen += f", and a quota gives the time of {quota:g}: they are stopped when it is used up"
+        return Check("BLAS", "bad", seen, f"{FEWER}, or ask for more: {MORE_TIME}")
+    return Check("BLAS", "ok", seen)
 
 
 def shared_memory(folder: Path = SHM, in_use: Collection[str] | None = None) -> list[Check]:
     """Return the checks of the memory that ranks of a node share; `in_use` are files mapped now."""
     try:
-        free = shutil.disk_usage(folder).free
+        free = shm.free(folder)
     except OSError as error:
         remedy = "mount a tmpfs there; containers: --shm-size=8g or --ipc=host"
         return [Check("shared memory", "bad", f"{folder}: {error.strerror}", remedy)]
@@ -60,11 +59,10 @@ def memlock(limit: int, rdma: bool) -> Check:
 
 def room(folder: Path, free: int) -> Check:
     """Return the check of `free` bytes of shared memory in `folder`."""
-    seen = f"{free / MIB:,.0f} MiB free in {folder}"
-    if free >= ENOUGH_SHM:
+    seen = shm.told(free, folder)
+    if free >= shm.ENOUGH:
         return Check("shared memory", "ok", seen)
-    grow = "containers: --shm-size=8g or --ipc=host; else mount -o remount,size=50% /dev/shm"
-    return Check("shared memory", "bad" if free < LEAST_SHM else "slow", seen, grow)
+    return Check("shared memory", "bad" if free < shm.LEAST else "slow", seen, shm.GROW)
 
 
 def _left(folder: Path, in_use: Collection[str]) -> Check:
@@ -75,7 +73,7 @@ def _left(folder: Path, in_use: Collection[str]) -> Check:
     total = sum(_size(file) for file in mine)
     return Check(
         "left-overs",
-        "slow" if total > ENOUGH_SHM else "note",
+        "slow" if total > GIB else "note",
         f"{len(mine)} files of dead jobs in {folder}, {total / MIB:,.0f} MiB of memory",
         f"when no job of yours runs here: rm {' '.join(_named(folder, mine))}",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import mmap
 import os
@@ -165,7 +166,8 @@ def _open(path: Path | None) -> tuple[int | None, mmap.mmap | bytearray]:
     # Renamed into place: somebody may still map the file of an earlier job.
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.write(file, bytes(_BYTES))
+    if os.write(file, bytes(_BYTES)) < _BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     os.replace(fresh, path)
     return file, mmap.mmap(file, _BYTES)
 

@@ -45,7 +45,9 @@ OF_MPI = {
     "jobs of one": (OPEN, Started((1, 1), "MULTIPLE"), OURS, "ranks", "bad", "jobs of (1, 1)",
                     "must belong"),
     "does not start": (OPEN, Started((), fault="exit code 1: no slots"), OURS, "ranks", "bad",
-                       "no slots", ""),
+                       "no slots", "/env/bin/mpiexec -n 2 python -m hpctrain.transport.started"),
+    "no room": (OPEN, Started((), fault="exit code 7: Bus error (signal 7)"), OURS, "ranks", "bad",
+                "signal 7", "see `shared memory`"),
     "ranks": (OPEN, TWO, OURS, "ranks", "ok", "2 ranks", ""),
     "threads": (OPEN, TWO, OURS, "threads", "ok", "MULTIPLE", ""),
     "no threads": (OPEN, replace(TWO, threads="FUNNELED"), OURS, "threads", "slow",
@@ -68,7 +70,7 @@ def test_mpi(case, monkeypatch):
 def test_lines_of_ranks_among_noise():
     line = '{"size": 2, "threads": "MULTIPLE", "ulfm": true}\n'
     assert mpi.understood(f"hello\n{line}{line}", 0, "") == TWO
-    assert mpi.understood(line, 1, "a\n b").fault == "exit code 1: a b"
+    assert mpi.understood(f"x\n{line}", 1, "a\n b").fault == "exit code 1: x a b"
     assert "exit code 0" in mpi.understood("", 0, "").fault
 
 
@@ -87,10 +89,16 @@ def test_blas():
     assert "OMP_NUM_THREADS" in check.remedy
 
 
+@pytest.mark.parametrize("quota, verdict", [(None, "ok"), (0.5, "bad"), (3.9, "bad"), (4.0, "ok")])
+def test_blas_under_a_quota(quota, verdict):
+    check = node.blas(4, 64, quota)
+    assert (check.verdict, "limits.cpu" in check.remedy) == (verdict, verdict == "bad")
+    assert node.blas(1, 64, quota).verdict == "ok"  # a thread there must be
+
+
 @pytest.mark.parametrize("free, verdict", [(64 << 20, "bad"), (500 << 20, "slow"), (8 << 30, "ok")])
 def test_room_in_shared_memory(free, verdict, tmp_path, monkeypatch):
-    usage = node.shutil.disk_usage(tmp_path)._replace(free=free)
-    monkeypatch.setattr(node.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(node.shm, "free", lambda folder: free)
     said = found(node.shared_memory(tmp_path, ()), "shared memory")
     assert said[0] == verdict
     assert (verdict == "ok") or "--shm-size" in said[2]

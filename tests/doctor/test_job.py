@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, count
 from pathlib import Path
 
 import pytest
@@ -44,6 +44,8 @@ def found(checks, name):
         (["n1"], "n1"),
         (["n3", "n1", "n2", "n10", "n1"], "n[1-3,10]"),
         (["n008", "n009", "n010"], "n[008-010]"),
+        (["n09", "n10", "n11", "n100"], "n[09-11],n100"),
+        (["n0", "n9", "n10"], "n[0,9-10]"),
         (["n08", "n9"], "n08,n9"),
         (["r1n1", "r1n2", "r2n1", "login"], "login,r1n[1-2],r2n1"),
         (["n1.site", "n2.site"], "n1.site,n2.site"),
@@ -254,6 +256,14 @@ def test_a_folder_is_looked_at_and_left_as_it_was(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_slow_disk_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder.time, "perf_counter", count(0.0, 1.5).__next__)
+    check = found(folder.checks(tmp_path, {"n1": folder.look(tmp_path, "", "")}), "file system")
+    assert check[:2] == ("slow", "median 1500.0 ms to write 64 KiB and fsync (MAD 0.0); n1: up to "
+                         "1500 ms")  # fmt: skip
+    assert "[checkpoint] every_epochs" in check[2] and "--out" in check[2]
+
+
 @pytest.mark.parametrize("asked", ["afile", "afile/x"])
 def test_what_lies_there_is_no_folder(asked, tmp_path):
     (tmp_path / "afile").touch()
@@ -310,6 +320,29 @@ def test_speed_of_cores():
     assert "ps -eLo psr" in check.remedy
     assert "a slow core" in cores.check([*fine, Core(4, "n9", 3, 0.060, 1.0)]).seen
     assert cores.check([]).verdict == "note"
+
+
+def test_a_core_under_a_quota():
+    fine = [Core(rank, f"n{rank}", 7, 0.030, 1.0) for rank in range(4)]
+    check = cores.check([*fine, Core(4, "n9", 3, 0.150, 0.2, quota=0.2)])
+    assert "core 3 of n9 (rank 4): 5.0 x, given 20% of its time: a quota of 0.2" in check.seen
+    assert "limits.cpu" in check.remedy
+
+
+@pytest.mark.parametrize(
+    "given, verdict, words",
+    [
+        ({"n1": None, "n2": None}, None, ""),
+        ({"n1": 4.0, "n2": None}, "ok", "4 BLAS threads on n1, quota: the time of 4 cores"),
+        ({"n1": 2.5, "n2": 1.0}, "bad", "2 BLAS threads on n2, quota: the time of 1 cores, and 1"),
+    ],
+)
+def test_cpu_quotas(given, verdict, words):
+    sitting = [replace(SEAT, blas_threads=2)] * 2 + [replace(SEAT, host="n2", blas_threads=2)]
+    found = cores.quotas(sitting, given)
+    assert [one.verdict for one in found] == ([verdict] if verdict else [])
+    assert all(words in one.seen for one in found)
+    assert all("limits.cpu" in one.remedy for one in found if verdict == "bad")
 
 
 def test_a_core_is_tried_and_left():
@@ -480,3 +513,19 @@ def test_not_all_nodes_are_left_out():
 def test_a_long_map_is_cut():
     rows = [("0",) * len(seats.COLUMNS)] * (show.MOST_RANKS + 2)
     assert show.binding_map(rows).caption == "and 2 ranks more: --json"
+
+
+def test_what_many_nodes_say_fits_on_a_page(capsys):
+    hosts = [f"n{node:02}" for node in range(1, 65) for _ in range(8)]
+    sitting = [replace(SEAT, host=host, local_rank=n % 8) for n, host in enumerate(hosts)]
+    sitting[-1] = replace(sitting[-1], blas_threads=9)  # the last node is another kind
+    told = [replace(TOLD, lines=(f"node {host}", "  NUMA 0, cores 0-63: -")) for host in hosts]
+    between = combinations(range(0, len(hosts), 8), 2)
+    slow = [Ping(a, b, False, 2e-6, 9e-4 if a // 8 % 2 else 1e-4) for a, b in between]
+    job = Found(tuple(hosts), tuple(sitting), told, pings.checks(slow, hosts, crowded=False))
+    show.show(job)
+    out = capsys.readouterr().out
+    assert "node n[01-64]" in out
+    assert "n[02-63] sit as n01: --json" in out
+    assert len(out.splitlines()) < 60
+    assert len(job.table()["ranks"]) == 512

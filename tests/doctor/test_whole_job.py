@@ -126,18 +126,6 @@ def test_ranks_of_another_launcher(hpctrain, tmp_path):
     assert "hpctrain launch -n 2 doctor --job" in launcher["remedy"]
 
 
-def test_one_rank_with_an_unwritable_folder(spoilt):
-    unwritable = """
-from hpctrain.doctor.job import folder
-def refuse(place):
-    raise PermissionError(13, "Permission denied")
-folder._fsync_s = refuse
-"""
-    ended, table = spoilt(unwritable, ranks=1)
-    assert (ended.returncode, table["exit_code"]) == (1, 1)
-    assert "Permission denied" in checks(table)["output folder"]["seen"]
-
-
 SPIN = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
 
 

@@ -3,21 +3,27 @@
 Cores are dealt to the ranks that may run on them, each to one rank; on every node they are tried
 one after the other by each rank, and side by side by its ranks, as training will use them. A core
 that is shared with other work shows it: the time that the thread was given is less than has passed.
+
+Cost: some 30 ms for each core that a rank may use and no other rank tries, at most 4 s for one rank
+on 128 cores; what is told grows as the cores of the job.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hpctrain.doctor.check import Check
 from hpctrain.doctor.job.outliers import usual
+from hpctrain.doctor.node import MORE_TIME
+from hpctrain.hardware import quota
 from hpctrain.hardware.pci import core_list
 from hpctrain.transport.bind import on_core
-from hpctrain.transport.seats import Seated
+from hpctrain.transport.seats import FEWER, Seated
 
 LENGTH, CALLS = 4096, 60_000  # 32 KiB in all, in the first cache; some 30 ms
 ALONE = 0.9  # the share of its time that a thread gets on a core of its own
@@ -32,6 +38,7 @@ class Core:
     core: int
     seconds: float
     share: float
+    quota: float | None = None  #: of so many cores its rank is given the time; None: of all
 
 
 def dealt(seats: Sequence[Seated], machines: Sequence[str]) -> list[list[int]]:
@@ -48,11 +55,11 @@ def dealt(seats: Sequence[Seated], machines: Sequence[str]) -> list[list[int]]:
 
 def tried(rank: int, host: str, cores: Iterable[int]) -> list[Core]:
     """Return how fast each of `cores` is, as far as they can be had."""
-    found = []
+    found, given = [], quota.cores()
     for core in cores:
         try:
             with on_core(core):
-                found.append(Core(rank, host, core, *_computed()))
+                found.append(Core(rank, host, core, *_computed(), given))
         except OSError:  # taken away since
             continue
     return found
@@ -71,15 +78,44 @@ def check(found: Sequence[Core]) -> Check:
              for c in slow[:4]]  # fmt: skip
     seen += f", MAD {is_usual.mad * 1e3:.1f}; {'; '.join(words)}"
     seen += f"; and {len(slow) - 4} more" * (len(slow) > 4)
-    one = slow[0]
-    remedy = (
-        f"look who runs there (on {one.host}: ps -eLo psr,pcpu,pid,user,comm | awk '$1 == "
-        f"{one.core}'), ask for whole nodes (srun --exclusive), or leave the node out"
+    nodes = tuple(dict.fromkeys(c.host for c in slow))
+    return Check("speed of cores", "slow", seen, _remedy(slow[0]), nodes)
+
+
+def quotas(seats: Sequence[Seated], given: Mapping[str, float | None]) -> list[Check]:
+    """Return the check of the CPU time that nodes are `given`; none where no quota limits it."""
+    threads: Counter[str] = Counter()
+    for seat in seats:
+        threads[seat.host] += seat.blas_threads
+    limits = {host: limit for host, limit in given.items() if limit is not None}
+    over = {host: limit for host, limit in limits.items() if threads[host] > max(1, limit)}
+    if not limits:
+        return []
+    host = min(over or limits, key=limits.__getitem__)
+    seen = f"{threads[host]} BLAS threads on {host}, quota: the time of {limits[host]:g} cores"
+    if not over:
+        return [Check("CPU quota", "ok", seen)]
+    seen += f"{f', and {len(over) - 1} nodes like it' * (len(over) > 1)}: they are stopped"
+    return [Check("CPU quota", "bad", f"{seen} when it is used up", f"{FEWER}, or ask for more: "
+                  f"{MORE_TIME}")]  # fmt: skip
+
+
+def _remedy(core: Core) -> str:
+    if _throttled(core):
+        return f"ask for more CPU time ({MORE_TIME}), or start fewer ranks"
+    return (
+        f"look who runs there (on {core.host}: ps -eLo psr,pcpu,pid,user,comm | awk '$1 == "
+        f"{core.core}'), ask for whole nodes (srun --exclusive), or leave the node out"
     )
-    return Check("speed of cores", "slow", seen, remedy, tuple(dict.fromkeys(c.host for c in slow)))
+
+
+def _throttled(core: Core) -> bool:
+    return core.share < ALONE and core.quota is not None
 
 
 def _why(core: Core) -> str:
+    if _throttled(core):
+        return f", given {core.share:.0%} of its time: a quota of {core.quota:g} cores"
     if core.share < ALONE:
         return f", given {core.share:.0%} of its time: something else runs there"
     return ", all of its time: a slow core, a hot one, or another model"

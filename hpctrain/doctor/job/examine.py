@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,13 @@ from hpctrain.doctor.check import Check, exit_code
 from hpctrain.doctor.job import clocks, cores, folder, pings, same, seats, show, sums, told
 from hpctrain.doctor.job.answers import to_first, watched
 from hpctrain.doctor.job.found import Found
-from hpctrain.doctor.node import SHM, room
+from hpctrain.doctor.node import room
 from hpctrain.errors import UsageError
+from hpctrain.hardware import shm
 from hpctrain.timeline import kernel
 from hpctrain.trace import Reading
 from hpctrain.transport import gpus
+from hpctrain.transport.seats import Seated
 from hpctrain.world import World
 
 #: How long a rank may keep others waiting before it is named.
@@ -46,7 +46,7 @@ def run(asked: Asked) -> int:
     """Look at the whole job; return the exit code, the same on all ranks; collective."""
     here = launchers.launched(os.environ)
     stages = show.Stages(here.rank == 0)
-    _before_mpi(here)
+    _before_mpi(here, asked)
     stages.say(f"starting MPI on {here.size} ranks")
     try:
         world = worlds.init(asked.device, 2 * LIMIT_S)
@@ -141,18 +141,31 @@ def _of_told(found: Found) -> list[Check]:
         same.versions(found.told, found.hosts),
         *same.recipe(found.told, found.hosts),
         *same.machines(found.told, found.hosts),
-        *seats.checks(found.seats),
+        *seats.checks(_seats(found)),
+        *cores.quotas(found.seats, {host: one.hardware["cpu_quota"]
+                                    for host, one in found.nodes.items()}),
         *same.merged({host: one.checks for host, one in found.nodes.items()}),
     ]  # fmt: skip
 
 
-def _before_mpi(here: launchers.Launched) -> None:
-    """Say, on each node, what may keep MPI from starting: a table would come too late."""
+def _seats(found: Found) -> tuple[Seated, ...]:
+    """Return the seats, with the GPUs of a node that a list hides from all of its ranks.
+
+    Slurm tells a job how many it has. Elsewhere those that NVML shows are not hidden by a control
+    group, and CUDA_VISIBLE_DEVICES alone keeps ranks from them.
+    """
+    if "SLURM_GPUS_ON_NODE" in os.environ:
+        return found.seats
+    count = {host: len(one.hardware["gpus"]) for host, one in found.nodes.items()}
+    return tuple(replace(seat, gpus=max(seat.gpus, count[seat.host])) for seat in found.seats)
+
+
+def _before_mpi(here: launchers.Launched, asked: Asked) -> None:
+    """Keep what may end MPI when it starts, which `world` says by then: it may be all there is."""
     with suppress(OSError):
-        check = room(SHM, shutil.disk_usage(SHM).free)
-        if check.verdict == "bad" and here.local_rank in (0, None):
-            said = f"doctor: {check.seen}: MPI may fail to start; {check.remedy}"
-            print(said, file=sys.stderr, flush=True)
+        check = room(shm.SHM, shm.free())
+        if here.rank == 0 and asked.json and check.verdict == "bad":
+            _keep(Found(checks=[check]), asked.json)
 
 
 def _no_job(here: launchers.Launched, why: str, asked: Asked) -> int:
@@ -175,4 +188,8 @@ def _silent(report: str) -> Check:
 def _tell(found: Found, asked: Asked) -> None:
     show.show(found)
     if asked.json is not None:
-        asked.json.write_text(json.dumps(found.table(), indent=1) + "\n")
+        _keep(found, asked.json)
+
+
+def _keep(found: Found, file: Path) -> None:
+    file.write_text(json.dumps(found.table(), indent=1) + "\n")

@@ -27,7 +27,10 @@ from hpctrain.doctor.node import GIB, MIB
 NAME, WORD = ".hpctrain-doctor-", "word"
 BLOCK, TIMES = 1 << 16, 5
 LEAST_FREE, ENOUGH_FREE = 128 * MIB, GIB
-FAST_S, SLOW_S = 0.05, 1.0  # per write and fsync, whatever the other nodes need
+#: Seconds of a write and fsync, whatever the other nodes need. A checkpoint waits for some six, one
+#: after another (parts, manifest, folders): below the first for 0.3 s, which no run notices; above
+#: the second longer than most of them write.
+FAST_S, SLOW_S = 0.05, 1.0
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,24 @@ from hpctrain.transport.seats import ranges
 
 def listed(hosts: Iterable[str]) -> str:
     """Return `hosts` as one word for srun's --exclude and --nodelist."""
+    parts = [_parts(host) for host in dict.fromkeys(hosts)]
+    # Of n08, n09 and n10 all are two digits wide; where no zero leads, n9 and n10 are as one.
+    padded = {(prefix, len(digits)) for prefix, digits in parts if digits[:1] == "0" != digits}
     numbered: dict[tuple[str, int], list[int]] = {}
     plain: list[str] = []
-    for host in dict.fromkeys(hosts):
-        prefix, digits = re.fullmatch(r"(.*?)(\d*)", host, re.DOTALL).groups()  # type: ignore[union-attr]
-        if digits:  # those with leading zeros have a width of their own
-            width = len(digits) if digits.startswith("0") else 0
+    for prefix, digits in parts:
+        if digits:
+            width = len(digits) if (prefix, len(digits)) in padded else 0
             numbered.setdefault((prefix, width), []).append(int(digits))
         else:
-            plain.append(host)
+            plain.append(prefix)
     return ",".join([*plain, *(_one(*key, sorted(found)) for key, found in numbered.items())])
+
+
+def _parts(host: str) -> tuple[str, str]:
+    """Return a name without the digits at its end, and these."""
+    prefix = host.rstrip("0123456789")
+    return prefix, host[len(prefix) :]
 
 
 def _one(prefix: str, width: int, numbers: list[int]) -> str:

@@ -63,10 +63,26 @@ def pictures(lines: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def binding_map(rows: Sequence[tuple[str, ...]]) -> Table:
-    """Return the map as a table."""
+    """Return the map as a table; of many ranks one node of each kind."""
     drawn = Table(*seats.COLUMNS)
+    words: list[str] = []
+    if len(rows) > MOST_RANKS:
+        rows, words = _kinds(rows)
     for row in rows[:MOST_RANKS]:
         drawn.add_row(*map(Text, row))
     if len(rows) > MOST_RANKS:
-        drawn.caption = f"and {len(rows) - MOST_RANKS} ranks more: --json"
+        words.append(f"and {len(rows) - MOST_RANKS} ranks more")
+    drawn.caption = f"{'; '.join(words)}: --json" if words else None
     return drawn
+
+
+def _kinds(rows: Sequence[tuple[str, ...]]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Return the rows of one node of each kind, and which nodes are like it."""
+    of_hosts: dict[str, list[tuple[str, ...]]] = {}
+    for row in rows:
+        of_hosts.setdefault(row[1], []).append(row)
+    alike: dict[tuple[tuple[str, ...], ...], list[str]] = {}
+    for host, some in of_hosts.items():
+        alike.setdefault(tuple(row[2:] for row in some), []).append(host)
+    shown = [row for first, *_ in alike.values() for row in of_hosts[first]]
+    return shown, [f"{listed(more)} sit as {first}" for first, *more in alike.values() if more]

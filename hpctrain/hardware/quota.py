@@ -1,0 +1,47 @@
+"""The CPU time that control groups give: a container sees all cores, and may use a part of them.
+
+    version 2   cpu.max                    "400000 100000": 400 ms in each 100 ms; "max": no limit
+    version 1   cpu.cfs_quota_us, cpu.cfs_period_us         the same; -1: no limit
+
+Who has used up the quota stands still until the period ends, with all its threads. Each group above
+a process may limit it: the least of them counts.
+
+Source: Linux, Documentation/admin-guide/cgroup-v2.rst and Documentation/scheduler/sched-bwc.rst.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpctrain.hardware.pci import ROOT, read
+
+GROUPS = "sys/fs/cgroup"
+
+
+def cores(root: Path = ROOT) -> float | None:
+    """Return how many cores' time this process may use; None where nothing limits it."""
+    limits = [limit for group in _groups(root) if (limit := _limit(group)) is not None]
+    return min(limits, default=None)
+
+
+def _groups(root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's groups, from the root of all on."""
+    for line in read(root / "proc/self/cgroup").splitlines():
+        _, kinds, path = line.split(":", 2)
+        if kinds and "cpu" not in kinds.split(","):
+            continue
+        top = root / GROUPS / "cpu" if kinds else root / GROUPS
+        # In a container `path` may be the host's: then `top` is all that is there, and its own.
+        parts = Path(path).parts[1:]
+        yield from (top.joinpath(*parts[:depth]) for depth in range(len(parts) + 1))
+
+
+def _limit(group: Path) -> float | None:
+    words = read(group / "cpu.max").split()
+    words = words or [read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+    try:
+        quota, period = map(int, words)
+    except ValueError:  # no limit, or no such group in sight
+        return None
+    return quota / period if quota > 0 else None
