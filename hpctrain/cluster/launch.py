@@ -272,7 +272,7 @@ def _without_run(ended: Ended) -> int:
     if ended.signals:  # nothing can be lost yet: to start again is to resume
         _say("stopped before a run began")
         return _INTERRUPTED if signal.SIGINT in ended.signals else _STOPPED
-    _say(f"{_told(ended.code)} before a run began")
+    _say(f"before a run began, {_told(ended.code)}")
     return 1
 
 
@@ -286,10 +286,10 @@ def _fresh(run: Path, started: float) -> dict[str, Any] | None:
 
 
 def _told(code: int) -> str:
-    said = f"mpiexec ended with {code if code >= 0 else signal.Signals(-code).name}"
-    if code % 128 == signal.SIGBUS:  # Hydra's code is the bare signal, Open MPI's 128 more
-        said += ": a bus error; is /dev/shm full? See `hpctrain doctor`"
-    return said
+    hint = ": a bus error; is /dev/shm full? `hpctrain doctor` tells" * (
+        code % 128 == signal.SIGBUS
+    )
+    return f"mpiexec ended with {code if code >= 0 else signal.Signals(-code).name}{hint}"
 
 
 def _resume_hint(run: Path) -> str:
