@@ -33,6 +33,7 @@ _STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 EAGER_BYTES = (1 << 20) + 4096
 PROBE_S = 120  # a cold shared file system takes its time
 _GRACE_S = 5.0
+_FULL = ": a bus error; is /dev/shm full? See `hpctrain doctor`"
 _SAME_TIME_S = 0.05  # file times come from a clock that ticks more coarsely than time.time()
 
 
@@ -286,10 +287,8 @@ def _fresh(run: Path, started: float) -> dict[str, Any] | None:
 
 
 def _told(code: int) -> str:
-    hint = ": a bus error; is /dev/shm full? `hpctrain doctor` tells" * (
-        code % 128 == signal.SIGBUS
-    )
-    return f"mpiexec ended with {code if code >= 0 else signal.Signals(-code).name}{hint}"
+    name = code if code >= 0 else signal.Signals(-code).name
+    return f"mpiexec ended with {name}{_FULL * (code % 128 == signal.SIGBUS)}"
 
 
 def _resume_hint(run: Path) -> str:
