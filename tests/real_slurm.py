@@ -39,6 +39,7 @@ NODES = ("n1", "n2", "n3", "n4")
 COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "libpmix2")
 INSTALL_S, START_S, STOP_S = 100, 30, 30
+TREE_S = 90  # step daemons wait a minute for those below them to end, which a lost node never tells
 SBIN = (
     f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # a user's PATH may lack the daemons' folders
 )
@@ -210,7 +211,7 @@ class Slurm:
         daemons are to be gone, whose sockets have the names of those to come.
         """
         ids = self._parts(job)
-        until(lambda: not self._daemons(ids), STOP_S, f"step daemons of job {job} do not end")
+        until(lambda: not self._daemons(ids), TREE_S, lambda: f"{self._daemons(ids)} do not end")
         self.scontrol("update", f"jobid={job}", "StartTime=now+1")
 
     def _parts(self, job: int) -> list[str]:
@@ -247,16 +248,18 @@ class Slurm:
         self.node_down(name)
 
     def _kill_on(self, node: str) -> bool:
-        """Kill what runs on a node, daemons first; return whether anything did."""
-        found = [p for p in self._processes() if _is_on(p, node)]
+        """Kill what runs on a node, daemons first; return whether anything does, or may."""
+        nodes = {process: _node_of(process) for process in self._processes()}
+        found = [process for process, name in nodes.items() if name == node]
         for process in sorted(found, key=lambda p: not str(_seen(p.name)).startswith("slurm")):
             _kill(process.pid)
-        return bool(found)
+        return not {node, "?"}.isdisjoint(nodes.values())
 
     def _daemons(self, jobs: Sequence[str]) -> list[str]:
-        """Return what step daemons of jobs, which write its name over their command lines, say."""
-        lines = [" ".join(_seen(process.cmdline)) for process in self._processes()]
-        return [line for line in lines if any(f"[{job}." in line for job in jobs)]
+        """Return the step daemons of jobs, which write their names over their command lines."""
+        lines = {process: " ".join(_seen(process.cmdline)) for process in self._processes()}
+        found = [p for p, line in lines.items() if any(f"[{job}." in line for job in jobs)]
+        return [f"{lines[process]} on {_node_of(process)}" for process in found]
 
     def _processes(self) -> list[psutil.Process]:
         return psutil.Process(self.keeper.pid).children(recursive=True)
@@ -294,10 +297,14 @@ class Slurm:
         return list(self.nodes().values()) == ["idle"] * len(NODES)
 
 
-def _is_on(process: psutil.Process, node: str) -> bool:
-    if str(_seen(process.name)).startswith("slurm"):  # slurmd, slurmstepd: they share a log
-        return any(file.path.endswith(f"/slurmd-{node}.log") for file in _seen(process.open_files))
-    return dict(_seen(process.environ)).get("SLURMD_NODENAME") == node
+def _node_of(process: psutil.Process) -> str:
+    """Return the node of a process; "?" of a daemon that has not opened its log, which tells."""
+    if _seen(process.name) not in ("slurmd", "slurmstepd"):
+        return dict(_seen(process.environ)).get("SLURMD_NODENAME", "")
+    if _seen(process.status) in (psutil.STATUS_ZOMBIE, ()):
+        return ""
+    logs = (Path(file.path).stem.removeprefix("slurmd-") for file in _seen(process.open_files))
+    return next((name for name in logs if name in NODES), "?")
 
 
 def _seen(ask: Callable[[], T]) -> T | tuple[()]:
@@ -451,11 +458,13 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def until(condition, limit_s: float, otherwise: str) -> None:
+def until(condition, limit_s: float, otherwise: str | Callable[[], str]) -> None:
+    """Wait until `condition()`; raise TimeoutError, which says `otherwise`, at the limit."""
     deadline = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{otherwise} after {limit_s} s")
+            what = otherwise() if callable(otherwise) else otherwise
+            raise TimeoutError(f"{what} after {limit_s} s")
         time.sleep(0.05)
 
 

@@ -108,6 +108,12 @@ class Training:
             time.sleep(0.02)
 
     @property
+    def nodes(self) -> list[str]:
+        """The nodes on which the job runs."""
+        names = self.slurm.job(self.job)["NodeList"]
+        return self.slurm.scontrol("show", "hostnames", names).split()
+
+    @property
     def steps(self) -> list[int]:
         """The steps of which there are rows."""
         return [row["step"] for row in rundir.rows(self.run)]
@@ -212,8 +218,9 @@ def requeue(slurm, job: int, node: str) -> None:
 
 
 def lose(slurm, job: int, node: str) -> None:
+    # It stays away. Soon back, it would tell of the end of the job's first part in its second, from
+    # which Slurm then takes that node; those two minutes before a job comes back are to prevent it.
     slurm.node_lost(node)
-    slurm.node_up(node)
 
 
 # What happens to a job while it runs, how many steps may have to be done again, and how often this
@@ -225,17 +232,18 @@ EVENTS = {
 }
 
 
+@pytest.mark.timeout(240)
 def test_an_interrupted_job_loses_nothing(slurm, tmp_path, limited):
     """Nor one that was restarted often enough, and is submitted again."""
     training, after = _with_one_after(slurm, tmp_path)
-    for step, (happen, redone, _) in zip((7, 16, 24), EVENTS.values(), strict=True):
+    for step, (happen, redone, _) in zip((5, 11, 17), EVENTS.values(), strict=True):
         training.reach(step)
-        happen(slurm, training.job, "n4")
+        happen(slurm, training.job, training.nodes[-1])
         slurm.wait(training.job, "PENDING")
         assert training.to_do_again <= redone, slurm.told(training.job)
         slurm.hurry(training.job)
-    training.reach(28)
-    usr1(slurm, training.job, "n4")
+    training.reach(22)
+    usr1(slurm, training.job, training.nodes[-1])
     assert slurm.wait(training.job) == "FAILED"
     assert "restarted 3 times, which is enough: to go on submit" in slurm.told(training.job)
     assert slurm.job(after)["JobState"] == "PENDING"
@@ -246,7 +254,7 @@ def test_an_interrupted_job_loses_nothing(slurm, tmp_path, limited):
 
 def _with_one_after(slurm, folder: Path) -> tuple[Training, int]:
     """Submit a job of two nodes and three restarts, and one that is to run if it is done."""
-    training = submit(slurm, folder, "--nodelist=n3,n4", nodes=2, max_restarts=3)
+    training = submit(slurm, folder, step_ms=80, nodes=2, max_restarts=3)
     condition = f"--dependency=afterok:{training.job}"
     return training, slurm.sbatch("#!/bin/sh\n:", condition, "--nodes=1", cwd=folder)
 
@@ -266,19 +274,21 @@ SERVER = ["engine.kind=ps-sync", "engine.servers=1", "engine.placement=dedicated
 
 
 @pytest.mark.full
+@pytest.mark.timeout(240)
 def test_a_server_on_a_node_of_its_own_comes_back_with_its_workers(slurm, tmp_path):
     """A heterogeneous job has a job for each part; one is requeued with the other."""
-    training = submit(slurm, tmp_path, nodes=2, servers=1, server_nodes=1, more=SERVER[:1])
-    for step, event in ((7, "USR1"), (16, "an administrator requeues it"), (24, "a node is lost")):
-        happen, most, _ = EVENTS[event]
+    servers = {"nodes": 2, "servers": 1, "server_nodes": 1, "more": SERVER[:1]}
+    training = submit(slurm, tmp_path, step_ms=80, **servers)
+    for step, (happen, most, _) in zip((5, 11, 17), EVENTS.values(), strict=True):
         training.reach(step)
         node = slurm.job(f"{training.job}+1")["NodeList"]
         happen(slurm, training.job, node)
         slurm.wait(training.job, "PENDING")
         assert training.to_do_again <= most, slurm.told(training.job)
         slurm.hurry(training.job)
-    _must_be(training, whole(3, *SERVER), restarts=3)
-    assert training.summary["hosts"] == ["n1", "n2", "n3"]
+    # Slurm may wait a minute longer for the step: its daemons do so for one of a lost node.
+    _must_be(training, whole(3, *SERVER), restarts=3, limit_s=150)
+    assert training.summary["hosts"] == ["n1", "n2", "n4"]
 
 
 @pytest.mark.full
@@ -323,6 +333,7 @@ def test_it_is_told_why_a_job_stops(slurm, tmp_path, limited):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "event, seed", [(event, i) for event, (_, _, n) in EVENTS.items() for i in range(n)]
 )
@@ -330,9 +341,10 @@ def test_at_any_moment_nothing_is_lost(slurm, tmp_path, event, seed):
     """From before Python has started to the last step, and while a checkpoint is written."""
     happen, most, seeds = EVENTS[event]
     draw = random.Random(f"{event} {seed}")
-    share, node = (seed + draw.random()) / seeds, draw.choice(real_slurm.NODES)
-    training = submit(slurm, tmp_path, step_ms=150)
+    share = (seed + draw.random()) / seeds
+    training = submit(slurm, tmp_path, step_ms=150, nodes=3)
     training.live(share)
+    node = draw.choice(training.nodes)
     happen(slurm, training.job, node)
     ended = slurm.wait(training.job, "PENDING", "COMPLETED")
     step, redone = max(training.steps, default=0), training.to_do_again
@@ -342,5 +354,5 @@ def test_at_any_moment_nothing_is_lost(slurm, tmp_path, event, seed):
         slurm.hurry(training.job)
     else:
         assert share > 0.8, "it was not stopped"  # later it may have been done before
-    _must_be(training, whole(4), restarts=int(ended == "PENDING"))
+    _must_be(training, whole(3), restarts=int(ended == "PENDING"))
     assert training.summary["steps_redone"] == redone
