@@ -10,10 +10,11 @@ import time
 
 import psutil
 import pytest
-from conftest import Completed
+from conftest import LAUNCHER, Completed
 from studies import Times, write
 
 from hpctrain.cluster.netlab import refusal
+from hpctrain.commands.scale import scale
 from hpctrain.scaling.changes import Timing
 
 pytestmark = pytest.mark.processes
@@ -61,11 +62,14 @@ def made_up(study):
     (study / "links/00002-ranks-00001-nodes/link.json").write_text("{}")
 
 
-def test_what_a_rank_says_is_the_reason_of_a_gap(hpctrain, tmp_path):
+def test_what_a_rank_says_is_the_reason_of_a_gap(tmp_path, monkeypatch, caplog):
+    for name, value in LAUNCHER.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
     slow = ("--set", "faults.slow_rank=1", "--set", "faults.slow_factor=1.0")
-    done = hpctrain("scale", "digits", "--ranks", "1", "--mode", "weak", *slow, *SMALL)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "1 rank, repeat 1 of 1: [faults] slow_rank" in done.stderr
+    words = ("digits", "--ranks", "1", "--mode", "weak", *slow, *map(str, SMALL))
+    assert scale.main(words, standalone_mode=False) == 1
+    assert "1 rank, repeat 1 of 1: [faults] slow_rank" in caplog.text
     found = rows(tmp_path / "study")
     assert [row["kind"] for row in found] == ["gap"]
     assert "slow_rank: expected less than 1" in found[0]["reason"]
