@@ -145,9 +145,13 @@ def _line(axes: Axes, found: Result, key: str) -> None:
 def _predictions(axes: Axes, found: Result, key: str) -> None:
     """Draw the dashed line from the last size that the model was fitted to."""
     rows = found.of(PREDICTED)
-    if rows and found.model:
-        words = ["predicted (alpha-beta model", *["untested"] * (not found.model.tested)]
-        label = ", ".join(words) + ")" + ", band: 95 % interval" * (found.study.repeats > 1)
+    if rows:
+        words = ["predicted (alpha-beta model", *["untested"] * (not found.tested)]
+        label = (
+            ", ".join(words)
+            + ")"
+            + ", band: 95 % interval" * any(row.get(f"{key}_ci95") for row in rows)
+        )
         apart = [r for r in found.of(MEASURED) if r["ranks_per_core"] == 1 and r["ranks"] > 1]
         line = [*apart[-1:], *rows]
         low, high = _spread(line, key)
@@ -216,7 +220,7 @@ def _values(rows: Sequence[Row], key: str) -> list[float]:
 def _spread(rows: Sequence[Row], key: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the ends of intervals; on a logarithmic axis one below zero would have no end."""
     values = np.array(_values(rows, key))
-    half = np.array([row[f"{key}_ci95"] or 0.0 for row in rows])
+    half = np.array([row.get(f"{key}_ci95") or 0.0 for row in rows])
     return np.maximum(values - half, 0.1 * values), values + half
 
 

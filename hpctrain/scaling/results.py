@@ -45,6 +45,16 @@ class Result:
     model: Model | None
     machine: dict[str, Any]  #: the facts of the study, and what trials have seen
 
+    @property
+    def tested(self) -> bool:
+        """Whether a measured size could have told that the model is wrong.
+
+        One whose ranks share cores can: it is forecast too, and not fitted to.
+        """
+        shared = [row for row in self.of("measured") if row["ranks_per_core"] > 1]
+        beside = any("prediction_error" in row for row in shared)
+        return self.model is not None and (self.model.tested or beside)
+
     def of(self, kind: str) -> list[Row]:
         """Return the rows that are measured, a gap, or predicted."""
         return [row for row in self.rows if row["kind"] == kind]
@@ -256,6 +266,7 @@ def to_json(found: Result) -> dict[str, Any]:
     return {
         "machine": found.machine,
         "study": {k: v for k, v in asdict(study).items() if k != "machine"},
+        "numbers": "means over repeats; of a trial the median of ten parts of its timed steps",
         "confidence": "95 %, Student's t over repeats",
         "law": {
             "name": found.law,

@@ -122,7 +122,8 @@ def facts(found: Result) -> dict[str, str]:
     if found.serial is not None:
         told[laws_name(found.law)] = law_said(found)
     if found.model is not None:
-        told["alpha-beta model"] = _model_said(found.model)
+        untested = "" if found.tested else f", {UNTESTED}"
+        told["alpha-beta model"] = _model_said(found.model) + untested
     return told
 
 
@@ -143,12 +144,11 @@ def _trials_said(study: Study) -> str:
 def _model_said(model: Model) -> str:
     rate = f"{8e-9 / model.beta_s:.3g} Gbit/s" if model.beta_s else "no cost per byte"
     when = f"in {model.buckets} buckets during backward" if model.buckets else "after backward"
-    text = (
+    return (
         f"alpha {time(model.alpha_s)}, beta {model.beta_s * 1e9:.3g} ns per byte ({rate}), "
         f"{model.algorithm} of {model.nbytes:,} bytes, {when}; from {model.origin}, scaled to the "
         f"wire of {listed(model.ranks)}"
     )
-    return text if model.tested else f"{text}, {UNTESTED}"
 
 
 def laws_name(law: str) -> str:

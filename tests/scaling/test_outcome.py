@@ -110,6 +110,7 @@ def test_what_shares_cores_is_told_and_left_out_of_the_law():
     assert [row.get("ranks_per_core") for row in slow.rows[:3]] == [1, 1, 2]
     assert "oversubscribed: 2 ranks per core" in "".join(show.remarks(slow.rows[2]))
     assert [row["ranks"] for row in slow.of("predicted")] == [4, 8, 16]  # beyond 2, not beyond 4
+    assert slow.tested and not slow.model.tested  # what shares cores was forecast, not fitted to
 
 
 def test_predictions_are_said_to_be_such():

@@ -23,6 +23,7 @@ from hpctrain.scaling.sizes import Size
 TYPED = {
     ("1,2,4", None, None, "local"): [(1, 1), (2, 1), (4, 1)],
     ("4,1:2", None, None, "local"): [(1, 1), (2, 1), (4, 1)],
+    ("2,1,2", None, None, "local"): [(1, 1), (2, 1)],
     (None, "1,2,4", None, "netlab"): [(1, 1), (2, 2), (4, 4)],
     (None, "1,2", 4, "slurm"): [(4, 1), (8, 2)],
     ("1,2,4", None, None, "netlab"): [(1, 1), (2, 2), (4, 4)],
