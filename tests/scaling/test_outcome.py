@@ -351,9 +351,15 @@ def test_the_report_in_a_browser(tmp_path):
     assert (len(widths), min(widths) > 1000, said) == (2, True, [])
 
 
-def called(monkeypatch, out, *words, failing=(), times=amdahl):
+def no_time(found):
+    """Stand for what draws plots: that is tested above."""
+    return {"scaling.png": b"", "time.png": b""}
+
+
+def called(monkeypatch, out, *words, failing=(), times=amdahl, draw=no_time):
     """Return the exit code of `hpctrain scale` with trials that take no time, and their calls."""
     calls = []
+    monkeypatch.setattr(plots, "plots", draw)
     monkeypatch.setattr(places, "must_work", lambda *_: Mpi("MPICH", "5", "lib", "mpiexec"))
     monkeypatch.setattr(places, "run", runner(times, calls, failing))
     line = ["digits", "--ranks", "1,2", "--out", str(out), *words]
@@ -365,9 +371,8 @@ def test_a_collector_that_was_stopped_is_called_again(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(plots, "plots", stop)
         with pytest.raises((KeyboardInterrupt, Abort)):
-            called(patched, tmp_path / "s")
+            called(patched, tmp_path / "s", draw=stop)
     assert not list((tmp_path / "s").glob("scaling*"))
     assert called(monkeypatch, tmp_path / "s") == (0, [])  # nothing is left to run
     assert (tmp_path / "s" / "report.html").exists()
