@@ -370,9 +370,8 @@ def test_a_collector_that_was_stopped_is_called_again(tmp_path, monkeypatch):
     def stop(found):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched:
-        with pytest.raises((KeyboardInterrupt, Abort)):
-            called(patched, tmp_path / "s", draw=stop)
+    with pytest.raises((KeyboardInterrupt, Abort)):
+        called(monkeypatch, tmp_path / "s", draw=stop)
     assert not list((tmp_path / "s").glob("scaling*"))
     assert called(monkeypatch, tmp_path / "s") == (0, [])  # nothing is left to run
     assert (tmp_path / "s" / "report.html").exists()
@@ -387,8 +386,8 @@ def test_what_there_is_is_drawn_where_trials_are_stopped(tmp_path, monkeypatch, 
             raise KeyboardInterrupt
         return amdahl(ranks, repeat)
 
-    with monkeypatch.context() as patched, pytest.raises((KeyboardInterrupt, Abort)):
-        called(patched, tmp_path / "s", times=amdahl_or_stop)
+    with pytest.raises((KeyboardInterrupt, Abort)):
+        called(monkeypatch, tmp_path / "s", times=amdahl_or_stop)
     assert f"what there is lies in {tmp_path / 's'}" in caplog.text
     rows = list(csv.DictReader((tmp_path / "s/scaling.csv").read_text().splitlines()))
     assert [(row["kind"], row["repeats"]) for row in rows[:2]] == [
