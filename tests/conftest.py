@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import coverage
 import fakes
 import psutil
 import pytest
 import real_slurm
 from ranks import run_on
+from tables import Measured, spare
 
 BIN = Path(sys.executable).parent
 # More ranks than cores, and root in containers: MPICH wants no leave for either, Open MPI does.
@@ -181,13 +183,18 @@ def pytest_configure(config: pytest.Config) -> None:
         from mpi4py import MPI
 
         config.pluginmanager.register(Lockstep(config, MPI.COMM_WORLD.Dup()), "lockstep")
+    if coverage.Coverage.current():
+        config.pluginmanager.register(Measured(), "measured")
 
 
+@pytest.hookimpl(tryfirst=True)  # before any are deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--full"):
         for item in items:
             if "full" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="takes long: needs --full"))
+        for item in spare(items):
+            item.add_marker(pytest.mark.skip(reason="its pairs meet in other rows: needs --full"))
 
 
 class Lockstep:

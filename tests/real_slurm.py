@@ -12,6 +12,7 @@ adopts orphans, and step daemons are such: with it go all jobs.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import getpass
 import os
 import random
@@ -40,6 +41,7 @@ COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "libpmix2")
 INSTALL_S, START_S, STOP_S = 100, 30, 30
 TREE_S = 90  # step daemons wait a minute for those below them to end, which a lost node never tells
+LOCK = Path(tempfile.gettempdir()) / "hpctrain-slurm.lock"
 SBIN = (
     f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # a user's PATH may lack the daemons' folders
 )
@@ -109,19 +111,23 @@ def missing() -> str | None:
     """Return why there can be no Slurm here, after trying to install it; None where it is."""
     if os.environ.get("HPCTRAIN_NO_SLURM"):
         return "HPCTRAIN_NO_SLURM is set: Slurm is neither installed nor started"
-    lacking = [name for name in COMMANDS if shutil.which(name, path=SBIN) is None]
-    if not lacking:
-        return None
     if os.geteuid() or shutil.which("apt-get") is None:
-        return f"no {lacking[0]} here, and only root with apt-get can install it"
-    return _install()
+        lack = _lacks()
+        return f"no {lack} here, and only root with apt-get can install it" if lack else None
+    deadline = time.monotonic() + INSTALL_S
+    with open(LOCK, "w") as lock:  # tests with both MPIs come here at the same time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _install(deadline) if _lacks() else None
 
 
-def _install() -> str | None:
+def _lacks() -> str:
+    return ", ".join(name for name in COMMANDS if shutil.which(name, path=SBIN) is None)
+
+
+def _install(deadline: float) -> str | None:
     get = ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=30"]
     install = [*get, "install", "-y", "--no-install-recommends", *PACKAGES]
-    environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    deadline, said = time.monotonic() + INSTALL_S, ""
+    environ, said = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}, ""
     for command in (install, [*get, "update"], install):
         try:
             done = subprocess.run(

@@ -46,6 +46,7 @@ def long(ranks: int) -> list[int]:
     return [ranks * SEGMENT + 1, ranks * (3 * AHEAD + 1) * SEGMENT - 3]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
 @pytest.mark.parametrize("where", ["node memory", "elsewhere"])
 @pytest.mark.parametrize("name", ["hierarchical", "ring", "double-tree"])

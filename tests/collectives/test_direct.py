@@ -64,6 +64,7 @@ def kinds(call: str, where: str, n: int) -> list[tuple[str, str]]:
     return [(dtype, op) for dtype in DTYPES for op in OPERATIONS]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("where", ARRAYS)
 @on_ranks(*THREAD_RANKS[1:])

@@ -185,6 +185,7 @@ CALLS = {
 }
 
 
+@pytest.mark.pairs
 @on_ranks(1, 2, 3, 5)
 @pytest.mark.parametrize("gpus", ["00000", "01010"], ids=["one-gpu", "two-gpus"])
 @pytest.mark.parametrize("call", CALLS)

@@ -89,6 +89,7 @@ def one_rank(model: str) -> tuple[np.ndarray, np.ndarray]:
     return begin, run_on("threads", 1, lambda w: trained(w, engines.Single(), model)[0])[0]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("model", ["mlp", "resnet"])
 @pytest.mark.parametrize("regime", TOGETHER)
 @on_ranks(2, 3, 4, 5, mpi=(2, 4))

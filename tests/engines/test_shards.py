@@ -74,6 +74,7 @@ def joined(link, parts: list[bytes], precision: str) -> list[np.ndarray]:
     return [np.frombuffer(b"".join(all_gather_bytes(link, part)), precision) for part in parts]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 @pytest.mark.parametrize("method", METHODS)
 @on_ranks(2, 4, 9, mpi=(3,))
@@ -104,6 +105,7 @@ def update_of_one_rank(world, engine, method: str, precision: str, hosts: str = 
 LAYOUTS = {2: ("aa", "ab"), 4: ("aaaa", "aabb"), 5: ("aabbb", "ababb")}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("layout", range(2))
 @on_ranks(2, 4, 5, mpi=(2, 4))

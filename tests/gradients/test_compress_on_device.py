@@ -74,6 +74,7 @@ def summed(world, method, dtype, algorithm, spoil=None):
     return np.array(found), side.compressor.finite, moved
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("algorithm", ["ring", "recursive-doubling", "direct"])
 @pytest.mark.parametrize("method", METHODS)

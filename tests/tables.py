@@ -1,0 +1,80 @@
+"""Which rows of a table are run, and on which of them coverage is measured.
+
+A table that is a product of three or more columns (calls x places x numbers of ranks) grows with
+each of them, and its rows hardly tell more: what two values do to each other, an earlier row has
+shown. With the marker `pairs` only so many rows are run that every two values which meet in some
+row meet in one that is run; --full runs all of them. It is for columns that do not depend on each
+other: an algorithm, a length and a number of ranks do, and are no such table.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from itertools import combinations
+
+import pytest
+
+Value = tuple[str, str]  #: the name of a column, and what stands there
+
+
+def values(item: pytest.Item) -> list[Value]:
+    """Return what stands in the row of `item`; nothing where there is no table."""
+    callspec = getattr(item, "callspec", None)
+    return [(name, repr(value)) for name, value in callspec.params.items()] if callspec else []
+
+
+def enough(rows: Sequence[Collection[Value]]) -> list[int]:
+    """Return the indexes of rows in which all pairs of values meet that meet in any; few of them.
+
+    Each time the row with most new pairs, of several the first: the same on all ranks of a job.
+    """
+    pairs = [set(combinations(row, 2)) for row in rows]
+    left, chosen = set().union(*pairs), []
+    while left:
+        best = max(range(len(rows)), key=lambda i: len(pairs[i] & left))
+        chosen.append(best)
+        left -= pairs[best]
+    return chosen
+
+
+def spare(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the rows of tables marked `pairs` whose pairs meet in others; MPI's have their own."""
+    tables: dict[tuple[str, bool], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if "pairs" in item.keywords and "full" not in item.keywords:
+            tables[item.nodeid.partition("[")[0], "mpi" in item.keywords].append(item)
+    kept = {id(t[i]) for t in tables.values() for i in enough([values(item) for item in t])}
+    return [item for table in tables.values() for item in table if id(item) not in kept]
+
+
+class Measured:
+    """Coverage is measured on the rows of a table in which some value is new, and on them alone.
+
+    To trace the others, most of thousands, takes a third of the tests' time. What is reported is
+    thus what these rows reach; all of them together reach no less.
+    """
+
+    def __init__(self) -> None:
+        self._met: set[tuple[str, Value]] = set()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item):
+        if self._is_measured(item):
+            return (yield)
+        here, threads = sys.gettrace(), threading.gettrace()
+        sys.settrace(None)
+        threading.settrace(None)
+        try:
+            return (yield)
+        finally:
+            threading.settrace(threads)
+            sys.settrace(here)
+
+    def _is_measured(self, item: pytest.Item) -> bool:
+        row = {(item.nodeid.partition("[")[0], value) for value in values(item)}
+        new = row - self._met
+        self._met |= new
+        return bool(new or not row)
