@@ -7,6 +7,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
+from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version(name) for name in used}
 
 
+@cache  # it is found by reading all that a package says of itself, and each summary tells it
 def version(name: str) -> str:
     """Return the version of a package; our own sources may lie on the path, not installed."""
     try:
@@ -64,5 +66,11 @@ def version(name: str) -> str:
 
 def blas_threads() -> int:
     """Return how many threads BLAS uses in this rank."""
-    pools = threadpoolctl.threadpool_info()  # OpenMP's too: scikit-learn brings its own
+    pools = _libraries(len(sys.modules)).info()  # OpenMP's too: scikit-learn brings its own
     return max((one["num_threads"] for one in pools if one["user_api"] == "blas"), default=1)
+
+
+@lru_cache(maxsize=1)
+def _libraries(modules: int) -> threadpoolctl.ThreadpoolController:
+    """Return the libraries that have threads; more come with `modules`, and to look takes 4 ms."""
+    return threadpoolctl.ThreadpoolController()

@@ -5,6 +5,9 @@ They come inside the scikit-learn wheel, so nothing is downloaded.
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
+
 import numpy as np
 
 from hpctrain import config
@@ -29,9 +32,15 @@ class DigitsOptions(AugmentOptions):
             from sklearn import datasets, model_selection
         except ImportError as error:
             raise UsageError(f"{_MISSING} ({error})") from None
-        digits = datasets.load_digits()
-        x = (digits.images / 16).astype(np.float32)  # the pixels are 0 .. 16
-        x, x_test, y, y_test = model_selection.train_test_split(
-            x, digits.target, test_size=0.2, random_state=0, stratify=digits.target
-        )
+        x, x_test, y, y_test = (part.copy() for part in _cut(datasets, model_selection))
         return self.augmented(split(Dataset(x, y), Dataset(x_test, y_test), "digits"), seed)
+
+
+@cache  # read once, also where many ranks are threads, or a script trains again and again
+def _cut(datasets: ModuleType, model_selection: ModuleType) -> tuple[np.ndarray, ...]:
+    digits = datasets.load_digits()
+    x = (digits.images / 16).astype(np.float32)  # the pixels are 0 .. 16
+    parts = model_selection.train_test_split(
+        x, digits.target, test_size=0.2, random_state=0, stratify=digits.target
+    )
+    return tuple(parts)
