@@ -187,6 +187,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Measured(), "measured")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files without rows on MPI ranks where none else are run: each rank collects."""
+    if config.option.markexpr != "mpi" or collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text()
+    return None if "on_ranks" in text or "mark.mpi" in text else True
+
+
 @pytest.hookimpl(tryfirst=True)  # before any are deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--full"):
