@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import combinations, product
+from types import SimpleNamespace
 
 import pytest
-from tables import enough
+from tables import Measured, enough, spare
 
 COLUMNS = {"call": range(5), "where": range(4), "ranks": range(2, 10)}
 PRODUCT = [[(name, str(v)) for name, v in zip(COLUMNS, row, strict=True)]
@@ -27,3 +29,47 @@ def pairs(rows):
 def test_a_table_of_two_columns_is_whole():
     rows = [row[:2] for row in PRODUCT[:: len(COLUMNS["ranks"])]]
     assert sorted(enough(rows)) == list(range(len(rows)))
+
+
+def item(row, *marks, table="test_it"):
+    """Return what the functions see of a row of pytest's."""
+    callspec = SimpleNamespace(params=dict(row)) if row else None
+    return SimpleNamespace(nodeid=f"{table}[{row}]", keywords=set(marks), callspec=callspec)
+
+
+def test_each_kind_of_ranks_has_its_rows():
+    threads, mpi = ([item(row, "pairs", *more) for row in PRODUCT] for more in ((), ("mpi",)))
+    left = [len(spare(items)) for items in (threads, mpi, threads + mpi)]
+    few = len(PRODUCT) - len(enough(PRODUCT))
+    assert left == [few, few, 2 * few]
+
+
+def test_rows_that_are_for_full_stand_for_no_others():
+    small = [[("a", str(i % 2)), ("b", str(i // 2 % 2)), ("c", str(i // 4))] for i in range(8)]
+    items = [item(row, "pairs", *(["full"] if i < 4 else [])) for i, row in enumerate(small)]
+    assert spare(items) == []  # what is left has two columns that change
+
+
+def test_tables_without_the_mark_are_whole():
+    assert spare([item(row) for row in PRODUCT]) == []
+
+
+@pytest.mark.parametrize(
+    "row, measured",
+    [([("a", "1")], True), ([("a", "0")], False), ([], True), ([("a", "0"), ("b", "0")], True)],
+)
+def test_rows_with_something_new_are_measured(row, measured):
+    """Whoever traces, here this test, sees the others not, and all that comes after them."""
+    seen, own, tracer = [], sys.gettrace(), lambda *_: None
+    rows = Measured()
+    next(rows.pytest_runtest_protocol(item([("a", "0")])))
+    sys.settrace(tracer)
+    try:
+        run = rows.pytest_runtest_protocol(item(row))
+        next(run)
+        seen.append(sys.gettrace() is tracer)
+        run.close()
+        seen.append(sys.gettrace() is tracer)
+    finally:
+        sys.settrace(own)
+    assert seen == [measured, True]
