@@ -14,7 +14,7 @@ from hpctrain.errors import UsageError
 
 # Long options of Slurm 22.05 to 25.05 that take a value, or none, and suit a script.
 _OPTIONS = """
-account acctg-freq bb bbf batch begin cluster-constraint clusters comment constraint
+account acctg-freq bb bbf batch begin cluster-constraint comment constraint
 consolidate-segments container container-id contiguous core-spec cores-per-socket cpu-freq
 cpus-per-gpu deadline delay-boot dependency distribution error exclude exclusive export export-file
 extra extra-node-info get-user-env gid gpu-bind gpu-freq gres gres-flags hint hold ignore-pbs input
@@ -28,6 +28,7 @@ thread-spec threads-per-core time-min tmp uid use-min-nodes wait-all-nodes wckey
 # Options that a script must not have, and why.
 _OURS = {
     "array": "name the sizes: --sizes 1,2,4",
+    "clusters": "export SLURM_CLUSTERS=NAME, which scontrol reads as well",
     "chdir": "a job runs in the folder in which it was submitted",
     "cpus-per-task": "use --cpus-per-task",
     "gpus": "use --gpus-per-node",

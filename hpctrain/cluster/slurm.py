@@ -128,14 +128,15 @@ def _placement(job: Job, site: Site | None) -> str:
 _SERVERS_APART = """\
 # One MPI job over both parts, with as many cores for each rank.
 export SLURM_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK_HET_GROUP_0
-launch+=("--het-group=0,1")"""
+launch=("${launch[0]}" "--het-group=0,1" "${launch[@]:1}") # a container's words may follow"""
 
 _SERVERS_BESIDE = """\
 # Ranks are dealt out to the nodes in turn: each has its workers before a server comes. Servers
 # leave the GPUs, if there are any, to the workers.
 unset SLURM_NTASKS_PER_NODE # srun would complain where they are not shared out evenly
 workers=$((SLURM_JOB_NUM_NODES * {{ tasks_per_node }}))
-launch+=(--distribution=cyclic -n $((workers + {{ servers }})))
+size=(--distribution=cyclic -n $((workers + {{ servers }})))
+launch=("${launch[0]}" "${size[@]}" "${launch[@]:1}") # a container's words may follow
 # shellcheck disable=SC2016
 hide='[ "$SLURM_PROCID" -lt "$0" ] || export CUDA_VISIBLE_DEVICES=; exec "$@"'
 train=(bash -c "$hide" "$workers" "${train[@]}")"""

@@ -75,6 +75,7 @@ def submit(text: str, folder: Path, options: Sequence[str] = ()) -> int:
     here = launchers.launched(os.environ)
     if here.size > 1:
         raise UsageError(f"this is rank {here.rank} of {here.size}: each would submit a job")
+    _must_be_found_again()
     made = _made(folder)
     known = jobs_of(folder)
     line = ["sbatch", "--parsable", *_output(text, folder), *options]
@@ -88,6 +89,16 @@ def submit(text: str, folder: Path, options: Sequence[str] = ()) -> int:
     (folder / SCRIPT).write_text(text)
     rundir.write_json(folder / JOBS, {"jobs": [*known, job]})
     return job
+
+
+def _must_be_found_again() -> None:
+    """Raise UsageError where sbatch would ask another cluster than scontrol does."""
+    chosen = os.environ.get("SBATCH_CLUSTERS")
+    if chosen and chosen != os.environ.get("SLURM_CLUSTERS"):
+        raise UsageError(
+            f"SBATCH_CLUSTERS={chosen} is read by sbatch alone, and `status` would ask another "
+            f"cluster: export SLURM_CLUSTERS={chosen} as well"
+        )
 
 
 def _made(folder: Path) -> bool:

@@ -22,6 +22,7 @@ SITES = {
     f'{HEAD}options.partion = "a"': "did you mean 'partition'?",
     f'{HEAD}options.partition = "a b"': "[site s.toml] partition: expected letters",
     f'{HEAD}options.time = "1"': "[site s.toml] time cannot be set: use --time",
+    f'{HEAD}options.clusters = "b"': "[site s.toml] clusters cannot be set: export SLURM_CLUSTERS",
     f'{HEAD}options.gpus-per-node = "2"': "cannot be set: use --gpus-per-node",
     f'{HEAD}options.gres = "gpu:4"': "cannot ask for GPUs",
     f'{HEAD}options.gpu-bind = "closest"': "'none' undoes that",

@@ -98,6 +98,7 @@ BAD = [
     (Job(options={"tres-bind": "gres/gpu:single:1"}), "hides the neighbours' GPUs"),
     (Job(options={"gres": "nvme:1,gpu:a100:4"}), "cannot ask for GPUs: use --gpus-per-node"),
     (Job(options={"gres": "gres:gpu"}), "cannot ask for GPUs: use --gpus-per-node"),
+    (Job(options={"clusters": "b"}), "--clusters cannot be set: export SLURM_CLUSTERS=NAME"),
     (Job(options={"chdir": "/tmp"}), "runs in the folder in which it was submitted"),
     (Job(options={"qos": "a b"}), "sbatch reads it from a line of the script; seen 'a b'"),
     (Job(options={"comment": "a\n#SBATCH --uid=0"}), "--option comment: expected letters"),
@@ -196,6 +197,29 @@ def test_values_stay_values(text, tmp_path):
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [text]
     harmless = re.compile(r"#SBATCH --[a-z-]+(=[\w.:@-]+)?")
     assert all(map(harmless.fullmatch, directives(render(job))))
+
+
+# jobs of which srun is told more than its site says, and what
+MORE = {
+    "-n 3 --nodes=1": Job(nodes=2, tasks_per_node=3, sizes=(1, 2)),
+    "--distribution=cyclic -n 3": Job(nodes=2, servers=1),
+    "--het-group=0,1": Job(nodes=2, servers=2, server_nodes=1),
+}
+
+
+@pytest.mark.parametrize("options", MORE)
+def test_options_of_srun_go_before_a_container(options, tmp_path):
+    """Nor is srun to keep the site's variables from the ranks, as sbatch --export=NONE asks it."""
+    fake(tmp_path, "srun", 'echo srun "$@" "[$SLURM_EXPORT_ENV$SLURM_CLUSTERS]" > said')
+    fake(tmp_path, "scontrol", "")
+    container = "--mpi=pmix apptainer exec x.sif"
+    run_script(
+        tmp_path, render(MORE[options]), HPCTRAIN_LAUNCHER=f"srun {container}",
+        SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="0", SLURM_JOB_NUM_NODES="2",
+        SLURM_CPUS_PER_TASK_HET_GROUP_0="1", SLURM_EXPORT_ENV="NONE", SLURM_CLUSTERS="b",
+    )  # fmt: skip
+    said = (tmp_path / "said").read_text()
+    assert said.startswith(f"srun {options} {container} ") and said.endswith(" --resume []\n")
 
 
 def test_servers_beside_workers_see_no_gpu(tmp_path):

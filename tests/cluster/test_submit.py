@@ -300,6 +300,16 @@ def test_variables_do_not_undo_what_was_asked_for(commands, monkeypatch):
     assert Path("said").read_text() == "\n\n\n\n\n1\n"
 
 
+def test_status_asks_the_cluster_that_a_job_was_given_to(commands, monkeypatch):
+    commands("sbatch", "echo '17;b'")
+    monkeypatch.setenv("SBATCH_CLUSTERS", "b")
+    with pytest.raises(UsageError, match="would ask another cluster: export SLURM_CLUSTERS=b"):
+        told("submit", "digits", "--out", "a")
+    assert not Path("a").exists()
+    monkeypatch.setenv("SLURM_CLUSTERS", "b")
+    assert told("submit", "digits", "--out", "a") == "17  a\n"
+
+
 def test_status_wants_a_run_that_was_submitted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"no run in runs/ was submitted"):
@@ -344,16 +354,24 @@ def test_on_a_real_slurm(slurm, tmp_path, monkeypatch):
 
 @pytest.mark.processes
 def test_who_sees_which_gpus(slurm, tmp_path):
-    """Ranks take turns on the nodes, workers see all GPUs of theirs, servers none."""
+    """Ranks take turns on the nodes, workers see all GPUs of theirs, servers none.
+
+    All see what the site has set, also where jobs begin without variables.
+    """
     seen = tmp_path / "seen.sh"
     seen.write_text(
-        '#!/bin/sh\necho $SLURM_PROCID $SLURMD_NODENAME "$CUDA_VISIBLE_DEVICES" >> seen\n'
+        '#!/bin/sh\necho $SLURM_PROCID $OURS $SLURMD_NODENAME "$CUDA_VISIBLE_DEVICES" >> seen\n'
     )
     seen.chmod(0o755)
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm/site.env").write_text("export OURS=ours\n")
     text = render(Job(nodes=2, gpus_per_node=2, servers=1, max_restarts=0))
     assert "train=(hpctrain" in text
-    job = slurm.sbatch(text.replace("train=(hpctrain", "train=(./seen.sh"), cwd=tmp_path)
+    text = text.replace("train=(hpctrain", "train=(./seen.sh")
+    job = slurm.sbatch(text, "--export=NONE", cwd=tmp_path)
     assert slurm.wait(job) == "FAILED"  # no summary says that it is done
     told = sorted(line.split() for line in (tmp_path / "seen").read_text().splitlines())
-    assert told == [["0", "n1", "0,1"], ["1", "n2", "0,1"], ["2", "n1", "0,1"], ["3", "n2", "0,1"],
-                    ["4", "n1"]], slurm.told(job)  # fmt: skip
+    assert told == [
+        ["0", "ours", "n1", "0,1"], ["1", "ours", "n2", "0,1"], ["2", "ours", "n1", "0,1"],
+        ["3", "ours", "n2", "0,1"], ["4", "ours", "n1"],
+    ], slurm.told(job)  # fmt: skip

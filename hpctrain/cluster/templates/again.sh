@@ -2,8 +2,10 @@
 # USR1 comes warn_s before the time is over, or where another job is to have the nodes. The ranks
 # save a checkpoint at a step on which they agree, and summary.json says "stopped". How a launcher
 # ends is not the truth: some end with 0 when a node dies.
-# srun needs to be told to end when a rank has died, and since 22.05 how many cores a task has.
+# srun needs to be told to end when a rank has died, since 22.05 how many cores a task has, and not
+# to keep from the ranks what was loaded here, where the job came without variables (--export).
 export SLURM_KILL_BAD_EXIT=1 SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
+unset SLURM_EXPORT_ENV SLURM_CLUSTERS # scontrol is to ask the cluster on which the job runs
 # The last task of an array has the array's own number: requeued by it, all tasks would run again.
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 job=${job:-$SLURM_JOB_ID}
@@ -16,22 +18,25 @@ if ((${SLURM_RESTART_COUNT:-0} > max_restarts)); then # by Slurm itself, after a
 fi
 mkdir -p "$run" || exit 1
 : >"$run/.began" # what is newer was written by this part of the run
+rm -f "$run/.why" # of the part before
 
-of_job() { timeout 20 scontrol -o show job "$job" | tr ' ' '\n' | sed -n "s/^$1=//p" | head -n 1; }
+of_job() { SLURM_TIME_FORMAT=standard timeout 20 scontrol -o show job "$job" | tr ' ' '\n'; }
 
-# shellcheck disable=SC2317,SC2329 # the trap calls it
+field() { sed -n "s/^$1=//p" | head -n 1; }
+
 why() { # why USR1 has come
-    local ends
-    if [[ $(of_job PreemptTime) == [0-9]* ]]; then
+    local told ends
+    told=$(of_job)
+    ends=$(field EndTime <<<"$told")
+    if [[ $(field PreemptTime <<<"$told") == [0-9]* ]]; then
         echo preempted
-    elif ends=$(date -d "$(of_job EndTime)" +%s) && ((ends - $(date +%s) < warn_s + 90)); then
+    elif [[ $ends == [0-9]*T* ]] && (($(date -d "$ends" +%s) - $(date +%s) < warn_s + 90)); then
         echo 'time limit' # of which Slurm may warn a minute earlier than asked
     fi
 } 2>/dev/null
 
-# shellcheck disable=SC2317,SC2329
 stop() {
-    asked=1
+    asked=${asked:-$SECONDS}
     why >"$run/.why" # for the reason in summary.json
     [ -z "$pid" ] || remind
 }
@@ -49,18 +54,26 @@ told() { # what summary.json says of $1, if it is of this part
 }
 
 again() { # put the job back into the queue, unless it was ended from outside: cancelled, say
-    local restarts=${SLURM_RESTART_COUNT:-0} state
-    state=$(of_job JobState)
-    if [ "$state" != RUNNING ]; then
-        echo "job $job: $1; Slurm says ${state:-nothing}"
-    elif [ "$restarts" -ge "$max_restarts" ]; then
-        echo "job $job: $1; restarted $restarts times, which is enough: $later"
-    elif scontrol requeue "$job"; then
-        echo "job $job: $1; back into the queue for restart $((restarts + 1)) of $max_restarts"
-        exit 0
-    else
-        echo "job $job: $1; Slurm does not put it back into the queue: $later"
-    fi
+    local restarts=${SLURM_RESTART_COUNT:-0} pause=1 refused=0 state
+    local limit=$((${asked:-$SECONDS} + warn_s)) # Slurm answers late where many jobs end at once
+    while state=$(of_job | field JobState); do
+        if [ -n "$state" ] && [ "$state" != RUNNING ]; then
+            echo "job $job: $1; Slurm says $state"
+            exit 75
+        elif ((restarts >= max_restarts)); then
+            echo "job $job: $1; restarted $restarts times, which is enough: $later"
+            exit 75
+        elif [ -n "$state" ] && timeout 20 scontrol requeue "$job"; then
+            echo "job $job: $1; back into the queue for restart $((restarts + 1)) of $max_restarts"
+            exit 0
+        fi
+        [ -z "$state" ] || refused=$((refused + 1))
+        ((refused < 5 && SECONDS + pause < limit)) || break
+        sleep "$pause"
+        pause=$((pause < 16 ? 2 * pause : 30))
+    done
+    [ -z "$state" ] || state='does not put it back into the queue'
+    echo "job $job: $1; Slurm ${state:-does not answer}: $later"
     exit 75
 }
 
@@ -69,15 +82,19 @@ trap stop USR1
 trap : TERM # Slurm ends the job, and lets the ranks save (KillWait): do not leave before them
 "${launch[@]}" "${train[@]}" --out "$run" --resume &
 pid=$!
-[ -z "$asked" ] || remind
+[ -z "$asked" ] || stop
 while wait "$pid"; code=$?; kill -0 "$pid" 2>/dev/null; do :; done # a signal ends wait early
+pid=''
 [ -z "$reminder" ] || kill "$reminder" 2>/dev/null
 
 case "$(told status)" in
 done) exit 0 ;;
 stopped) again "$(told reason)" ;;
 esac
-[ -z "$asked" ] || again 'asked to stop before it had begun to train'
+# USR1 ends a rank that has not begun; others may tell of its loss (1), not of other faults.
+case "$asked/$(told exit_code)" in
+[0-9]*/ | [0-9]*/1) again 'asked to stop, and the ranks ended before they could' ;;
+esac
 # Ranks may be lost with their node, a bug comes again at once: a part that has saved something is
 # worth another. So are two in a row whose ranks never came to speak (MPI did not start, say), but
 # not where hpctrain itself (1, 2, 3), or the shell for want of it (127), gave the code.
