@@ -199,6 +199,16 @@ def test_values_stay_values(text, tmp_path):
     assert all(map(harmless.fullmatch, directives(render(job))))
 
 
+def test_servers_beside_workers_see_no_gpu(tmp_path):
+    ranks = "while [ $1 != bash ]; do shift; done; for SLURM_PROCID in 0 3 4; do "
+    fake(tmp_path, "srun", f'echo $@ > srun\nexport SLURM_PROCID\n{ranks} "$@"; done')
+    fake(tmp_path, "hpctrain", 'echo "$SLURM_PROCID $1 [$CUDA_VISIBLE_DEVICES]" >> said')
+    text = render(Job(nodes=2, gpus_per_node=2, servers=1))
+    run_script(tmp_path, text, SLURM_JOB_NUM_NODES="2", CUDA_VISIBLE_DEVICES="0,1")
+    assert (tmp_path / "said").read_text() == "0 train [0,1]\n3 train [0,1]\n4 train []\n"
+    assert "--distribution=cyclic -n 5 " in (tmp_path / "srun").read_text()
+
+
 # jobs of which srun is told more than its site says, and what
 MORE = {
     "-n 3 --nodes=1": Job(nodes=2, tasks_per_node=3, sizes=(1, 2)),
@@ -220,16 +230,6 @@ def test_options_of_srun_go_before_a_container(options, tmp_path):
     )  # fmt: skip
     said = (tmp_path / "said").read_text()
     assert said.startswith(f"srun {options} {container} ") and said.endswith(" --resume []\n")
-
-
-def test_servers_beside_workers_see_no_gpu(tmp_path):
-    ranks = "while [ $1 != bash ]; do shift; done; for SLURM_PROCID in 0 3 4; do "
-    fake(tmp_path, "srun", f'echo $@ > srun\nexport SLURM_PROCID\n{ranks} "$@"; done')
-    fake(tmp_path, "hpctrain", 'echo "$SLURM_PROCID $1 [$CUDA_VISIBLE_DEVICES]" >> said')
-    text = render(Job(nodes=2, gpus_per_node=2, servers=1))
-    run_script(tmp_path, text, SLURM_JOB_NUM_NODES="2", CUDA_VISIBLE_DEVICES="0,1")
-    assert (tmp_path / "said").read_text() == "0 train [0,1]\n3 train [0,1]\n4 train []\n"
-    assert "--distribution=cyclic -n 5 " in (tmp_path / "srun").read_text()
 
 
 def test_interactive_asks_salloc_for_what_sbatch_would_be_asked(tmp_path):
