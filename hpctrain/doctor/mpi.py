@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpctrain.cluster.launch import Mpi, command
 from hpctrain.doctor.check import Check
-from hpctrain.launchers import scrubbed
+from hpctrain.launchers import launched, scrubbed
 
 LIMIT_S = 60.0
 FT = ("--with-ft", "ulfm")
@@ -67,15 +67,27 @@ def _run(line: list[str], extra: Mapping[str, str]) -> Started:
     try:
         done = subprocess.run(
             line,
-            env={**scrubbed(os.environ), **extra},
+            env=environ(os.environ, extra),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:
+        return Started((), fault=f"no answer within {LIMIT_S:.0f} s")
+    except OSError as error:
         return Started((), fault=str(error))
     return understood(done.stdout, done.returncode, done.stderr)
+
+
+def environ(here: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of an mpiexec that is to start ranks on this node.
+
+    In a step of Slurm's it must not know: its own srun would wait for the cores that we hold.
+    """
+    inside = launched(here).name == "srun"
+    kept = scrubbed(here).items()
+    return {k: v for k, v in kept if not (inside and k.startswith("SLURM_"))} | dict(extra)
 
 
 def understood(output: str, code: int, errors: str) -> Started:

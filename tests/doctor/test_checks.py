@@ -74,6 +74,14 @@ def test_lines_of_ranks_among_noise():
     assert "exit code 0" in mpi.understood("", 0, "").fault
 
 
+def test_in_a_step_mpiexec_does_not_ask_slurm():
+    """Its own srun would wait for the cores of the step."""
+    batch = {"SLURM_JOB_ID": "7", "SLURM_NODELIST": "n1", "PATH": "/bin"}
+    step = batch | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    assert mpi.environ(step, {"A": "1"}) == {"PATH": "/bin", "A": "1"}
+    assert mpi.environ(batch, {}) == batch
+
+
 def test_what_a_user_would_start(tmp_path):
     (tmp_path / "mpirun").touch(0o755)
     assert mpi.on_path(str(tmp_path)) == {"mpirun": str(tmp_path / "mpirun")}

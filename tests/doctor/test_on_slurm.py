@@ -14,6 +14,7 @@ pytestmark = pytest.mark.processes
 JOB = """#!/bin/bash
 #SBATCH --nodes=4 --ntasks-per-node=1
 {srun} hpctrain doctor --job --recipe digits --json found.json
+{srun} --nodes=1 --ntasks=1 hpctrain doctor --json one.json
 """
 
 
@@ -32,6 +33,8 @@ def test_a_whole_job_by_srun(slurm, tmp_path):
     rows = json.loads((tmp_path / "found.json").read_text())["ranks"]
     assert [row["host"] for row in rows] == ["n1", "n2", "n3", "n4"]
     assert "node n[1-4]" in slurm.told(job)
+    # And one node by itself, whose two ranks must not wait for the cores of their own step.
+    assert checks(tmp_path / "one.json")["ranks"]["verdict"] == "ok", slurm.told(job)
 
 
 TRIALS = """#!/bin/bash
