@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 
 import click
@@ -68,6 +69,7 @@ def _refuse(error: Exception, message: str) -> int:
     who = ends.refuser(error)
     if who is not None:
         print("hpctrain: " + f"{who}: " * bool(who) + message, file=sys.stderr, flush=True)
+        ends.spoken()
     return UsageError.exit_code
 
 
@@ -82,6 +84,7 @@ def _end(code: int) -> int:
 def _leave(code: int) -> int:
     """Wait for all ranks, end MPI, and return the code on which they agree."""
     world.finish()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of `srun -K1`, once one has left with an error
     return code
 
 

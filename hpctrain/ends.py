@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -17,7 +18,7 @@ import traceback
 from pathlib import Path
 
 from hpctrain import launchers, rundir
-from hpctrain.errors import HereError, HungError
+from hpctrain.errors import HereError, HungError, UsageError
 from hpctrain.watch import dump_stacks, write_report
 from hpctrain.xp import shortage
 
@@ -45,13 +46,24 @@ def refuser(error: BaseException) -> str | None:
     to add. What is missing on a host, its first rank says.
     """
     here = launchers.launched(os.environ)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(UsageError.exit_code))  # see `spoken`
     if here.rank == 0:
         return ""
-    time.sleep(ALONE_S if here.name == "openmpi" else REFUSED_S)
+    time.sleep(ALONE_S if here.name in ("openmpi", "srun") else REFUSED_S)
     of_host = isinstance(error, HereError) or isinstance(error.__context__, OSError)
     if here.name != "openmpi" and not (of_host and here.local_rank == 0):
         return None
     return f"rank {here.rank} on {socket.gethostname()}"
+
+
+def spoken() -> None:
+    """Give other ranks the time to refuse as well, once this one has said why.
+
+    `srun -K1` ends with 143 where it had to kill a rank that knew of nothing; one that has refused
+    ends with our own code.
+    """
+    if launchers.launched(os.environ).name == "srun":
+        time.sleep(REFUSED_S)
 
 
 def say(error: BaseException, who: str, rank: int = 0, size: int = 1) -> None:

@@ -57,6 +57,8 @@ class Journal:
         self.steps_redone = 0
         self._timeline = Timeline(world, run, trace)
         self._last: dict[str, Any] = {}  # the latest row
+        self._due: list[dict[str, Any]] = []  # rows that could not be written yet
+        self._whole: dict[str, Any] | None = None  # the summary of a run that was done before
         self._tested: dict[str, Any] = {"test_loss": None, "test_accuracy": None}
         self._sums, self._row_step, self._row_s = NOTHING, 0, 0.0
         self._stale_before: Staleness | None = None  # in the parts before this one
@@ -72,6 +74,7 @@ class Journal:
         if about.get("staleness"):
             self._stale_before = Staleness.from_json(about["staleness"])
         rows: list[dict[str, Any]] = []
+        whole: dict[str, Any] | None = None
         open_row = about.get("open_row") or {"since_step": step, "sums": NOTHING}
         self._row_step = open_row["since_step"]
         if self.world.rank == 0:  # they are the sums of all ranks
@@ -79,7 +82,10 @@ class Journal:
         if self.run is not None and self.world.rank == 0:
             self.steps_redone = rundir.go_back(self.run, step, about.get("steps_redone", 0))
             rows = rundir.rows(self.run)
-        rows = json.loads(self.world.gather(json.dumps(rows))[0])
+            whole = rundir.read_summary(self.run)
+        rows, whole = json.loads(self.world.gather(json.dumps([rows, whole]))[0])
+        if whole and (whole["status"], whole.get("steps")) == ("done", step):
+            self._whole = whole
         # A run that was complete makes no row of its own: its summary tells of the last one.
         self._last = rows[-1] if rows else {}
         self._tested = {key: self._last.get(key) for key in self._tested}
@@ -176,6 +182,8 @@ class Journal:
     def finish(self, status: str, exit_code: int, reason: str | None = None) -> dict[str, Any]:
         """Write the summary, show the closing table and return the summary; collective."""
         summary = self._summary(status, exit_code, reason)
+        if self._whole and status == "done" and self._row_step == self._first_step:
+            summary = self._whole  # nothing was done: what was measured stands
         self._bar.close(self._row_step)
         self._timeline.end()  # summary.json is the last of all files
         if self.world.rank == 0:
@@ -222,6 +230,7 @@ class Journal:
             "gpu_paths": _gpu_paths(world),
             "epochs": step / self.sampler.steps_per_epoch,
             "steps": step,
+            "since_step": self._first_step,  # of a resumed run: since when times are told
             "steps_redone": self.steps_redone,
             "restarts": launchers.restarts(os.environ),
             "samples": self._samples_before(step),
@@ -265,7 +274,13 @@ class Journal:
 
     def _write_row(self) -> None:
         if self.run is not None:
-            rundir.append_row(self.run, self._last)
+            self._due.append(self._last)
+            try:
+                rundir.append_row(self.run, *self._due)
+                self._due = []
+            except OSError as error:  # as for a checkpoint: there may be room again
+                told = "%s of %s is not written (%s); training goes on"
+                log.warning(told, rundir.METRICS, self.run, error.strerror)
         if not self._bar.drawn:
             log.info(progress.line(self._last, self.total_steps))
 

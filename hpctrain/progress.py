@@ -88,7 +88,7 @@ def closing_table(summary: Mapping[str, Any], run: str, text: bool = False) -> T
         **({"test bits per byte": _bits(summary["test_loss"])} if text else {}),
         "train loss": _number(summary["train_loss"], ".4f"),
         "samples/s": f"{summary['samples_per_s']:,.0f}",
-        "wall": f"{summary['wall_s']:.2f} s for {summary['steps']} steps",
+        "wall": f"{summary['wall_s']:.2f} s for {_steps(summary)}",
         "compute": _part(summary["compute_s"], wall),
         "wait (exposed wire)": _part(summary["wait_s"], wall),
         "wire (overlaps compute)": _part(summary["wire_s"], wall),
@@ -99,6 +99,12 @@ def closing_table(summary: Mapping[str, Any], run: str, text: bool = False) -> T
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _steps(summary: Mapping[str, Any]) -> str:
+    """Return how many steps the times are of: those of the last part, where a run was resumed."""
+    steps, since = summary["steps"], summary.get("since_step", 0)
+    return f"the {steps - since} steps after step {since}" if since else f"{steps} steps"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -11,6 +11,7 @@ DIR/watch/           what each rank is doing, while it runs
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -115,10 +116,16 @@ def write_recipe(run: Path, text: str) -> None:
     write_file(path, text)
 
 
-def append_row(run: Path, row: Mapping[str, Any]) -> None:
-    """Add a row to metrics.jsonl."""
-    with open(run / METRICS, "a") as file:
-        file.write(json.dumps(row) + "\n")
+def append_row(run: Path, *rows: Mapping[str, Any]) -> None:
+    """Add a row or several to metrics.jsonl, all or none; raise OSError where there is no room."""
+    with open(run / METRICS, "ab", buffering=0) as file:
+        before, text = file.tell(), "".join(json.dumps(row) + "\n" for row in rows).encode()
+        try:
+            if file.write(text) != len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(before)
+            raise
 
 
 def rows(run: Path) -> list[dict[str, Any]]:

@@ -44,12 +44,20 @@ def test_the_closing_table_names_what_matters(capsys, text):
     summary = {
         "recipe": "digits", "status": "done", "engine": "allreduce", "world_size": 4,
         "algorithm": "auto", "test_accuracy": 0.9778, "train_loss": None, "samples_per_s": 4e4,
-        "wall_s": 2.0, "steps": 360, "compute_s": 1.0, "wait_s": 0.5, "wire_s": 0.7,
-        "test_loss": np.log(4.0),
+        "wall_s": 2.0, "steps": 360, "since_step": 300, "compute_s": 1.0, "wait_s": 0.5,
+        "wire_s": 0.7, "test_loss": np.log(4.0),
     }  # fmt: skip
     progress.console().print(progress.closing_table(summary, "runs/here", text))
     said = capsys.readouterr().err
-    for word in ("digits: done", "4 ranks", "0.9778", "40,000", "1.00 s (50 %)", "runs/here"):
+    for word in (
+        "digits: done",
+        "4 ranks",
+        "0.9778",
+        "40,000",
+        "1.00 s (50 %)",
+        "runs/here",
+        "2.00 s for the 60 steps after step 300",
+    ):
         assert word in said
     # A guess among four is worth two bits; other data than texts are not counted in bytes.
     assert ("bits per byte" in said and "2.000" in said) == text

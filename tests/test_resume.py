@@ -155,9 +155,32 @@ def test_digits_reaches_its_accuracy(ranks, tmp_path, monkeypatch):
 
 def test_resuming_a_complete_run_changes_nothing(tmp_path):
     whole = run_on("threads", 2, lambda w: train(w, tmp_path / "run"))[0]
-    again = run_on("threads", 2, lambda w: train(w, tmp_path / "run", True))[0]
-    kept = ("status", "steps", "samples", "train_loss", "test_accuracy", "params_sha256")
-    assert [again[key] for key in kept] == [whole[key] for key in kept]
+    before = rundir.read_summary(tmp_path / "run")
+    for again in run_on("threads", 3, lambda w: train(w, tmp_path / "run", True)):
+        assert again == before == rundir.read_summary(tmp_path / "run")
+    assert before["wall_s"] == whole["wall_s"] > 0
+
+
+def test_a_resumed_run_tells_since_when_its_times_are(tmp_path):
+    run_on("threads", 1, lambda w: train(w, tmp_path / "run"))
+    shutil.rmtree(max((tmp_path / "run" / "checkpoints").glob("step-*")))
+    again = run_on("threads", 1, lambda w: train(w, tmp_path / "run", True))[0]
+    assert (again["since_step"], again["steps"]) == (48, STEPS)
+
+
+def test_rows_for_which_there_is_no_room_follow_when_there_is(tmp_path, monkeypatch, caplog):
+    kept, calls = rundir.append_row, []
+
+    def full_twice(run, *rows):
+        calls.append(rows)
+        if len(calls) < 3:
+            raise OSError(28, "No space left on device")
+        kept(run, *rows)
+
+    monkeypatch.setattr(rundir, "append_row", full_twice)
+    run_on("threads", 1, lambda w: train(w, tmp_path / "run"))
+    assert caplog.text.count("metrics.jsonl of") == 2 and "No space left" in caplog.text
+    assert sum(row["steps"] for row in rundir.rows(tmp_path / "run")) == STEPS
 
 
 class Drawn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 
@@ -100,6 +101,21 @@ def test_rows_after_the_resumed_step_go(tmp_path, step, kept, redone):
     assert rundir.rows(tmp_path) == [{"step": done} for done in kept]
     rundir.append_row(tmp_path, {"step": 99})
     assert rundir.rows(tmp_path)[-1] == {"step": 99}
+
+
+def test_rows_are_added_whole_or_not_at_all(tmp_path):
+    rundir.append_row(tmp_path, {"step": 1}, {"step": 2})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, ((tmp_path / rundir.METRICS).stat().st_size + 5, hard)
+    )
+    try:
+        with pytest.raises(OSError, match=r"No space|too large"):
+            rundir.append_row(tmp_path, {"step": 3})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    rundir.append_row(tmp_path, {"step": 3}, {"step": 4})
+    assert [row["step"] for row in rundir.rows(tmp_path)] == [1, 2, 3, 4]
 
 
 def test_a_folder_without_rows(tmp_path):
