@@ -206,3 +206,22 @@ def test_a_folder_that_two_jobs_take_at_the_same_time(digits):
     assert [one.returncode for one in ended] == [0, 2]
     assert re.search("is in use|is being written by", ended[1].stderr)
     assert jobs[0].summary["status"] == "done"
+
+
+# Seen by each rank before MPI starts, and by rank 0 alone after it.
+REFUSED_BY_SRUN = {"digts": "did you mean 'digits'?", "digits": "out is in use"}
+
+
+@pytest.mark.parametrize("recipe", REFUSED_BY_SRUN)
+def test_srun_ends_with_our_own_code(slurm, tmp_path, recipe):
+    """Though it ends all ranks when one has left with an error, and tells how it ended those."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").touch()
+    line = f"{slurm.srun} hpctrain train {recipe} --out out 2>said"
+    job = slurm.sbatch(
+        f"#!/bin/bash\n{line}; echo $? >code", "--nodes=2", "--ntasks=4", cwd=tmp_path
+    )
+    slurm.wait(job)
+    said = (tmp_path / "said").read_text()
+    assert said.count(REFUSED_BY_SRUN[recipe]) == 1, said
+    assert (tmp_path / "code").read_text().strip() == "2", said
