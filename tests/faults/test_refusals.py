@@ -219,7 +219,7 @@ def test_srun_ends_with_our_own_code(slurm, tmp_path, recipe):
     (tmp_path / "out" / "thesis.tex").touch()
     line = f"{slurm.srun} hpctrain train {recipe} --out out 2>said"
     job = slurm.sbatch(
-        f"#!/bin/bash\n{line}; echo $? >code", "--nodes=2", "--ntasks=4", cwd=tmp_path
+        f"#!/bin/bash\n{line}; echo $? >code", "--nodes=2", "--ntasks-per-node=2", cwd=tmp_path
     )
     slurm.wait(job)
     said = (tmp_path / "said").read_text()
