@@ -124,13 +124,30 @@ def pmix_alone(environ: Mapping[str, str]) -> bool:
     return "PMIX_RANK" in environ and not {"PMI_RANK", "PMI_FD"} & environ.keys()
 
 
-def unstartable(
-    job: Launched, mpi_vendor: str, libmpi_path: str, no_pmix: bool = False
-) -> str | None:
-    """Return the sentence about a launcher under which the loaded MPI would abort in MPI_Init.
+def of_daemons(environ: Mapping[str, str]) -> bool:
+    """Return whether the PMIx in sight is that of daemons, which Slurm started for a launcher."""
+    in_step = _integer(environ, "SLURM_STEP_ID", "SLURM_STEPID") is not None
+    return in_step and "PMIX_RANK" in environ and launched(environ).name == "hydra"
 
-    `no_pmix`: the launcher offers PMIx alone, and MPI does not know it.
+
+def unstartable(
+    job: Launched,
+    mpi_vendor: str,
+    libmpi_path: str,
+    no_pmix: bool = False,
+    daemons: bool = False,
+) -> str | None:
+    """Return the sentence about a launcher under which the loaded MPI would fail in MPI_Init.
+
+    `no_pmix`: the launcher offers PMIx alone, and MPI does not know it. `daemons`: see above; ranks
+    of a node would all be the one of their daemon, and some of them wait for ever.
     """
+    if daemons and mpi_vendor == "Open MPI":
+        return (
+            f"{job.size} ranks were started by {TITLES[job.name]}, but mpi4py loaded {mpi_vendor} "
+            f"({libmpi_path}): the launcher belongs to another MPI, and its daemons would be taken "
+            f"for the ranks. {_remedy(job, mpi_vendor, libmpi_path)}"
+        )
     if job.name == "srun" and mpi_vendor == "MPICH" and no_pmix:
         return (
             f"{job.size} ranks were started by srun with --mpi=pmix, by option or as the site's "

@@ -284,7 +284,8 @@ def _over_mpi(device: gpus.Device, timeout_s: float) -> World:
     taken = seat.take(launched, device)
     mpi_is = loaded_mpi()  # says what is missing where there is no MPI
     no_pmix = launchers.pmix_alone(os.environ) and not knows_pmix(mpi_is)
-    if wrong := launchers.unstartable(launched, mpi_is.vendor, mpi_is.libmpi, no_pmix):
+    daemons = launchers.of_daemons(os.environ)
+    if wrong := launchers.unstartable(launched, mpi_is.vendor, mpi_is.libmpi, no_pmix, daemons):
         raise UsageError(wrong)
     room.warn(launched)
     from hpctrain.transport import mpi
@@ -292,7 +293,8 @@ def _over_mpi(device: gpus.Device, timeout_s: float) -> World:
     record = Record(None, launched.rank, launched.size)
     link = mpi.start(record.entry("main"), timeout_s)
     if wrong := launchers.mismatch(launched, link.size, mpi_is.vendor, mpi_is.libmpi):
-        mpi.finalize()
+        if link.size == 1:  # where several were mixed up, some would wait for each other for ever
+            mpi.finalize()
         raise UsageError(wrong)
     gather = partial(collectives.all_gather_bytes, link)
     host = seat.node(gather, link.rank)

@@ -10,6 +10,7 @@ from hpctrain.launchers import (
     launched,
     mismatch,
     nodes,
+    of_daemons,
     pmix_alone,
     scrubbed,
     slots,
@@ -214,3 +215,23 @@ def test_mpich_without_pmix(environ, vendor, wrong):
     if said:
         assert "without PMIx" in said and "srun --mpi=pmi2 -n 5" in said
     assert unstartable(job, vendor, path) is None  # it knows PMIx
+
+
+@pytest.mark.parametrize(
+    "environ, vendor, wrong",
+    [
+        (DAEMON | HYDRA | {"PMIX_RANK": "0"}, "Open MPI", True),
+        (DAEMON | HYDRA | {"PMIX_RANK": "0"}, "MPICH", False),  # it asks Hydra
+        (DAEMON | HYDRA, "Open MPI", False),  # jobs of one rank: `mismatch` tells
+        (HYDRA | {"PMIX_RANK": "0"}, "Open MPI", False),
+        (DAEMON | OPENMPI, "Open MPI", False),
+        (SRUN | {"PMIX_RANK": "3"}, "Open MPI", False),
+    ],
+)
+def test_daemons_taken_for_ranks(environ, vendor, wrong):
+    """Ranks of a node would all be rank 0 of PMIx, and MPI_Init of some would never end."""
+    job = launched(environ)
+    said = unstartable(job, vendor, "/opt/lib/libmpi.so.40", daemons=of_daemons(environ))
+    assert (said is not None) == wrong
+    if said:
+        assert "its daemons would be taken" in said and "hpctrain launch -n 6" in said
