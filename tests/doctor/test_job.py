@@ -23,6 +23,7 @@ from hpctrain.doctor.job.hosts import listed
 from hpctrain.doctor.job.outliers import usual
 from hpctrain.doctor.job.pings import Ping
 from hpctrain.doctor.job.told import Told, from_table
+from hpctrain.hardware.nics import Nic
 from hpctrain.trace import Reading
 from hpctrain.transport.local import run_ranks
 from hpctrain.transport.rails import Rails
@@ -432,6 +433,38 @@ LINKS = {
     "two nodes": (links(FOUR[:2]), FOUR[:2], "ok", "1 pair: ", ()),
     "inside": (links(("n1",) * 4, [1], True), ("n1",) * 4, "slow", "rank 1 on n1", ("n1",)),
 }  # fmt: skip
+
+
+HDR, DOWN = (
+    Nic("mlx5_0:1", "InfiniBand", True, 200.0, ""),
+    Nic("mlx5_1:1", "RoCE", False, 400.0, ""),
+)
+SOCKETS = Nic("eth0", "Ethernet", True, 25.0, "")
+# seconds of 1 MiB, the ports of each node -> verdict and words, None where nothing is said
+RATES = {
+    "RDMA": (
+        6e-5,
+        [[HDR, DOWN], [HDR, SOCKETS]],
+        ("ok", "16,667 MiB/s at best, 70% of"),
+    ),
+    "fallen back": (9e-4, [[HDR], [HDR]], ("slow", "1,111 MiB/s at best, 5% of")),
+    "sockets alone": (9e-4, [[SOCKETS], [SOCKETS]], None),
+    "a node without": (9e-4, [[HDR], [SOCKETS]], None),
+    "a node whose port is down": (9e-4, [[HDR], [DOWN]], None),
+}
+
+
+@pytest.mark.parametrize("case", RATES)
+def test_messages_are_held_against_the_rate_of_adapters(case):
+    seconds, ports, wanted = RATES[case]
+    measured = [Ping(0, 1, True, 1e-6, 1e-5), Ping(0, 2, False, 2e-6, seconds)]
+    measured.append(Ping(1, 3, False, 2e-6, 2 * seconds))
+    found = pings.of_adapters(measured, ports)
+    assert [(one.verdict, bool(one.remedy)) for one in found] == (
+        [(wanted[0], wanted[0] == "slow")] if wanted else []
+    )
+    assert all(wanted[1] in one.seen for one in found)
+    assert pings.of_adapters(measured[:1], ports) == []
 
 
 @pytest.mark.parametrize("case", LINKS)

@@ -20,6 +20,7 @@ from hpctrain.doctor.job.found import Found
 from hpctrain.doctor.node import room
 from hpctrain.errors import UsageError
 from hpctrain.hardware import shm
+from hpctrain.hardware.nics import Nic
 from hpctrain.timeline import kernel
 from hpctrain.trace import Reading
 from hpctrain.transport import gpus
@@ -113,6 +114,8 @@ def _stages(world: World, found: Found, asked: Asked, stages: show.Stages) -> No
     found.pings = [pings.Ping(**one) for some in said for one in some]
     if on_first:
         found.checks += pings.checks(found.pings, world.hosts, seats.crowded(world.seats))
+        ports = [[Nic(**nic) for nic in one.hardware["nics"]] for one in found.nodes.values()]
+        found.checks += pings.of_adapters(found.pings, ports)
     stages.say("sums")
     said = to_first(link, sums.wrong(world))
     if on_first:

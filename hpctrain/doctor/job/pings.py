@@ -31,6 +31,7 @@ from hpctrain.collectives import all_gather_short
 from hpctrain.doctor.check import Check, Verdict
 from hpctrain.doctor.job.hosts import listed
 from hpctrain.doctor.job.outliers import LEAST, Usual, usual
+from hpctrain.hardware.nics import Nic, fastest
 from hpctrain.transport.link import Link
 from hpctrain.tuning.measure import rally
 from hpctrain.world import World
@@ -42,6 +43,11 @@ TRY_S, ALL_S = 0.02, 10.0  # the time of one pair and size, and of all of them, 
 SMALL_LEAST = 1.0  # of the median more: one more switch on the way is no fault
 MANY_TIMES = 3.0  # slower than usual in long messages between nodes: worse than slow
 MIB = 1 << 20
+LEAST_SHARE = 0.25  #: of an adapter's rate: with RDMA, 1 MiB takes more than half of it
+FALLEN_BACK = (
+    "MPI seems to take another network, or TCP: look at UCX_TLS and UCX_NET_DEVICES, Open MPI's "
+    "`--mca pml ucx`, libfabric's FI_PROVIDER, and memlock"
+)
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,28 @@ def checks(found: Sequence[Ping], hosts: Sequence[str], crowded: bool) -> list[C
         if links:
             out.append(_check(name, links, hosts, crowded))
     return out
+
+
+def of_adapters(found: Sequence[Ping], adapters: Sequence[Sequence[Nic]]) -> list[Check]:
+    """Return the check that messages between nodes are as fast as RDMA can make them.
+
+    All links may have fallen back to another network alike, and then none sticks out. `adapters`:
+    the ports of each node; [] where one has no RDMA, of which sockets may take any share.
+    """
+    taken = [one.large_s for one in found if not one.inside]
+    best = [fastest(tuple(nic for nic in some if nic.rdma)) for some in adapters]
+    rates = [nic.gbit_s for nic in best if nic is not None and nic.gbit_s]
+    if not taken or len(rates) < len(adapters):
+        return []
+    bytes_per_s, rate = LARGE / min(taken), min(rates)
+    share = bytes_per_s * 8e-9 / rate
+    seen = (
+        f"1 MiB at {bytes_per_s / MIB:,.0f} MiB/s at best, {share:.0%} of an adapter's "
+        f"{rate:g} Gbit/s"
+    )
+    if share >= LEAST_SHARE:
+        return [Check("RDMA between nodes", "ok", seen)]
+    return [Check("RDMA between nodes", "slow", seen, FALLEN_BACK)]
 
 
 def _tournament(link: Link, ranks: Sequence[int], inside: bool, budget_s: float) -> list[Ping]:
