@@ -42,8 +42,11 @@ class FaultsOptions:
         """Whether anything is to go wrong."""
         return self != FaultsOptions()
 
-    def check(self, ranks: int) -> None:
-        """Raise UsageError unless the slow rank is one of `ranks` and has a factor."""
+    def check(self, ranks: int, workers: int | None = None) -> None:
+        """Raise UsageError unless the slow rank has a factor, and is one of `ranks` that computes.
+
+        The first `workers` of them do, all where none are given.
+        """
         if (self.slow_rank is None) != (self.slow_factor is None):
             raise UsageError(
                 "[faults] needs both of slow_rank and slow_factor, or neither; "
@@ -53,6 +56,11 @@ class FaultsOptions:
             raise UsageError(
                 f"[faults] slow_rank: expected less than {ranks}, the number of ranks, "
                 f"seen {self.slow_rank}"
+            )
+        if self.slow_rank is not None and workers is not None and self.slow_rank >= workers:
+            raise UsageError(
+                f"[faults] slow_rank: expected a rank that computes gradients, seen "
+                f"{self.slow_rank}, which is a server; the workers are {workers} of the ranks"
             )
 
     def stretch(self, seed: int, rank: int, step: int) -> float:

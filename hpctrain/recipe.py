@@ -18,6 +18,7 @@ from pydantic import Field
 
 from hpctrain import config, data, engines, nn, optim
 from hpctrain.callbacks import EarlyStop
+from hpctrain.collectives.direct import must_be_one_node
 from hpctrain.errors import UsageError
 from hpctrain.faults import FaultsOptions
 from hpctrain.gradients.precision import Precision
@@ -114,10 +115,16 @@ class Recipe:
         """Return the recipe as it was resolved; training it again repeats the run."""
         return tomli_w.dumps(self.tables)
 
-    def must_fit(self, ranks: int) -> None:
-        """Raise UsageError where `ranks` cannot train this: engine, ranks and batch do not fit."""
+    def must_fit(self, ranks: int, nodes: int = 1) -> None:
+        """Raise UsageError where `ranks` on so many nodes cannot train this, whatever the data.
+
+        Engine, algorithm, batch and planted faults each want a number that fits.
+        """
         workers = engines.workers_of(self.engine, ranks)
         engines.must_fit(self.engine, ranks, self.batch.size(workers))
+        self.faults.check(ranks, workers)
+        if getattr(self.engine, "algorithm", "auto") == "direct":
+            must_be_one_node(nodes)
 
     @property
     def sha256(self) -> str:

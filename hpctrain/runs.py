@@ -35,7 +35,7 @@ def train(
 
     Collective; raises what Trainer.fit raises.
     """
-    world.together(lambda: spec.must_fit(world.size))
+    world.together(lambda: spec.must_fit(world.size, len(world.main.nodes)))
     split = world.together(lambda: resized(spec.data.load(spec.run.seed), spec.run.epoch_samples))
     world.must_agree(_fingerprint(split.train), "training data (by the hash of a few samples)")
     model = world.together(lambda: build_model(spec, split))

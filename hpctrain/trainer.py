@@ -71,7 +71,7 @@ class Trainer:
         )
         self._options = engine
         self._blocks = engines.blocks_of(engine, self.engine.workers)
-        self.world.together(lambda: self._must_compute(faults.slow_rank))
+        self.world.together(lambda: faults.check(self.world.size, self.engine.workers))
 
     def fit(
         self,
@@ -164,13 +164,6 @@ class Trainer:
         if not faults.any:
             return self.replica
         return Slowed(self.replica, Pace(faults, self.world.rank))
-
-    def _must_compute(self, slow_rank: int | None) -> None:
-        if self.engine.worker is None and self.world.rank == slow_rank:
-            raise UsageError(
-                f"[faults] slow_rank: expected a rank that computes gradients, seen {slow_rank}, "
-                f"which is a server; the workers are {self.engine.workers} of the ranks"
-            )
 
     def _warm_start(self, path: Path) -> None:
         """Take the weights at `path`; every rank reads them, as it does with a checkpoint."""

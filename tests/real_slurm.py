@@ -384,11 +384,15 @@ def _start(folder: Path, mpi: str) -> dict[str, subprocess.Popen]:
 
 
 def _node(folder: Path, name: str) -> subprocess.Popen:
-    """Start a node without a disk: what it had kept is gone, sockets of PMIx among it."""
+    """Start a node without a disk: what it had kept is gone, sockets of PMIx among it.
+
+    PMIx looks up what its node runs by the host's name, which is none of Slurm's nodes. Open MPI is
+    then told of no neighbours, and ends in MPI_Init where there are more than two ranks on a node.
+    """
     for kept in (folder / f"spool-{name}", folder / "tmp" / name):
         shutil.rmtree(kept, ignore_errors=True)
         kept.mkdir(parents=True)
-    return _daemon(folder, f"slurmd-{name}.out", ["slurmd", "-D", "-N", name])
+    return _daemon(folder, f"slurmd-{name}.out", ["slurmd", "-D", "-N", name], PMIX_HOSTNAME=name)
 
 
 def _answers(slurm: Slurm) -> bool:
@@ -440,11 +444,11 @@ def _free(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
-def _daemon(folder: Path, name: str, command: list[str]) -> subprocess.Popen:
+def _daemon(folder: Path, name: str, command: list[str], **environ: str) -> subprocess.Popen:
     with open(folder / f"{name}.log", "a") as log:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            env={**os.environ, "PATH": SBIN},
+            env={**os.environ, "PATH": SBIN, **environ},
         )  # fmt: skip
 
 

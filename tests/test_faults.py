@@ -175,7 +175,7 @@ class Serving:
 
 def test_a_server_cannot_be_slow():
     def body(world):
-        with pytest.raises(UsageError, match=r"rank 2 on .* seen 2, which is a server"):
+        with pytest.raises(UsageError, match=r"^\[faults\] .* seen 2, which is a server"):
             fit(world, FaultsOptions(slow_rank=2, slow_factor=3.0), Serving())
 
     run_on("threads", 3, body)

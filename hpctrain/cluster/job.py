@@ -87,9 +87,13 @@ def check(job: Job, site: Site | None = None) -> None:
 
 def _of_a_shell(job: Job) -> list[str]:
     """Return what is asked of salloc that only a script for sbatch could do."""
-    asked = {"--sizes": job.sizes, "--servers": job.servers, "--server-nodes": job.server_nodes}
-    given = [flag for flag, value in asked.items() if value]
-    return [f"--interactive trains nothing: leave out {', '.join(given)}"] if given else []
+    names = ("servers", "server_nodes", "sizes", "out", "warn_s", "max_restarts")
+    plain = Job()
+    given = [_flag(name) for name in names if getattr(job, name) != getattr(plain, name)]
+    given += [flag for flag in ("--engine", "--set") if flag in job.arguments]
+    given += [f"--option {name}" for name in job.options if name in sbatch.NOT_OF_SALLOC]
+    told = "--interactive asks salloc for nodes and trains nothing"
+    return [f"{told}: leave out {', '.join(given)}"] if given else []
 
 
 def _stop(job: Job, limit_s: int) -> list[str]:
@@ -109,9 +113,13 @@ def _numbers(job: Job) -> list[str]:
     least = {"nodes": 1, "warn_s": 1, "gpus_per_node": 0, "servers": 0, "server_nodes": 0,
              "max_restarts": 0, "tasks_per_node": 1, "cpus_per_task": 1}  # fmt: skip
     found = [(name, n, getattr(job, name)) for name, n in least.items()]
-    flags = [(f"--{name.replace('_', '-')}", n, x) for name, n, x in found if x is not None]
+    flags = [(_flag(name), n, x) for name, n, x in found if x is not None]
     flags += [("--sizes", 1, size) for size in job.sizes]
     return [f"{flag}: expected {n} or more, seen {x}" for flag, n, x in flags if x < n]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _places(job: Job, site: Site | None) -> list[str]:

@@ -53,6 +53,10 @@ _OURS = {
     ),
 }
 
+#: What salloc, of a shell, does not take.
+NOT_OF_SALLOC = frozenset(
+    ("error", "export", "export-file", "ignore-pbs", "input", "output", "propagate")
+)
 #: All that may be named.
 KNOWN = dict.fromkeys([*_OPTIONS.split(), *_OURS])
 

@@ -1,4 +1,4 @@
-"""What became of jobs, as a table."""
+"""What became of jobs, as a table; those of one size of a scaling study share a row."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hpctrain.cluster.studies import by_size
 from hpctrain.cluster.submit import meaning
 
 WIDTH = 130  # where there is no terminal
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Print a row per job, and below in full why each is where it is."""
+    """Print a row per job, or per size of a study, and below in full why each job is there."""
     out = Console()
     out = out if out.is_terminal else Console(width=WIDTH)
     drawn = Table("job", "state", "restarts", "run", "step", "loss", "accuracy")
     drawn.add_column("folder", overflow="fold")  # to be copied
-    for row in rows:
+    for row in by_size(rows):
         drawn.add_row(*map(Text, _cells(row)))
     out.print(drawn)
     for row in rows:

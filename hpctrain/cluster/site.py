@@ -73,11 +73,14 @@ class Site:
         if nodes is not None and gpus <= nodes.gpus:
             return nodes
         most = self.gpu.gpus if self.gpu else 0
-        told = f"nodes with {most} GPUs" if most else "no GPUs that hpctrain was tried on"
-        raise UsageError(
-            f"--gpus-per-node {gpus}: {self.title} has {told}"
-            + ("" if self.cpu else ", and none without")
-        )
+        if not gpus:
+            raise UsageError(
+                f"--gpus-per-node is missing: {self.title} has nodes with {most} GPUs alone; add "
+                f"--gpus-per-node {most}, or fewer: each rank takes one"
+            )
+        told = f"has nodes with {most} GPUs" if most else "has no GPUs that hpctrain was tried on"
+        do = f"ask for {most} at most" if most else "leave it out"
+        raise UsageError(f"--gpus-per-node {gpus}: {self.title} {told}; {do}")
 
     def sbatch_options(self, nodes: Nodes) -> dict[str, str]:
         """Return the options of sbatch for `nodes`."""

@@ -147,7 +147,8 @@ def _interactive(job: Job, site: Site | None) -> dict[str, str]:
     size = _size(job.nodes, tasks_per_node(job, site), _cores(job, site))
     gpus = gpu_options(job.gpus_per_node, nodes)
     more = with_gpus(gpus, _more(job, site, nodes))
-    options = {**size, **gpus, "time": job.time, **more}
+    name = {"job-name": job_name(job)} if job.name else {}
+    options = {**name, **size, **gpus, "time": job.time, **more}
     return {
         "site": site.setup(nodes) if site else "",
         "options": "\n".join(f"    {shlex.quote(word)}" for word in sbatch.words(options)),

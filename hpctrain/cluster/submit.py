@@ -13,17 +13,16 @@ import json
 import os
 import re
 import shlex
-import shutil
-import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hpctrain import launchers, rundir
 from hpctrain.cluster import sbatch
+from hpctrain.cluster.controller import FORGOTTEN, State, accounted, ask, must_have, run
 from hpctrain.cluster.reasons import explained
 from hpctrain.errors import HpctrainError, UsageError
 
@@ -33,16 +32,11 @@ else:
     import tomli as tomllib
 
 SCRIPT, JOBS = "job.sbatch", "jobs.json"
-LIMIT_S = 120.0  #: a busy controller answers late
 POLL_S = 10.0
 ENDED = (
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
     "PREEMPTED", "TIMEOUT", "UNKNOWN",
 )  # fmt: skip
-_ABSENT = (
-    "no {command} on this PATH, so no Slurm: call this on a login node of the cluster. Here, "
-    "`hpctrain slurm render` prints the script, and `hpctrain launch -n 4 train ...` starts ranks"
-)
 # In what sbatch says, words that stand for an option
 _MEANT = {
     "account": "account", "constraint": "constraint", "cpu count": "cpus-per-task",
@@ -52,26 +46,14 @@ _MEANT = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class State:
-    """What Slurm says of a job, or of one task of an array."""
-
-    job: str  #: 17, or 17_2 for a task of an array
-    state: str  #: PENDING, RUNNING, COMPLETED ...; UNKNOWN once Slurm has forgotten it
-    reason: str = ""
-    restarts: int | None = None
-    elapsed: str = ""
-    nodes: str = ""
-
-
 def submit(text: str, folder: Path, options: Sequence[str] = ()) -> int:
     """Give the script `text` to sbatch and return the job's id; keep both in `folder`.
 
     `options` are words for sbatch. The job runs in the current folder, and finds this Python's
     `hpctrain` first. Raises UsageError in a rank of another job, where there is no Slurm, where
-    `folder` cannot be made, or with sbatch's own words.
+    `folder` cannot be made or written, or with sbatch's own words.
     """
-    _must_have("sbatch")
+    must_have("sbatch")
     here = launchers.launched(os.environ)
     if here.size > 1:
         raise UsageError(f"this is rank {here.rank} of {here.size}: each would submit a job")
@@ -80,14 +62,20 @@ def submit(text: str, folder: Path, options: Sequence[str] = ()) -> int:
     known = jobs_of(folder)
     line = ["sbatch", "--parsable", *_output(text, folder), *options]
     # For sbatch a variable goes before a line of the script, which was asked for and checked.
-    done = _run(line, text, without=sbatch.variables(_options(text)))
+    done = run(line, text, without=sbatch.variables(_options(text)))
     if done.returncode:
         if made:
             folder.rmdir()
         raise UsageError(refusal(done.stderr, text))
     job = _id_in(done.stdout)
-    (folder / SCRIPT).write_text(text)
-    rundir.write_json(folder / JOBS, {"jobs": [*known, job]})
+    try:
+        (folder / SCRIPT).write_text(text)
+        rundir.write_json(folder / JOBS, {"jobs": [*known, job]})
+    except OSError as error:
+        raise HpctrainError(
+            f"job {job} is submitted, and {folder} cannot keep its id: {error.strerror}; scancel "
+            f"{job}, or look for it with squeue"
+        ) from None
     return job
 
 
@@ -102,13 +90,19 @@ def _must_be_found_again() -> None:
 
 
 def _made(folder: Path) -> bool:
-    """Make `folder`; return whether it is new."""
+    """Make `folder`, and see that it can be written; return whether it is new."""
     try:
         new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--out {folder} cannot be made: {error.strerror}") from None
-    return new
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return new
+    except OSError as error:
+        if new:
+            folder.rmdir()
+        raise UsageError(f"--out {folder} cannot be written: {error.strerror}") from None
 
 
 def _id_in(said: str) -> int:
@@ -162,25 +156,12 @@ def jobs_of(folder: Path) -> list[int]:
 
 def named(name: str) -> list[int]:
     """Return the jobs of this name that have not ended, the latest last."""
-    done = _run(["squeue", "--noheader", f"--user={getpass.getuser()}", f"--name={name}",
-                 "--format=%A"])  # fmt: skip
+    done = run(
+        ["squeue", "--noheader", f"--user={getpass.getuser()}", f"--name={name}", "--format=%A"]
+    )
     if done.returncode:
         raise HpctrainError(f"squeue does not tell of jobs: {done.stderr.strip()}")
     return sorted({int(line) for line in done.stdout.split()})
-
-
-def ask(job: int) -> list[State]:
-    """Return what Slurm says of `job`, for an array of each of its tasks.
-
-    The controller forgets jobs some minutes after their end; then accounting is asked.
-    """
-    _must_have("scontrol")
-    done = _run(["scontrol", "--oneliner", "show", "job", str(job)])
-    if done.returncode == 0:
-        return _tasks(done.stdout)
-    if "Invalid job id" not in done.stderr:
-        raise HpctrainError(f"scontrol does not tell of the job: {done.stderr.strip()}")
-    return _accounted(job) or [State(str(job), "UNKNOWN", "Slurm has forgotten it")]
 
 
 def heard(job: int) -> list[State]:
@@ -193,46 +174,41 @@ def heard(job: int) -> list[State]:
         return [State(str(job), "NO ANSWER", str(error))]
 
 
-def _tasks(told: str) -> list[State]:
-    """Return the states in the output of scontrol; of a heterogeneous job its first part tells."""
-    found = []
-    for line in told.splitlines():
-        fields = dict(re.findall(r"(\w+)=(\S*)", line))
-        if fields and fields.get("HetJobOffset", "0") == "0":
-            array = "ArrayTaskId" in fields
-            job = f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}" if array else fields["JobId"]
-            reason = "" if fields["Reason"] == "None" else fields["Reason"]
-            restarts = int(fields.get("Restarts", 0))
-            names = fields.get("NodeList", "").replace("(null)", "")
-            found.append(State(job, fields["JobState"], reason, restarts, fields["RunTime"], names))
-    return sorted(found, key=lambda state: [int(n) for n in re.findall(r"\d+", state.job)])
-
-
-def _accounted(job: int) -> list[State]:
-    if shutil.which("sacct") is None:
-        return []
-    line = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}"]
-    done = _run([*line, "--format=JobID,State,Elapsed,NodeList"])
-    rows = [row.split("|") for row in done.stdout.splitlines() if row.count("|") == 3]
-    # "CANCELLED by 1000"
-    return [State(i, s.split()[0], elapsed=e, nodes=n) for i, s, e, n in rows if "+1" not in i]
-
-
 def status(folder: Path) -> list[dict[str, Any]]:
     """Return a row for the latest job of a run, and for each before it that has not ended.
 
-    Of an array a row per task. Raises UsageError where no job was submitted from `folder`.
+    Of an array a row per task, also of those that Slurm has forgotten. Raises UsageError where no
+    job was submitted from `folder`.
     """
     jobs = jobs_of(folder)
     if not jobs:
         raise UsageError(
             f"{folder} holds no {JOBS}: expected the folder of a run that `hpctrain slurm submit` "
-            "made"
+            "made, or of a study of `hpctrain scale --on slurm`"
         )
-    states = [
-        state for job in jobs for state in heard(job) if job == jobs[-1] or state.state not in ENDED
-    ]
-    return [{**vars(state), **told(_run_of(folder, state))} for state in states]
+    before = [state for job in jobs[:-1] for state in heard(job) if state.state not in ENDED]
+    last = _whole(jobs[-1], heard(jobs[-1]), len(_sizes((folder / SCRIPT).read_text())))
+    return [{**vars(state), **told(_run_of(folder, state))} for state in [*before, *last]]
+
+
+def _whole(job: int, states: list[State], tasks: int) -> list[State]:
+    """Return `states`; of an array of so many `tasks` also those that the controller has forgotten.
+
+    It forgets each task some minutes after that has ended, while others go on.
+    """
+    if not tasks or states[0].state == "NO ANSWER":
+        return states
+    names = [f"{job}_{task}" for task in range(tasks)]
+    known = {state.job: state for state in states}
+    if not known.keys() >= set(names):
+        known = {state.job: state for state in accounted(job)} | known
+    return [known.get(name, State(name, "UNKNOWN", FORGOTTEN)) for name in names]
+
+
+def _sizes(text: str) -> list[str]:
+    """Return the numbers of nodes of the tasks of a job array, nothing of another script."""
+    found = re.search(r"^sizes=\(([\d ]+)\)$", text, re.M)
+    return found[1].split() if found else []
 
 
 def _run_of(folder: Path, state: State) -> Path:
@@ -245,19 +221,17 @@ def _run_of(folder: Path, state: State) -> Path:
     run = Path(shlex.split(named[1])[0].removesuffix("/nodes-$nodes")) if named else folder
     # seen from the folder of submission; not there where it was moved
     folder = run if run.is_absolute() and run.is_dir() else folder
-    sizes = re.search(r"^sizes=\(([\d ]+)\)$", text, re.M)
-    task = re.fullmatch(r"\d+_(\d+)", state.job)
-    if not (sizes and task):
-        return folder
-    return folder / f"nodes-{sizes[1].split()[int(task[1])]}"
+    sizes, task = _sizes(text), state.job.partition("_")[2]
+    return folder / f"nodes-{sizes[int(task)]}" if sizes and task else folder
 
 
 def told(run: Path) -> dict[str, Any]:
     """Return what the files of a run tell of it so far."""
     summary, rows = rundir.read_summary(run) or {}, rundir.rows(run)
-    last = rows[-1] if rows else {}
     asked = _asked(run)
     keys = ("step", "epoch", "train_loss", "test_accuracy", "samples_per_s")
+    # not every row comes with an evaluation
+    last = {key: row[key] for row in rows for key in keys if row.get(key) is not None}
     return {
         "run": str(run),
         "status": summary.get("status"),
@@ -292,22 +266,3 @@ def meaning(row: dict[str, Any]) -> str:
     if row["state"] in ENDED and row["reason_of_run"]:
         return str(row["reason_of_run"])
     return explained(row["reason"])
-
-
-def _must_have(command: str) -> None:
-    if shutil.which(command) is None:
-        raise UsageError(_ABSENT.format(command=command))
-
-
-def _run(
-    line: Sequence[str], text: str = "", without: Collection[str] = ()
-) -> subprocess.CompletedProcess[str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    kept = {name: value for name, value in os.environ.items() if name not in without}
-    environ = {**kept, "PATH": path}
-    try:
-        return subprocess.run(
-            line, input=text, env=environ, capture_output=True, text=True, timeout=LIMIT_S
-        )
-    except subprocess.TimeoutExpired:
-        raise HpctrainError(f"{line[0]} has not answered within {LIMIT_S:.0f} s") from None

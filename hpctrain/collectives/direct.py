@@ -182,13 +182,17 @@ def all_gather(group: Group, x: np.ndarray, offsets: Sequence[int] | None = None
     near.flags.agree()  # nobody changes what a neighbour still reads
 
 
+def must_be_one_node(nodes: int) -> None:
+    """Raise UsageError where ranks that are to share memory are on several nodes."""
+    if nodes > 1:
+        raise UsageError(
+            f"algorithm direct works inside one node, seen {nodes}; use hierarchical, or auto"
+        )
+
+
 def _near(group: Group) -> Near | None:
     """Return what `group`, all on one node, shares; None where nothing is."""
-    if len(group.nodes) > 1:
-        raise UsageError(
-            f"algorithm direct works inside one node, seen {len(group.nodes)}; "
-            "use hierarchical, or auto"
-        )
+    must_be_one_node(len(group.nodes))
     near = group.near
     if near is None and group.link.size > 1 and group.link.rank == 0:
         _say_that_messages_do()

@@ -14,6 +14,7 @@ from hpctrain.cluster.job import Job
 from hpctrain.cluster.site import Site
 from hpctrain.engines.roles import ServerOptions
 from hpctrain.errors import UsageError
+from hpctrain.recipe import Recipe
 
 
 def asked_for(given: dict[str, Any], interactive: bool = False) -> tuple[Job, Site | None]:
@@ -39,8 +40,16 @@ def asked_for(given: dict[str, Any], interactive: bool = False) -> tuple[Job, Si
     jobs.check(job, site)
     spec = recipe.load(job.recipe, overrides)
     for size in job.sizes or (job.nodes,):
-        spec.must_fit(jobs.ranks(replace(job, nodes=size), site))
+        _must_fit(spec, jobs.ranks(replace(job, nodes=size), site), size)
     return job, site
+
+
+def _must_fit(spec: Recipe, ranks: int, nodes: int) -> None:
+    """Raise UsageError, which names the size, for what `train` would refuse to begin with."""
+    try:
+        spec.must_fit(ranks, nodes)
+    except UsageError as error:
+        raise UsageError(f"a job of {ranks} ranks on {nodes} nodes: {error}") from None
 
 
 def _must_say_something(given: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import click
 
 from hpctrain import engines, rundir
 from hpctrain.cluster import site as sites
+from hpctrain.cluster import studies
 from hpctrain.cluster import submit as queue
 from hpctrain.cluster.job import job_name
 from hpctrain.cluster.show import show
@@ -110,6 +111,7 @@ STATUS = """\b
 Examples:
   hpctrain slurm status
   hpctrain slurm status runs/first --json
+  hpctrain slurm status studies/mine        a line for each size of `hpctrain scale --on slurm`
   hpctrain slurm status runs/first --wait 7200 && hpctrain report runs/first
 """
 
@@ -122,14 +124,15 @@ Examples:
 def status(
     context: click.Context, folders: tuple[Path, ...], as_json: bool, wait_s: float | None
 ) -> None:
-    """Show what became of the jobs of DIR, or of all runs in runs/.
+    """Show what became of the jobs of DIR, a run or a study, or of all in runs/.
 
     With --wait it ends with 0 if all are done, else with 1.
     """
-    folders = folders or tuple(sorted(path.parent for path in Path("runs").glob(f"*/{queue.JOBS}")))
-    if not folders:
+    named = [job for folder in folders for job in studies.folders(folder) or [folder]]
+    found = named or [job for run in sorted(Path("runs").glob("*")) for job in studies.folders(run)]
+    if not found:
         raise UsageError("no run in runs/ was submitted; name the folder of one")
-    rows = queue.wait(folders, wait_s or 0)
+    rows = queue.wait(found, wait_s or 0)
     click.echo(json.dumps(rows, indent=1)) if as_json else show(rows)
     if wait_s is not None:
         context.exit(0 if all(row["status"] == "done" for row in rows) else 1)

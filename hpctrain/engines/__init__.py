@@ -29,7 +29,7 @@ ENGINES = {
 def workers_of(options: Any, ranks: int) -> int:
     """Return how many of `ranks` compute gradients; raise UsageError if the regime does not fit."""
     workers = len(options.roles(ranks).workers) if isinstance(options, ServerOptions) else ranks
-    if isinstance(options, Single | Gossip | PsSync | PsAsync):
+    if isinstance(options, Single | AllReduce | Gossip | PsSync | PsAsync):
         options.must_fit(workers)
     return workers
 

@@ -186,15 +186,13 @@ TEMPLATES = {
     "one_node.sbatch": [4],
     "scaling_array.sbatch": [1, 2, 4],
 }
-QUICK = ("multi_node.sbatch", "parameter_server.sbatch")
+QUICK = ("one_node.sbatch", "multi_node.sbatch", "parameter_server.sbatch")
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.full) for n in TEMPLATES]
 )
 def test_templates_train_as_they_are(slurm, tmp_path, name, limited):
-    if name == "one_node.sbatch" and slurm.srun.endswith("pmix") and (os.cpu_count() or 1) < 4:
-        pytest.skip("Open MPI under srun starts no more ranks on a node than it has cores")
     shutil.copytree(Path(__file__).parents[2] / "slurm", tmp_path / "slurm")
     job = slurm.sbatch(Path("slurm", name), cwd=tmp_path)
     tasks = [f"{job}_{i}" for i in range(3)] if name == "scaling_array.sbatch" else [job]

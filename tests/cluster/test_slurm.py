@@ -11,12 +11,13 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from random import Random
 
 import pytest
 from scripts import directives, fake, run_script
 
 from hpctrain.cluster import sbatch, site
-from hpctrain.cluster.job import Job, ranks, seconds
+from hpctrain.cluster.job import Job, job_name, ranks, seconds
 from hpctrain.cluster.slurm import DEFAULTS, render
 from hpctrain.errors import UsageError
 
@@ -114,10 +115,13 @@ def test_refused(job, told):
 
 
 def test_refused_of_a_site():
-    with pytest.raises(UsageError, match="A cluster has no GPUs that hpctrain was tried on"):
+    with pytest.raises(UsageError, match="has no GPUs that hpctrain was tried on; leave it out"):
         render(Job(gpus_per_node=4), CPU)
-    with pytest.raises(UsageError, match="nodes with 4 GPUs, and none without"):
+    with pytest.raises(UsageError, match=r"8: Alps .* has nodes with 4 GPUs; ask for 4 at most"):
         render(Job(gpus_per_node=8), site.load("alps"))
+    for name in ("alps", "alps-openmpi", "juwels-booster"):
+        with pytest.raises(UsageError, match="nodes with 4 GPUs alone; add --gpus-per-node 4"):
+            render(Job(), site.load(name))
     with pytest.raises(UsageError, match=r"--server-nodes 2: Alps .* has no nodes without GPUs"):
         render(Job(nodes=2, gpus_per_node=4, servers=2, server_nodes=2), site.load("alps"))
     with pytest.raises(UsageError, match="did you mean 'uenv'"):
@@ -197,6 +201,24 @@ def test_values_stay_values(text, tmp_path):
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [text]
     harmless = re.compile(r"#SBATCH --[a-z-]+(=[\w.:@-]+)?")
     assert all(map(harmless.fullmatch, directives(render(job))))
+
+
+def test_random_words_stay_words(tmp_path):
+    """Hundreds of them on one command line, of all that means something to a shell."""
+    random = Random(7)
+    nasty = "'\"`$\\ #*?~!&|;<>(){}[]=%^-,:@a1é" + "\u202e\u00a0"
+    words = ["".join(random.choices(nasty, k=random.randrange(12))) for _ in range(400)]
+    words = [word for word in words if word.isprintable()]
+    assert len(words) > 100
+    fake(tmp_path, "srun", 'printf "%s\\0" "$@" > said')
+    fake(tmp_path, "scontrol", "")
+    done = run_script(tmp_path, render(Job(arguments=tuple(words), out="run")))
+    assert (done.returncode, done.stderr) == (1, "")
+    said = (tmp_path / "said").read_text().split("\0")
+    assert said[4:-1] == [*words, "--out", "run", "--resume"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "job.sh", "run", "said"]
+    for word in words:
+        assert re.fullmatch(r"[\w.][\w.-]*", job_name(Job(word or "x")), re.ASCII)
 
 
 def test_servers_beside_workers_see_no_gpu(tmp_path):

@@ -37,6 +37,18 @@ SHOWN = {
             State("17_10", "RUNNING", "", 1, "00:01:02", "n[1-2]"),
         ],
     ),
+    "an array of which some have begun": (
+        JOB.format("19 ArrayJobId=17 ArrayTaskId=2-3,5%1", "PENDING", "Resources")
+        + "\n"
+        + JOB.format("18 ArrayJobId=17 ArrayTaskId=1", "RUNNING", "None"),
+        [
+            State(f"17_{task}", *where, 1, "00:01:02", "n[1-2]")
+            for task, where in (
+                (1, ("RUNNING", "")),
+                *((later, ("PENDING", "Resources")) for later in (2, 3, 5)),
+            )
+        ],
+    ),
     "a heterogeneous one": (
         JOB.format("17 HetJobId=17 HetJobOffset=0", "RUNNING", "None")
         + "\n"
@@ -117,8 +129,9 @@ def test_status_reads_the_run_that_the_script_makes(line, sizes, run, commands, 
     submit.submit(f"#!/bin/sh\n{line.format(tmp_path)}\n{sizes}\n", Path("study", "a.job"))
     Path(run).mkdir(parents=True)
     rundir.append_row(Path(run), {"step": 120})
-    (row,) = submit.status(Path("study", "a.job"))
+    *others, row = submit.status(Path("study", "a.job"))
     assert (row["run"], row["step"]) == (str(tmp_path / run), 120)
+    assert [(one["job"], one["state"]) for one in others] == [("17_0", "UNKNOWN")] * bool(sizes)
 
 
 @pytest.mark.parametrize("out", ["afile", "afile/run"])
@@ -177,6 +190,16 @@ def test_without_slurm_it_is_told_what_to_do(commands):
     assert not Path("run").exists()
 
 
+def test_a_folder_that_cannot_be_written(commands):
+    """It is found before Slurm is asked; if it goes away later, the job's id is told."""
+    commands("sbatch", ": > asked; /bin/rmdir run; echo 17")
+    with pytest.raises(UsageError, match="--out /proc cannot be written"):
+        submit.submit("#!/bin/sh", Path("/proc"))
+    assert not Path("asked").exists()
+    with pytest.raises(HpctrainError, match="job 17 is submitted, and run cannot keep its id: No"):
+        submit.submit("#!/bin/sh", Path("run"))
+
+
 def test_where_nothing_can_be_submitted(commands, monkeypatch):
     commands("sbatch", "echo welcome")
     with pytest.raises(HpctrainError, match=r"has not told the job's id: 'welcome\\n'"):
@@ -225,7 +248,9 @@ REFUSED = {
     "--engine gossip": "'gossip' needs at least 2 workers",
     "--engine single --nodes 4": "'single' trains on one rank, but 4 were started",
     "--nodes 3 --set optimizer.batch=2": "2 samples per batch for 3 workers",
-    "--sizes 1,2,16 --set wire.reduction=ordered": "[wire] blocks is 8, but 16 ranks",
+    "--sizes 1,2,16 --set wire.reduction=ordered": (
+        "a job of 16 ranks on 16 nodes: [wire] blocks is 8, but 16 ranks"
+    ),
     "--nodes 2 --engine ps-sync --set engine.backup_workers=1": "backup_workers is 1 of 1",
     "--nodes 2 --engine ps-async --set engine.softsync=2": "at most the 1 workers, seen 2",
     "--option constrain=a100": "did you mean 'constraint'",
@@ -238,8 +263,19 @@ REFUSED = {
     "--out=": "--out: expected a value, seen ''",
     "--option account=": "--option account=: expected a value behind the =",
     "--warn-s 70000 --time 2-0": "--warn-s: expected 65535 at most, as of sbatch, seen 70000",
-    "--interactive --sizes 1,2": "--interactive trains nothing: leave out --sizes",
+    "--interactive --sizes 1,2": "salloc for nodes and trains nothing: leave out --sizes",
     "--interactive --nodes 2 --servers 1 --server-nodes 1": "leave out --servers, --server-nodes",
+    "--interactive --out a --warn-s 60 --max-restarts 1 --engine single --set run.epochs=1": (
+        "leave out --out, --warn-s, --max-restarts, --engine, --set"
+    ),
+    "--interactive --option output=a --option qos=b": "leave out --option output",
+    "--nodes 4 --set faults.slow_rank=4 --set faults.slow_factor=2": "less than 4, the number of",
+    "--nodes 4 --set faults.slow_rank=1": "needs both of slow_rank and slow_factor",
+    "--nodes 2 --servers 1 --set faults.slow_rank=2 --set faults.slow_factor=2": "is a server",
+    "--nodes 4 --set wire.algorithm=direct": "direct works inside one node, seen 4",
+    "--ranks 200 --nodes 50 --set wire.compression=top-k --set optimizer.batch=200": (
+        "with 200 ranks expected less than 1/200, seen 0.01"
+    ),
 }
 
 

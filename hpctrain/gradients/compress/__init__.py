@@ -26,7 +26,7 @@ from hpctrain.errors import UsageError
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.compress.powersgd import PowerSgd
 from hpctrain.gradients.compress.sixteen import Bfloat16, Float16
-from hpctrain.gradients.compress.top_k import TopK
+from hpctrain.gradients.compress.top_k import TopK, must_send_less
 from hpctrain.xp import Array, fetch, namespace
 
 #: What a method cannot go with: it sends nothing, or it is not ours and rounds as it likes.
@@ -63,6 +63,16 @@ class CompressionOptions:
                 f"[wire] compression: expected an algorithm that can carry "
                 f"'{self.compression}', seen '{algorithm}'; take algorithm = 'auto'"
             )
+
+    @property
+    def ratio(self) -> float:
+        """The part of each matrix that top-k sends."""
+        return self.compression_ratio or 0.01
+
+    def must_fit(self, ranks: int) -> None:
+        """Raise UsageError where `ranks` would send more than without compression."""
+        if self.compression == "top-k":
+            must_send_less(self.ratio, ranks)
 
 
 class Compressor:
@@ -110,7 +120,7 @@ def build(
     methods: dict[str, Callable[[], Bfloat16 | Float16 | TopK | PowerSgd]] = {
         "bf16": lambda: Bfloat16(allreduce, arena, zeros_like),
         "fp16": lambda: Float16(allreduce, arena, zeros_like),
-        "top-k": lambda: TopK(allreduce, arena, options.compression_ratio or 0.01, ranks),
+        "top-k": lambda: TopK(allreduce, arena, options.ratio, ranks),
         "powersgd": lambda: PowerSgd(allreduce, arena, options.compression_rank or 4),
     }
     return None if kind == "none" else Compressor(methods[kind](), kind)

@@ -43,17 +43,22 @@ INDEX = np.dtype(np.uint32)
 ROW_BYTES = 8  #: what a rank sends is padded to multiples of it: a GPU reads whole numbers alone
 
 
+def must_send_less(ratio: float, ranks: int) -> None:
+    """Raise UsageError where what `ranks` send of `ratio` is more than the gradient."""
+    if ratio * ranks >= 1:
+        raise UsageError(
+            f"[wire] compression_ratio: with {ranks} ranks expected less than 1/{ranks}, seen "
+            f"{ratio}: index and value of each element, from each rank, would be more than "
+            "the gradient; lower it, or take compression = 'none'"
+        )
+
+
 class TopK:
     """Sums the largest elements of each rank."""
 
     def __init__(self, allreduce: AllReduceFunction, arena: Arena, ratio: float, ranks: int):
         """Send `ratio` of each matrix of `arena`, at least one element of it."""
-        if ratio * ranks >= 1:
-            raise UsageError(
-                f"[wire] compression_ratio: with {ranks} ranks expected less than 1/{ranks}, seen "
-                f"{ratio}: index and value of each element, from each rank, would be more than "
-                "the gradient; lower it, or take compression = 'none'"
-            )
+        must_send_less(ratio, ranks)
         if arena.grad.size > np.iinfo(INDEX).max:
             raise UsageError(
                 "[wire] compression: top-k counts elements in 32 bits; expected fewer than "

@@ -1,0 +1,109 @@
+"""What Slurm says of jobs: scontrol, and sacct once the controller has forgotten them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpctrain.errors import HpctrainError, UsageError
+
+FORGOTTEN = "Slurm has forgotten it"
+LIMIT_S = 120.0  #: a busy controller answers late
+_ABSENT = (
+    "no {command} on this PATH, so no Slurm: call this on a login node of the cluster. Here, "
+    "`hpctrain slurm render` prints the script, and `hpctrain launch -n 4 train ...` starts ranks"
+)
+
+
+@dataclass(frozen=True)
+class State:
+    """What Slurm says of a job, or of one task of an array."""
+
+    job: str  #: 17, or 17_2 for a task of an array
+    state: str  #: PENDING, RUNNING, COMPLETED ...; UNKNOWN once Slurm has forgotten it
+    reason: str = ""
+    restarts: int | None = None
+    elapsed: str = ""
+    nodes: str = ""
+
+
+def ask(job: int) -> list[State]:
+    """Return what Slurm says of `job`, for an array of each of its tasks.
+
+    The controller forgets jobs some minutes after their end; then accounting is asked.
+    """
+    must_have("scontrol")
+    done = run(["scontrol", "--oneliner", "show", "job", str(job)])
+    if done.returncode == 0:
+        return _tasks(done.stdout)
+    if "Invalid job id" not in done.stderr:
+        raise HpctrainError(f"scontrol does not tell of the job: {done.stderr.strip()}")
+    return accounted(job) or [State(str(job), "UNKNOWN", FORGOTTEN)]
+
+
+def _tasks(told: str) -> list[State]:
+    """Return the states in the output of scontrol; of a heterogeneous job its first part tells."""
+    found = []
+    for line in told.splitlines():
+        fields = dict(re.findall(r"(\w+)=(\S*)", line))
+        if fields and fields.get("HetJobOffset", "0") == "0":
+            array = "ArrayTaskId" in fields
+            job = f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}" if array else fields["JobId"]
+            reason = "" if fields["Reason"] == "None" else fields["Reason"]
+            restarts = int(fields.get("Restarts", 0))
+            names = fields.get("NodeList", "").replace("(null)", "")
+            seen = State(job, fields["JobState"], reason, restarts, fields["RunTime"], names)
+            found += [replace(seen, job=task) for task in tasks_in(job)]
+    return sorted(found, key=lambda state: [int(n) for n in re.findall(r"\d+", state.job)])
+
+
+def tasks_in(job: str) -> list[str]:
+    """Return the tasks that Slurm speaks of as one: those of 17_2-4%1 are 17_2, 17_3 and 17_4."""
+    array, sign, named = job.partition("_")
+    if not sign:
+        return [job]
+    parts = re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", named.partition("%")[0])
+    runs = [range(int(a), int(b or a) + 1, int(stride or 1)) for a, b, stride in parts]
+    return [f"{array}_{task}" for run in runs for task in run]
+
+
+def accounted(job: int) -> list[State]:
+    """Return what accounting says of `job`, nothing where there is none."""
+    if shutil.which("sacct") is None:
+        return []
+    line = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}"]
+    done = run([*line, "--format=JobID,State,Elapsed,NodeList"])
+    rows = [row.split("|") for row in done.stdout.splitlines() if row.count("|") == 3]
+    # "CANCELLED by 1000"
+    told = [State(i, s.split()[0], elapsed=e, nodes=n) for i, s, e, n in rows if "+1" not in i]
+    return [replace(state, job=task) for state in told for task in tasks_in(state.job)]
+
+
+def must_have(command: str) -> None:
+    """Raise UsageError where there is no such command, and so no Slurm."""
+    if shutil.which(command) is None:
+        raise UsageError(_ABSENT.format(command=command))
+
+
+def run(
+    line: Sequence[str], text: str = "", without: Collection[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of Slurm with `text` as its input, `without` some variables.
+
+    Raises HpctrainError after LIMIT_S.
+    """
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    kept = {name: value for name, value in os.environ.items() if name not in without}
+    environ = {**kept, "PATH": path}
+    try:
+        return subprocess.run(
+            line, input=text, env=environ, capture_output=True, text=True, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise HpctrainError(f"{line[0]} has not answered within {LIMIT_S:.0f} s") from None
