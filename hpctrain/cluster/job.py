@@ -77,7 +77,7 @@ def nodes_of(job: Job, site: Site | None) -> Nodes:
 
 def check(job: Job, site: Site | None = None) -> None:
     """Raise UsageError, which names all that is wrong, for a job that cannot be."""
-    wrong = [*_numbers(job), *_places(job, site), *_texts(job)]
+    wrong = [*_numbers(job), *_places(job, site), *texts(job)]
     limit_s = seconds(job.time)
     wrong += _of_a_shell(job) if job.interactive else _stop(job, limit_s)
     if wrong:
@@ -156,7 +156,8 @@ def _places(job: Job, site: Site | None) -> list[str]:
     return [fault for fault, true in faults.items() if true]
 
 
-def _texts(job: Job) -> list[str]:
+def texts(job: Job) -> list[str]:
+    """Return what is wrong about the words of a job, each of which is to be one line."""
     texts = {"recipe": job.recipe, "--out": job.out or "", "--job-name": job.name or ""}
     texts |= {f"argument {n}": text for n, text in enumerate(job.arguments, start=1)}
     wrong = [

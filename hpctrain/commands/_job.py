@@ -53,7 +53,11 @@ def _must_fit(spec: Recipe, ranks: int, nodes: int) -> None:
 
 
 def _must_say_something(given: dict[str, Any]) -> None:
-    """Raise UsageError for an option that is there and empty, as of a variable that is not set."""
+    """Raise UsageError for an option that is there and empty, as of a variable that is not set,
+    and for one that a terminal would not show as it is."""
+    words = {"name": given["job_name"], "out": given["out"], "arguments": given["sets"]}
+    if wrong := jobs.texts(Job(given["name"], **words)):
+        raise UsageError("\n".join(wrong))
     for name in ("sizes", "site", "job_name", "out"):
         if given[name] == "":
             raise UsageError(f"--{name.replace('_', '-')}: expected a value, seen ''")

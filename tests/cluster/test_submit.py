@@ -286,6 +286,12 @@ def test_command_lines_are_refused(words):
     assert REFUSED[words] in str(error.value)
 
 
+def test_names_are_not_shown_as_they_are_where_a_terminal_would_obey_them():
+    for words in (("a\x1b[2J",), ("digits", "--out", "a\nb"), ("digits", "--set", "run.name=\r")):
+        with pytest.raises(UsageError, match=r"one line without control characters, seen '"):
+            told("render", *words)
+
+
 def test_render_prints_what_was_asked_for():
     text = told("render", "digits", "--sizes", "1,2", "--ranks", "4", "--option", "qos=debug",
                 "--option", "exclusive", "--set", "run.epochs=1")  # fmt: skip
