@@ -25,8 +25,8 @@ reservation resv-ports segment sockets-per-node spread-job spread-segments stepm
 thread-spec threads-per-core time-min tmp uid use-min-nodes wait-all-nodes wckey
 """
 
-# Options that a script must not have, and why.
-_OURS = {
+#: Options that a script must not have, and why.
+OURS = {
     "array": "name the sizes: --sizes 1,2,4",
     "clusters": "export SLURM_CLUSTERS=NAME, which scontrol reads as well",
     "chdir": "a job runs in the folder in which it was submitted",
@@ -58,7 +58,7 @@ NOT_OF_SALLOC = frozenset(
     ("error", "export", "export-file", "ignore-pbs", "input", "output", "propagate")
 )
 #: All that may be named.
-KNOWN = dict.fromkeys([*_OPTIONS.split(), *_OURS])
+KNOWN = dict.fromkeys([*_OPTIONS.split(), *OURS])
 
 
 def _variable(option: str) -> str:
@@ -109,8 +109,8 @@ def check(options: Mapping[str, str], plugins: Sequence[str] = ()) -> None:
 
 def must_be_free(what: str, name: str, value: str) -> None:
     """Raise UsageError for an option that a job has already, or that hides GPUs from its ranks."""
-    if name in _OURS:
-        raise UsageError(f"{what} cannot be set: {_OURS[name]}")
+    if name in OURS:
+        raise UsageError(f"{what} cannot be set: {OURS[name]}")
     if name == "gres" and _GPUS.search(value):
         raise UsageError(f"{what} cannot ask for GPUs: use --gpus-per-node; seen {value!r}")
     if name == "gpu-bind" and value != "none":

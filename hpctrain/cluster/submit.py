@@ -24,6 +24,7 @@ from hpctrain import launchers, rundir
 from hpctrain.cluster import sbatch
 from hpctrain.cluster.controller import FORGOTTEN, State, accounted, ask, must_have, run
 from hpctrain.cluster.reasons import explained
+from hpctrain.cluster.refusals import refusal
 from hpctrain.errors import HpctrainError, UsageError
 
 if sys.version_info >= (3, 11):
@@ -37,13 +38,6 @@ ENDED = (
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
     "PREEMPTED", "TIMEOUT", "UNKNOWN",
 )  # fmt: skip
-# In what sbatch says, words that stand for an option
-_MEANT = {
-    "account": "account", "constraint": "constraint", "cpu count": "cpus-per-task",
-    "feature": "constraint", "generic resource": "gres", "gres": "gpus-per-node",
-    "node configuration": "nodes", "node count": "nodes", "partition": "partition", "qos": "qos",
-    "reservation": "reservation", "time limit": "time",
-}  # fmt: skip
 
 
 def submit(text: str, folder: Path, options: Sequence[str] = ()) -> int:
@@ -124,23 +118,6 @@ def _output(text: str, folder: Path) -> list[str]:
 
 def _options(text: str) -> set[str]:
     return {found[1] for found in re.finditer(r"^#SBATCH --([a-z-]+)", text, re.M)}
-
-
-def refusal(said: str, text: str) -> str:
-    """Return sbatch's words, and the lines of the script that they may be about."""
-    low, lines = said.lower(), []
-    for number, line in enumerate(text.splitlines(), start=1):
-        found = re.match(r"#SBATCH --([a-z-]+)(?:=(.*))?", line)
-        if found and _is_meant(found[1], found[2] or "", low):
-            lines.append(f"  line {number}: {line}")
-    head = f"sbatch refuses the job:\n{said.strip()}"
-    return "\n".join([head, *(["that may be about"] if lines else []), *lines])
-
-
-def _is_meant(option: str, value: str, said: str) -> bool:
-    by_value = len(value) > 3 and value.lower() in said
-    by_words = any(words in said and meant == option for words, meant in _MEANT.items())
-    return by_value or by_words or option in re.findall("[a-z][a-z-]*", said)
 
 
 def jobs_of(folder: Path) -> list[int]:
@@ -265,4 +242,6 @@ def meaning(row: dict[str, Any]) -> str:
     """Return why a job is where it is: the run's own reason, or Slurm's with what it means."""
     if row["state"] in ENDED and row["reason_of_run"]:
         return str(row["reason_of_run"])
+    if row["state"] == "CANCELLED" and row["reason"] != "DependencyNeverSatisfied":
+        return ""  # Slurm still names what the job waited for
     return explained(row["reason"])

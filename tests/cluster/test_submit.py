@@ -156,6 +156,9 @@ def test_damaged_ids_are_said_before_anything_is_submitted(text, commands):
 
 MEANT = {
     "Resources": "waits for nodes",
+    "JobArrayTaskLimit": "the sizes of an array run one after the other",
+    "PartitionDown": "the partition starts no jobs now",
+    "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved": "so many nodes are not up",
     "ReqNodeNotAvail,_UnavailableNodes:n1": "nodes are down",
     "QOSMaxNodePerUserLimit": "a limit of the QOS on all jobs together",
     "QOSMaxNodePerJobLimit": "more than the QOS gives one job",
@@ -212,12 +215,18 @@ def test_where_nothing_can_be_submitted(commands, monkeypatch):
 
 SAID = {
     "invalid partition specified: gold": [4],
-    "Batch job submission failed: Requested node configuration is not available": [2],
+    "Batch job submission failed: Requested node configuration is not available": [2, 6, 8],
     "Invalid --time specification": [3],
+    "Invalid time specification (pos=0): never\nsbatch: error: Invalid --begin specification": [7],
+    "CPU count per node can not be satisfied\nRequested node configuration is not available": [6],
+    "Batch job submission failed: Invalid node name specified": [8],
+    "Memory specification can not be satisfied": [],
     "unrecognized option '--partition'": [4],
     "Batch job submission failed: Access denied": [],
 }
 TEXT = "#!/bin/sh\n#SBATCH --nodes=4\n#SBATCH --time=0:30:00\n#SBATCH --partition=gold\n"
+TEXT += "#SBATCH --requeue\n#SBATCH --ntasks-per-node=8\n#SBATCH --begin=never\n"
+TEXT += "#SBATCH --nodelist=n9\n"
 
 
 @pytest.mark.parametrize("said", SAID)
@@ -315,13 +324,17 @@ def test_status_shows_job_and_run(commands):
     row = {"step": 120, "epoch": 10, "train_loss": 0.25, "test_accuracy": None}
     rundir.append_row(Path("runs/a"), row)
     shown = told("status")
-    for words in ("PENDING", "120 of 360", "0.2500", "runs/a", "17: BeginTime: it comes back"):
+    for words in ("PENDING", "120 of 360", "0.2500", "runs/a", "17: BeginTime: not before"):
         assert words in shown
     (found,) = json.loads(told("status", "--json", "runs/a"))
     assert (found["state"], found["restarts"], found["step"]) == ("PENDING", 1, 120)
     rundir.write_summary(Path("runs/a"), {"status": "failed", "reason": "rank 1: disk full"})
     commands("scontrol", f"echo '{JOB.format(17, 'FAILED', 'NonZeroExitCode')}'")
     assert "17: rank 1: disk full" in told("status", "runs/a")
+    rundir.write_summary(Path("runs/a"), {"status": "stopped", "reason": ""})
+    for reason, shown in (("JobHeldUser", False), ("DependencyNeverSatisfied", True)):
+        commands("scontrol", f"echo '{JOB.format(17, 'CANCELLED', reason)}'")
+        assert (f"17: {reason}" in told("status", "runs/a")) == shown
 
 
 def test_what_a_job_says_goes_where_it_was_asked_to(commands):
@@ -368,7 +381,13 @@ def test_on_a_real_slurm(slurm, tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SLURM_MPI_TYPE", slurm.srun.rpartition("=")[2])
     monkeypatch.setattr(submit, "POLL_S", 1.0)
-    assert set(re.findall(r"--([a-z][a-z-]+)", slurm.run("sbatch", "--help"))) <= {*sbatch.KNOWN}
+    of_sbatch, of_salloc = (
+        set(re.findall(r"--([a-z][a-z-]+)", slurm.run(name, "--help")))
+        for name in ("sbatch", "salloc")
+    )
+    assert of_sbatch <= {*sbatch.KNOWN}
+    alone = of_sbatch - of_salloc
+    assert sbatch.NOT_OF_SALLOC <= alone <= sbatch.NOT_OF_SALLOC | sbatch.OURS.keys()
     with pytest.raises(
         UsageError, match=r"(?s)invalid partition.*line \d+: #SBATCH --partition=no"
     ):
