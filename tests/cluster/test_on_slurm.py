@@ -202,9 +202,7 @@ def test_templates_train_as_they_are(slurm, tmp_path, name, limited):
     assert sorted(one["world_size"] for one in found) == TEMPLATES[name]
     assert {one["status"] for one in found} == {"done"}
     assert all(one["test_accuracy"] > 0.96 for one in found)
-    if TEMPLATES[name][-1] >= 4:
-        nodes = real_slurm.NODES[: 1 if name.startswith("one") else 4]
-        assert list(nodes) in [one["hosts"] for one in found]
+    assert max(len(one["hosts"]) for one in found) == (1 if name.startswith("one") else 4)
 
 
 def usr1(slurm, job: int, node: str) -> None:
