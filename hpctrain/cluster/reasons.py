@@ -16,7 +16,7 @@ _MEANT = {
     "JobHeldUser": "held: scontrol release it",
     "JobHoldMaxRequeue": "put back so often that Slurm holds it: scontrol release it",
     "Nodes_required_for_job_are_DOWN": "so many nodes are not up, or kept for others",
-    "PartitionConfig": "the partition cannot give that: fewer nodes, or another partition",
+    "PartitionConfig": "the partition cannot give that: ask for less, or name another",
     "PartitionDown": "the partition starts no jobs now",
     "PartitionInactive": "the partition takes and starts no jobs now",
     "PartitionNodeLimit": "the partition has not, or does not give, so many nodes",
