@@ -138,7 +138,7 @@ def test_a_gpu_that_all_ranks_take_and_no_threads(hpctrain, tmp_path):
     assert code == 1 and ended.returncode, ended.stderr
     assert checks["GPUs shared"]["verdict"] == "bad"
     assert "ranks 0-1 share GPU-" in checks["GPUs shared"]["seen"]
-    assert "1 of its GPUs are idle" in checks["GPUs shared"]["seen"]
+    assert "another of its GPUs is idle" in checks["GPUs shared"]["seen"]
     assert "every rank sees all GPUs" in checks["GPUs shared"]["remedy"]
     assert "1 of 2: CUDA_VISIBLE_DEVICES=0" in checks["GPUs in sight"]["seen"]
     assert "unset CUDA_VISIBLE_DEVICES" in checks["GPUs in sight"]["remedy"]
