@@ -78,6 +78,8 @@ def accounted(job: int) -> list[State]:
     if shutil.which("sacct") is None:
         return []
     line = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}"]
+    if named := os.environ.get("SLURM_CLUSTERS"):  # which the other commands read by themselves
+        line.append(f"--clusters={named}")
     done = run([*line, "--format=JobID,State,Elapsed,NodeList"])
     rows = [row.split("|") for row in done.stdout.splitlines() if row.count("|") == 3]
     # "CANCELLED by 1000"

@@ -363,6 +363,10 @@ def test_status_asks_the_cluster_that_a_job_was_given_to(commands, monkeypatch):
     assert not Path("a").exists()
     monkeypatch.setenv("SLURM_CLUSTERS", "b")
     assert told("submit", "digits", "--out", "a") == "17  a\n"
+    commands("scontrol", "echo Invalid job id >&2; exit 1")
+    commands("sacct", 'echo "$@" > asked; echo "17|COMPLETED|00:01:02|n1"')
+    assert "COMPLETED" in told("status", "a")
+    assert "--clusters=b" in Path("asked").read_text().split()
 
 
 def test_status_wants_a_run_that_was_submitted(tmp_path, monkeypatch):
