@@ -274,13 +274,7 @@ class Journal:
 
     def _write_row(self) -> None:
         if self.run is not None:
-            self._due.append(self._last)
-            try:
-                rundir.append_row(self.run, *self._due)
-                self._due = []
-            except OSError as error:  # as for a checkpoint: there may be room again
-                told = "%s of %s is not written (%s); training goes on"
-                log.warning(told, rundir.METRICS, self.run, error.strerror)
+            self._due = rundir.appended(self.run, [*self._due, self._last])
         if not self._bar.drawn:
             log.info(progress.line(self._last, self.total_steps))
 

@@ -128,6 +128,16 @@ def append_row(run: Path, *rows: Mapping[str, Any]) -> None:
             raise
 
 
+def appended(run: Path, some: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add rows to metrics.jsonl; return those for which there is no room yet, after a warning."""
+    try:
+        append_row(run, *some)
+    except OSError as error:  # as where a checkpoint cannot be saved, training goes on
+        log.warning("%s of %s is not written (%s); training goes on", METRICS, run, error.strerror)
+        return some
+    return []
+
+
 def rows(run: Path) -> list[dict[str, Any]]:
     """Return the rows of metrics.jsonl; a last line that was cut off by a crash is left out."""
     path = run / METRICS
