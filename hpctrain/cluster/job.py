@@ -104,7 +104,8 @@ def _stop(job: Job, limit_s: int) -> list[str]:
     if limit_s <= job.warn_s:
         wrong.append(
             f"--time {job.time} is {limit_s} s, and a stop is asked for {job.warn_s} s before its "
-            "end: take more time, or a smaller --warn-s (the longest checkpoint, and a minute)"
+            "end: take more time (or submit with a smaller --warn-s: the longest checkpoint, and a "
+            "minute)"
         )
     return wrong
 
