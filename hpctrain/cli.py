@@ -51,26 +51,33 @@ def _guarded() -> int:
         code = hpctrain.main(prog_name="hpctrain", standalone_mode=False)
         return _leave(code if isinstance(code, int) else 0)
     except click.ClickException as error:
-        return _refuse(error, _usage(error))
+        return _refuse(error, error.format_message(), _hint(error))
     except (click.Abort, KeyboardInterrupt):
         return _end(INTERRUPTED)
     except AGREED as error:
         if world.current() is None:
             return _refuse(error, str(error))
-        _say(f"hpctrain: {error}")
+        _say(_signed("hpctrain", str(error)))
         return _leave(error.exit_code)
     except (Exception, SystemExit) as error:  # also where a user's code leaves, on this rank alone
         world.fail_alone(error)
         return error.exit_code if isinstance(error, HpctrainError) else BUG
 
 
-def _refuse(error: Exception, message: str) -> int:
+def _refuse(error: Exception, message: str, hint: str = "") -> int:
     """Say, before MPI starts, what is wrong."""
     who = ends.refuser(error)
     if who is not None:
-        print("hpctrain: " + f"{who}: " * bool(who) + message, file=sys.stderr, flush=True)
+        signed = _signed("hpctrain" + f": {who}" * bool(who), message)
+        print(signed + hint, file=sys.stderr, flush=True)
         ends.spoken()
     return UsageError.exit_code
+
+
+def _signed(who: str, message: str) -> str:
+    """Return `message` with `who` before each of its lines, but those that only go on."""
+    lines = message.splitlines()
+    return "\n".join(line if line.startswith(" ") else f"{who}: {line}" for line in lines)
 
 
 def _end(code: int) -> int:
@@ -95,10 +102,9 @@ def _say(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
-def _usage(error: click.ClickException) -> str:
+def _hint(error: click.ClickException) -> str:
     context = getattr(error, "ctx", None)
-    hint = f"\nTry '{context.command_path} --help'." if context else ""
-    return error.format_message() + hint
+    return f"\nTry '{context.command_path} --help'." if context else ""
 
 
 def _set_up_logging(level: int) -> None:

@@ -13,6 +13,7 @@ from typing_extensions import dataclass_transform
 from hpctrain.errors import UsageError
 
 T = TypeVar("T")
+_MISSING = ("missing", "missing_argument")
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(pydantic.Field,))
@@ -29,7 +30,9 @@ def read(cls: type[T], table: Mapping[str, Any], name: str) -> T:
         return cls(**table)
     except pydantic.ValidationError as error:
         known = list(cls.__pydantic_fields__)  # type: ignore[attr-defined]
-        raise UsageError("\n".join(_fault(e, known, name) for e in error.errors())) from None
+        # an unknown name first: what is missing may be what it was meant to be
+        faults = sorted(error.errors(), key=lambda e: e["type"] in _MISSING)
+        raise UsageError("\n".join(_fault(e, known, name) for e in faults)) from None
 
 
 def read_kind(kinds: Mapping[str, type[T]], table: Mapping[str, Any], name: str) -> T:
@@ -60,7 +63,7 @@ def _fault(error: Any, known: Iterable[str], name: str) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         return unknown(f"key in [{name}]:", key, known)
-    if error["type"] in ("missing", "missing_argument"):
+    if error["type"] in _MISSING:
         return f"[{name}] {key} is missing"
     if not key and "error" in error.get("ctx", {}):
         return str(error["ctx"]["error"])  # what the options say of each other

@@ -34,6 +34,8 @@ LOCK = ".lock"
 REDONE = ".redone"
 #: Where a job script writes, before it sends the signal, why a run is to stop.
 WHY = ".why"
+#: Where a job script writes, before it starts the ranks, which job of Slurm it is.
+BEGAN = ".began"
 #: The variable in which `hpctrain launch` names a file; rank 0 writes the run's folder there.
 ANNOUNCE = "HPCTRAIN_ANNOUNCE"
 
@@ -105,6 +107,20 @@ def why(run: Path) -> str:
     """Return why a job script says that the run is to stop; empty if it says nothing."""
     path = run / WHY
     return path.read_text().strip() if path.exists() else ""
+
+
+def begun_by(run: Path) -> str:
+    """Return the job of Slurm that was the last to begin with the run; empty if none says so."""
+    path = run / BEGAN
+    return path.read_text().strip() if path.exists() else ""
+
+
+def ended_by(run: Path, job: str) -> bool:
+    """Return whether summary.json tells of `job`: it was the last to begin, and wrote it then."""
+    summary, began = run / SUMMARY, run / BEGAN
+    if begun_by(run) != job or not summary.exists():
+        return False
+    return summary.stat().st_mtime_ns >= began.stat().st_mtime_ns
 
 
 def write_recipe(run: Path, text: str) -> None:

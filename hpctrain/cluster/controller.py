@@ -14,7 +14,12 @@ from pathlib import Path
 from hpctrain.errors import HpctrainError, UsageError
 
 FORGOTTEN = "Slurm has forgotten it"
+NO_ANSWER = "NO ANSWER"
 LIMIT_S = 120.0  #: a busy controller answers late
+#: What Slurm's commands say where no answer came: what was asked for may have been done or not.
+_LATE = re.compile("timed out|Zero Bytes were transmitted|receive failure|Connection reset", re.I)
+_AWAY = re.compile(f"Unable to contact|{_LATE.pattern}", re.I)
+Job = int | str  #: 17, or 17_2 for a task of an array
 _ABSENT = (
     "no {command} on this PATH, so no Slurm: call this on a login node of the cluster. Here, "
     "`hpctrain slurm render` prints the script, and `hpctrain launch -n 4 train ...` starts ranks"
@@ -31,20 +36,38 @@ class State:
     restarts: int | None = None
     elapsed: str = ""
     nodes: str = ""
+    exit_code: str = ""  #: of the script, and the signal: 1:0
+    log: str = ""  #: what the job says, as far as Slurm tells
 
 
-def ask(job: int) -> list[State]:
+class Silence(HpctrainError):
+    """Slurm's controller has not answered: nothing is known."""
+
+
+def ask(job: Job) -> list[State]:
     """Return what Slurm says of `job`, for an array of each of its tasks.
 
-    The controller forgets jobs some minutes after their end; then accounting is asked.
+    The controller forgets jobs some minutes after their end; then accounting is asked. Raises
+    Silence, or HpctrainError with Slurm's words.
     """
+    return controlled(job) or accounted(job) or [State(str(job), "UNKNOWN", FORGOTTEN)]
+
+
+def controlled(job: Job) -> list[State]:
+    """Return what the controller says of `job`, nothing where it has forgotten it."""
     must_have("scontrol")
     done = run(["scontrol", "--oneliner", "show", "job", str(job)])
     if done.returncode == 0:
         return _tasks(done.stdout)
-    if "Invalid job id" not in done.stderr:
-        raise HpctrainError(f"scontrol does not tell of the job: {done.stderr.strip()}")
-    return accounted(job) or [State(str(job), "UNKNOWN", FORGOTTEN)]
+    if "Invalid job id" in done.stderr:
+        return []
+    kind = Silence if _AWAY.search(done.stderr) else HpctrainError
+    raise kind(f"scontrol does not tell of jobs: {done.stderr.strip()}")
+
+
+def answers_late(said: str) -> bool:
+    """Return whether a command that says this was heard, it may be, and its answer got lost."""
+    return _LATE.search(said) is not None
 
 
 def _tasks(told: str) -> list[State]:
@@ -58,9 +81,16 @@ def _tasks(told: str) -> list[State]:
             reason = "" if fields["Reason"] == "None" else fields["Reason"]
             restarts = int(fields.get("Restarts", 0))
             names = fields.get("NodeList", "").replace("(null)", "")
-            seen = State(job, fields["JobState"], reason, restarts, fields["RunTime"], names)
+            seen = State(job, fields["JobState"], reason, restarts, fields["RunTime"], names,
+                         fields.get("ExitCode", ""), _path(line, "StdOut"))  # fmt: skip
             found += [replace(seen, job=task) for task in tasks_in(job)]
     return sorted(found, key=lambda state: [int(n) for n in re.findall(r"\d+", state.job)])
+
+
+def _path(line: str, field: str) -> str:
+    """Return the path in a field of a line of scontrol; it may hold blanks."""
+    found = re.search(rf" {field}=(.*?)(?= \w+=|$)", line)
+    return found[1].strip() if found else ""
 
 
 def tasks_in(job: str) -> list[str]:
@@ -73,17 +103,21 @@ def tasks_in(job: str) -> list[str]:
     return [f"{array}_{task}" for run in runs for task in run]
 
 
-def accounted(job: int) -> list[State]:
+def accounted(job: Job) -> list[State]:
     """Return what accounting says of `job`, nothing where there is none."""
     if shutil.which("sacct") is None:
         return []
     line = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}"]
     if named := os.environ.get("SLURM_CLUSTERS"):  # which the other commands read by themselves
         line.append(f"--clusters={named}")
-    done = run([*line, "--format=JobID,State,Elapsed,NodeList"])
-    rows = [row.split("|") for row in done.stdout.splitlines() if row.count("|") == 3]
+    done = run([*line, "--format=JobID,State,Elapsed,NodeList,ExitCode"])
+    rows = [row.split("|") for row in done.stdout.splitlines() if row.count("|") == 4]
     # "CANCELLED by 1000"
-    told = [State(i, s.split()[0], elapsed=e, nodes=n) for i, s, e, n in rows if "+1" not in i]
+    told = [
+        State(i, s.split()[0], elapsed=e, nodes=n, exit_code=code)
+        for i, s, e, n, code in rows
+        if "+1" not in i
+    ]
     return [replace(state, job=task) for state in told for task in tasks_in(state.job)]
 
 
@@ -98,7 +132,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command of Slurm with `text` as its input, `without` some variables.
 
-    Raises HpctrainError after LIMIT_S.
+    Raises Silence after LIMIT_S.
     """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     kept = {name: value for name, value in os.environ.items() if name not in without}
@@ -108,4 +142,4 @@ def run(
             line, input=text, env=environ, capture_output=True, text=True, timeout=LIMIT_S
         )
     except subprocess.TimeoutExpired:
-        raise HpctrainError(f"{line[0]} has not answered within {LIMIT_S:.0f} s") from None
+        raise Silence(f"{line[0]} has not answered within {LIMIT_S:.0f} s") from None

@@ -90,7 +90,7 @@ def _of_a_shell(job: Job) -> list[str]:
     names = ("servers", "server_nodes", "sizes", "out", "warn_s", "max_restarts")
     plain = Job()
     given = [_flag(name) for name in names if getattr(job, name) != getattr(plain, name)]
-    given += [flag for flag in ("--engine", "--set") if flag in job.arguments]
+    given += [flag for flag in ("--engine", "--epochs", "--set") if flag in job.arguments]
     given += [f"--option {name}" for name in job.options if name in sbatch.NOT_OF_SALLOC]
     told = "--interactive asks salloc for nodes and trains nothing"
     return [f"{told}: leave out {', '.join(given)}"] if given else []

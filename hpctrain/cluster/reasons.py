@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import re
 
+_HELD = "scontrol release it"
 _MEANT = {
+    "AccountNotAllowed": "the partition is not for this account: name another",
     "BadConstraints": "no node has what the job asks for",
-    "BeginTime": "not before its time; after a requeue Slurm lets two minutes pass",
+    "BeginTime": "not before its time",
+    "BurstBufferOperation": "its burst buffer could not be made ready",
+    "BurstBufferResources": "waits for a burst buffer",
+    "BurstBufferStageIn": "its burst buffer is made ready",
+    "Cleaning": "what it has left on its nodes is removed first",
     "Dependency": "another job has to end first",
     "DependencyNeverSatisfied": "the job that had to end well did not: scancel this one",
     "InvalidAccount": "the account is none of yours here: scancel it, and name another",
     "InvalidQOS": "there is no such QOS for it: scancel it, and name another",
     "JobArrayTaskLimit": "the sizes of an array run one after the other",
     "JobHeldAdmin": "held by an administrator",
-    "JobHeldUser": "held: scontrol release it",
-    "JobHoldMaxRequeue": "put back so often that Slurm holds it: scontrol release it",
+    "JobHeldUser": f"held: {_HELD}",
+    "JobHoldMaxRequeue": f"put back so often that Slurm holds it: {_HELD}",
+    "Licenses": "waits for a license",
+    "MaxMemPerLimit": "more memory for a node or a core than is given: ask for less",
     "Nodes_required_for_job_are_DOWN": "so many nodes are not up, or kept for others",
     "PartitionConfig": "the partition cannot give that: ask for less, or name another",
     "PartitionDown": "the partition starts no jobs now",
@@ -22,9 +30,30 @@ _MEANT = {
     "PartitionNodeLimit": "the partition has not, or does not give, so many nodes",
     "PartitionTimeLimit": "the partition does not give so much time",
     "Priority": "other jobs come first",
+    "Prolog": "the site prepares its nodes",
     "QOSNotAllowed": "the account or the partition has not this QOS: name another",
+    "QOSUsageThreshold": "the account has had more than its share, and this QOS wants less",
     "ReqNodeNotAvail": "nodes are down, drained or reserved",
+    "Reservation": "not before its reservation begins",
+    "ReservationDeleted": "there is no such reservation any more: scancel it",
     "Resources": "waits for nodes to become free",
+    "SchedDefer": "Slurm has not looked at it yet",
+    "WaitingForScheduling": "Slurm has not looked at it yet",
+    "job_requeued_in_held_state": f"held: {_HELD}",
+    "launch_failed_requeued_held": f"its nodes could not start it, and Slurm holds it: {_HELD}",
+}
+#: Why a job has ended, in place of why it waits: where it has ended, the others hold no more.
+_ENDS = {
+    "DeadLine": "it could not end before its deadline",
+    "DependencyNeverSatisfied": "the job that had to end well did not",
+    "InactiveLimit": "it has done nothing for too long",
+    "JobLaunchFailure": "its nodes could not start it: a file system, or the nodes themselves",
+    "NodeDown": "a node of it is down",
+    "NonZeroExitCode": "its script ended with an error",
+    "OutOfMemory": "a node of it had too little memory",
+    "RaisedSignal": "its script was ended by a signal",
+    "SystemFailure": "Slurm, a file system or the network has failed",
+    "TimeLimit": "its time was over",
 }
 #: The same for the many limits of a QOS and of an account; the first that fits tells.
 _LIMITS = {
@@ -45,15 +74,27 @@ def lasting(reason: str) -> bool:
     return word in _LASTING or re.fullmatch(r"(QOS|Assoc)\w*PerJob\w*", word) is not None
 
 
-def explained(reason: str) -> str:
-    """Return Slurm's word, and behind it what it means if that is known."""
+def explained(reason: str, restarts: int | None = None) -> str:
+    """Return Slurm's word, and behind it what it means if that is known.
+
+    `restarts` says how often the job was put back: then it waits for another reason.
+    """
     word = _word(reason)
-    known = _MEANT.get(word) or _limit(word)
+    known = _MEANT.get(word) or _ENDS.get(word) or _limit(word)
+    if word == "BeginTime" and restarts:
+        known = "after a requeue Slurm lets two minutes pass"
     return f"{reason}: {known}" if known else reason
 
 
+def of_an_end(reason: str) -> str:
+    """Return the same for why a job has ended; nothing if it only tells what it waited for."""
+    known = _ENDS.get(_word(reason))
+    return f"{reason}: {known}" if known else ""
+
+
 def _word(reason: str) -> str:
-    return reason.rstrip(",").partition(",")[0]
+    found = re.match(r"\w+", reason)  # ReqNodeNotAvail,_UnavailableNodes:n1
+    return found[0] if found else ""
 
 
 def _limit(word: str) -> str:

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hpctrain.cluster.status import meaning
 from hpctrain.cluster.studies import by_size
-from hpctrain.cluster.submit import meaning
 
 WIDTH = 130  # where there is no terminal
 
@@ -24,9 +24,19 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     for row in by_size(rows):
         drawn.add_row(*map(Text, _cells(row)))
     out.print(drawn)
+    for line in _below(rows):
+        out.print(Text(line), soft_wrap=True)
+
+
+def _below(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return what is said of jobs below the table, each thing once."""
+    jobs: dict[str, list[str]] = {}
     for row in rows:
-        if why := meaning(row):
-            out.print(Text(f"{row['job']}: {why}"), soft_wrap=True)
+        who = row["run"] if row["job"] == "-" else row["job"]
+        jobs.setdefault(meaning(row), []).append(who)
+        if row["earlier"]:
+            jobs[f"before it in this folder: {row['earlier']}"] = [who]
+    return [f"{', '.join(whose)}: {why}" for why, whose in jobs.items() if why]
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -34,7 +44,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         return "-" if row[key] is None else f"{row[key]:.4f}"
 
     restarts = "-" if row["restarts"] is None else str(row["restarts"])
-    status = row["status"] or ("-" if row["step"] is None else "training")
+    status = row["status"] or ("training" if row["state"] == "RUNNING" and row["step"] else "-")
     return [row["job"], row["state"], restarts, status, _progress(row), number("train_loss"),
             number("test_accuracy"), row["run"]]  # fmt: skip
 

@@ -7,10 +7,13 @@ STUDY/trials/SIZE/repeat-0.job/    what was submitted to make it: see submit.py
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hpctrain import rundir
+from hpctrain.cluster.status import is_done, kept
 from hpctrain.cluster.submit import ENDED, JOBS
 
 Row = dict[str, Any]
@@ -19,11 +22,29 @@ Row = dict[str, Any]
 def folders(path: Path) -> list[Path]:
     """Return the folders that hold jobs of `path`: itself, or those of the trials of a study.
 
-    Nothing where no job was submitted.
+    So do the folders of sizes that a job array has made which was given to sbatch by hand. Nothing
+    where no job was submitted.
     """
-    if (path / JOBS).exists():
+    if (path / JOBS).exists() or rundir.begun_by(path):
         return [path]
-    return sorted((job.parent for job in path.glob(f"trials/*/*/{JOBS}")), key=_in_order)
+    trials = [job.parent for job in path.glob(f"trials/*/*/{JOBS}")]
+    sizes = [size for size in path.glob("nodes-*") if rundir.begun_by(size)]
+    return sorted(trials or sizes, key=_in_order)
+
+
+def newest_last(paths: Iterable[Path]) -> list[Path]:
+    """Return the folders that hold jobs of all `paths`, of which the newest job comes last."""
+    found = [some for path in paths if (some := folders(path))]
+    return [folder for some in sorted(found, key=_newest) for folder in some]
+
+
+def _newest(some: Sequence[Path]) -> tuple[int, str]:
+    """Return the highest id of a job in folders that are shown together; 0 if it is damaged."""
+    numbers = [0]
+    for folder in some:
+        with suppress(OSError, ValueError):
+            numbers += [int(job.partition("_")[0]) for job in kept(folder).jobs]
+    return max(numbers), str(some[0])
 
 
 def _in_order(job: Path) -> list[int]:
@@ -49,7 +70,7 @@ def _joined(size: Path, rows: list[Row]) -> Row:
     states = [row["state"] for row in rows]
     shown = min(reversed(rows), key=_rank)
     many = len(rows) > 1
-    done = sum(row["status"] == "done" for row in rows)
+    done = sum(is_done(row) for row in rows)
     counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
     here = Path.cwd()
     return shown | {

@@ -1,4 +1,4 @@
-"""Jobs given to Slurm, and what became of them: of Slurm's word, and of the run's own files.
+"""Jobs given to Slurm, and whether they are still there; what became of them: status.py.
 
 A run's folder holds beside what `hpctrain train` writes
 job.sbatch      what was submitted last
@@ -12,26 +12,29 @@ import getpass
 import json
 import os
 import re
-import shlex
-import sys
-import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from hpctrain import launchers, rundir
 from hpctrain.cluster import sbatch
-from hpctrain.cluster.controller import FORGOTTEN, State, accounted, ask, must_have, run
-from hpctrain.cluster.reasons import explained
+from hpctrain.cluster.controller import (
+    NO_ANSWER,
+    Job,
+    Silence,
+    State,
+    answers_late,
+    ask,
+    controlled,
+    must_have,
+    run,
+)
 from hpctrain.cluster.refusals import refusal
 from hpctrain.errors import HpctrainError, UsageError
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
+T = TypeVar("T", int, str)
 SCRIPT, JOBS = "job.sbatch", "jobs.json"
 POLL_S = 10.0
 ENDED = (
@@ -45,30 +48,36 @@ def submit(text: str, folder: Path, options: Sequence[str] = ()) -> int:
 
     `options` are words for sbatch. The job runs in the current folder, and finds this Python's
     `hpctrain` first. Raises UsageError in a rank of another job, where there is no Slurm, where
-    `folder` cannot be made or written, or with sbatch's own words.
+    `folder` cannot be made or written, or with sbatch's own words; HpctrainError where the job may
+    be, or is, in the queue, and something else went wrong.
     """
     must_have("sbatch")
     here = launchers.launched(os.environ)
     if here.size > 1:
         raise UsageError(f"this is rank {here.rank} of {here.size}: each would submit a job")
     _must_be_found_again()
-    made = _made(folder)
+    new = not folder.exists()
     known = jobs_of(folder)
+    script = _written(folder, text, new)
     line = ["sbatch", "--parsable", *_output(text, folder), *options]
-    # For sbatch a variable goes before a line of the script, which was asked for and checked.
-    done = run(line, text, without=sbatch.variables(_options(text)))
+    try:
+        # For sbatch a variable goes before a line of the script, which was asked for and checked.
+        done = run(line, text, without=sbatch.variables(_options(text)))
+    except Silence as error:
+        raise _late(str(error), folder, text, script) from None
+    if done.returncode and answers_late(done.stderr):
+        raise _late(done.stderr.strip(), folder, text, script)
     if done.returncode:
-        if made:
-            folder.rmdir()
+        _drop(script, new)
         raise UsageError(refusal(done.stderr, text))
     job = _id_in(done.stdout)
     try:
-        (folder / SCRIPT).write_text(text)
+        script.replace(folder / SCRIPT)
         rundir.write_json(folder / JOBS, {"jobs": [*known, job]})
     except OSError as error:
         raise HpctrainError(
-            f"job {job} is submitted, and {folder} cannot keep its id: {error.strerror}; scancel "
-            f"{job}, or look for it with squeue"
+            f"job {job} is submitted, but {folder} cannot keep its id: {error.strerror}; "
+            f"`scancel {job}` ends it, `squeue --job {job}` shows it"
         ) from None
     return job
 
@@ -83,20 +92,42 @@ def _must_be_found_again() -> None:
         )
 
 
-def _made(folder: Path) -> bool:
-    """Make `folder`, and see that it can be written; return whether it is new."""
+def _written(folder: Path, text: str, new: bool) -> Path:
+    """Make `folder`, and a file in it that holds the script: after sbatch it only gets its name.
+
+    Raises UsageError where that cannot be, as on a full disk, and leaves nothing.
+    """
     try:
-        new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--out {folder} cannot be made: {error.strerror}") from None
+    script = folder / f".{SCRIPT}.{os.getpid()}"
     try:
-        with tempfile.TemporaryFile(dir=folder):
-            return new
+        script.write_text(text)
     except OSError as error:
-        if new:
-            folder.rmdir()
+        _drop(script, new)
         raise UsageError(f"--out {folder} cannot be written: {error.strerror}") from None
+    return script
+
+
+def _drop(script: Path, new: bool) -> None:
+    """Remove what `_written` made."""
+    with suppress(OSError):
+        script.unlink(missing_ok=True)
+        if new:
+            script.parent.rmdir()
+
+
+def _late(said: str, folder: Path, text: str, script: Path) -> HpctrainError:
+    """Return the error that says what may be in the queue, and keep its script."""
+    script.replace(folder / SCRIPT)
+    found = re.search(r"^#SBATCH --job-name=(.*)$", text, re.M)
+    name = f" --name={found[1]}" if found else ""
+    return Silence(
+        f"no answer of Slurm's controller ({' '.join(said.split())}): the job may be in the queue "
+        f"all the same. See `squeue --me{name}` before you submit again; {folder} stays, and "
+        "`hpctrain slurm status` shows the job there once it runs"
+    )
 
 
 def _id_in(said: str) -> int:
@@ -141,107 +172,45 @@ def named(name: str) -> list[int]:
     return sorted({int(line) for line in done.stdout.split()})
 
 
+def must_be_free(folder: Path, dependency: str = "") -> None:
+    """Raise UsageError where a job of `folder` has not ended, unless the new one waits for it.
+
+    `dependency` is the option of that name which the new job has.
+    """
+    for states in hear(jobs_of(folder)).values():
+        for state in states:
+            waits = state.job.partition("_")[0] in re.findall(r"\d+", dependency)
+            if state.state in (*ENDED, NO_ANSWER) or "singleton" in dependency:
+                continue
+            if not waits or "after:" in dependency:
+                raise UsageError(
+                    f"--out {folder}: its job {state.job} is {state.state}, and two jobs cannot "
+                    f"write there at once; add --option dependency=afterany:{state.job}, name "
+                    f"another --out, or `scancel {state.job}`"
+                )
+
+
 def heard(job: int) -> list[State]:
     """Return what `ask` does; a controller that does not answer says nothing new."""
-    try:
-        return ask(job)
-    except UsageError:
-        raise
-    except HpctrainError as error:
-        return [State(str(job), "NO ANSWER", str(error))]
+    return hear([job])[job]
 
 
-def status(folder: Path) -> list[dict[str, Any]]:
-    """Return a row for the latest job of a run, and for each before it that has not ended.
+def hear(jobs: Iterable[T], older: Iterable[T] = ()) -> dict[T, list[State]]:
+    """Return what Slurm says of each job; of the `older` ones, what the controller remembers.
 
-    Of an array a row per task, also of those that Slurm has forgotten. Raises UsageError where no
-    job was submitted from `folder`.
+    A controller that does not answer says nothing new, and is not asked again for the others.
     """
-    jobs = jobs_of(folder)
-    if not jobs:
-        raise UsageError(
-            f"{folder} holds no {JOBS}: expected the folder of a run that `hpctrain slurm submit` "
-            "made, or of a study of `hpctrain scale --on slurm`"
-        )
-    before = [state for job in jobs[:-1] for state in heard(job) if state.state not in ENDED]
-    last = _whole(jobs[-1], heard(jobs[-1]), len(_sizes((folder / SCRIPT).read_text())))
-    return [{**vars(state), **told(_run_of(folder, state))} for state in [*before, *last]]
+    found, silence = {}, ""
+    for job, asked in chain(((job, ask) for job in jobs), ((job, controlled) for job in older)):
+        try:
+            found[job] = [_silent(job, silence)] if silence else asked(job)
+        except UsageError:
+            raise
+        except HpctrainError as error:
+            found[job] = [_silent(job, str(error))]
+            silence = str(error) if isinstance(error, Silence) else ""
+    return found
 
 
-def _whole(job: int, states: list[State], tasks: int) -> list[State]:
-    """Return `states`; of an array of so many `tasks` also those that the controller has forgotten.
-
-    It forgets each task some minutes after that has ended, while others go on.
-    """
-    if not tasks or states[0].state == "NO ANSWER":
-        return states
-    names = [f"{job}_{task}" for task in range(tasks)]
-    known = {state.job: state for state in states}
-    if not known.keys() >= set(names):
-        known = {state.job: state for state in accounted(job)} | known
-    return [known.get(name, State(name, "UNKNOWN", FORGOTTEN)) for name in names]
-
-
-def _sizes(text: str) -> list[str]:
-    """Return the numbers of nodes of the tasks of a job array, nothing of another script."""
-    found = re.search(r"^sizes=\(([\d ]+)\)$", text, re.M)
-    return found[1].split() if found else []
-
-
-def _run_of(folder: Path, state: State) -> Path:
-    """Return the folder of the run that a job, or a task of an array, makes.
-
-    It is where the script says, which of a trial of `hpctrain scale` is not `folder`.
-    """
-    text = (folder / SCRIPT).read_text()
-    named = re.search(r"^run=(.*)$", text, re.M)
-    run = Path(shlex.split(named[1])[0].removesuffix("/nodes-$nodes")) if named else folder
-    # seen from the folder of submission; not there where it was moved
-    folder = run if run.is_absolute() and run.is_dir() else folder
-    sizes, task = _sizes(text), state.job.partition("_")[2]
-    return folder / f"nodes-{sizes[int(task)]}" if sizes and task else folder
-
-
-def told(run: Path) -> dict[str, Any]:
-    """Return what the files of a run tell of it so far."""
-    summary, rows = rundir.read_summary(run) or {}, rundir.rows(run)
-    asked = _asked(run)
-    keys = ("step", "epoch", "train_loss", "test_accuracy", "samples_per_s")
-    # not every row comes with an evaluation
-    last = {key: row[key] for row in rows for key in keys if row.get(key) is not None}
-    return {
-        "run": str(run),
-        "status": summary.get("status"),
-        "reason_of_run": summary.get("reason"),
-        "steps": asked.get("steps"),
-        "epochs": asked.get("epochs"),
-        **{key: last.get(key) for key in keys},
-    }
-
-
-def _asked(run: Path) -> dict[str, Any]:
-    """Return `[run]` of the resolved recipe; empty before training begins."""
-    path = run / rundir.RECIPE
-    table: dict[str, Any] = tomllib.loads(path.read_text()).get("run", {}) if path.exists() else {}
-    return table
-
-
-def wait(folders: Sequence[Path], limit_s: float) -> list[dict[str, Any]]:
-    """Return the status of all jobs once they have ended, or after `limit_s`."""
-    deadline, pause = time.monotonic() + limit_s, 0.5
-    while True:
-        rows = [row for folder in folders for row in status(folder)]
-        left = deadline - time.monotonic()
-        if left <= 0 or all(row["state"] in ENDED for row in rows):
-            return rows
-        time.sleep(min(pause, left))
-        pause = min(2 * pause, POLL_S)
-
-
-def meaning(row: dict[str, Any]) -> str:
-    """Return why a job is where it is: the run's own reason, or Slurm's with what it means."""
-    if row["state"] in ENDED and row["reason_of_run"]:
-        return str(row["reason_of_run"])
-    if row["state"] == "CANCELLED" and row["reason"] != "DependencyNeverSatisfied":
-        return ""  # Slurm still names what the job waited for
-    return explained(row["reason"])
+def _silent(job: Job, why: str) -> State:
+    return State(str(job), NO_ANSWER, why)

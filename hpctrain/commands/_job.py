@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from hpctrain import recipe
+from hpctrain import checkpoint, recipe, rundir
 from hpctrain.cluster import job as jobs
 from hpctrain.cluster import sbatch
 from hpctrain.cluster import site as sites
@@ -15,6 +16,9 @@ from hpctrain.cluster.site import Site
 from hpctrain.engines.roles import ServerOptions
 from hpctrain.errors import UsageError
 from hpctrain.recipe import Recipe
+
+#: Options of a model that a run which is resumed may change.
+_FREE = ("dropout", "recompute", "arguments")
 
 
 def asked_for(given: dict[str, Any], interactive: bool = False) -> tuple[Job, Site | None]:
@@ -31,7 +35,7 @@ def asked_for(given: dict[str, Any], interactive: bool = False) -> tuple[Job, Si
         nodes=nodes,
         tasks_per_node=_tasks_per_node(given["ranks"], given["tasks_per_node"], nodes),
         sizes=sizes,
-        arguments=tuple(_arguments(engine, given["sets"])),
+        arguments=tuple(_arguments(engine, given["epochs"], given["sets"])),
         name=given["job_name"],
         options=dict(sbatch.named(text) for text in given["options"]),
         interactive=interactive,
@@ -52,6 +56,33 @@ def _must_fit(spec: Recipe, ranks: int, nodes: int) -> None:
         raise UsageError(f"a job of {ranks} ranks on {nodes} nodes: {error}") from None
 
 
+def must_go_on(given: dict[str, Any], run: Path) -> None:
+    """Raise UsageError where the checkpoints in `run` are not of the recipe that is asked for.
+
+    They are of another model or optimizer, or it was trained on other data: `train --resume` would
+    say so, or go on in silence, when the job has waited for its turn.
+    """
+    file = run / rundir.RECIPE
+    if not file.exists() or not checkpoint.listing(run):
+        return
+    before, spec = recipe.load(str(file)), recipe.load(given["name"], _engine(given)[1])
+    if wrong := [what for what in ("model", "data", "optimizer") if _differ(before, spec, what)]:
+        told = "; ".join(
+            f"[{what}] there {before.tables[what]}, asked for {spec.tables[what]}" for what in wrong
+        )
+        raise UsageError(
+            f"--out {run} holds checkpoints of another recipe: {told}. Name another --out, or go "
+            f"on with what was trained there: {file}"
+        )
+
+
+def _differ(before: Recipe, spec: Recipe, table: str) -> bool:
+    a, b = getattr(before, table), getattr(spec, table)
+    if type(a) is not type(b) or table != "model":
+        return type(a) is not type(b)
+    return any(vars(a)[key] != vars(b)[key] for key in vars(a).keys() - set(_FREE))
+
+
 def _must_say_something(given: dict[str, Any]) -> None:
     """Raise UsageError for an option that is there and empty, as of a variable that is not set,
     and for one that a terminal would not show as it is."""
@@ -69,7 +100,10 @@ def _engine(given: dict[str, Any]) -> tuple[str | None, list[str]]:
     Where servers are asked for, and the recipe's engine has none, ps-sync is taken.
     """
     servers, engine = given["servers"], given["engine"]
-    overrides = [f"engine.kind={engine}"] * (engine is not None) + list(given["sets"])
+    overrides = [f"engine.kind={engine}"] * (engine is not None)
+    if given["epochs"] is not None:
+        overrides += ["run.steps=", f"run.epochs={given['epochs']}"]
+    overrides += given["sets"]
     spec = recipe.load(given["name"], overrides)
     if not servers:
         return engine, overrides
@@ -80,8 +114,9 @@ def _engine(given: dict[str, Any]) -> tuple[str | None, list[str]]:
     return engine, [*overrides, f"engine.servers={servers}", "engine.placement=dedicated"]
 
 
-def _arguments(engine: str | None, sets: Sequence[str]) -> list[str]:
+def _arguments(engine: str | None, epochs: int | None, sets: Sequence[str]) -> list[str]:
     chosen = ["--engine", engine] if engine else []
+    chosen += ["--epochs", str(epochs)] if epochs is not None else []
     return [*chosen, *(word for text in sets for word in ("--set", text))]
 
 

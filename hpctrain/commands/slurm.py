@@ -12,13 +12,15 @@ import click
 
 from hpctrain import engines, rundir
 from hpctrain.cluster import site as sites
+from hpctrain.cluster import status as becoming
 from hpctrain.cluster import studies
 from hpctrain.cluster import submit as queue
+from hpctrain.cluster.controller import NO_ANSWER
 from hpctrain.cluster.job import job_name
 from hpctrain.cluster.show import show
 from hpctrain.cluster.slurm import render as script
-from hpctrain.commands._job import asked_for
-from hpctrain.errors import UsageError
+from hpctrain.commands._job import asked_for, must_go_on
+from hpctrain.errors import HpctrainError, UsageError
 
 EPILOG = """\b
 Examples:
@@ -59,6 +61,7 @@ OPTIONS = [
     ),
     click.option("--sizes", metavar="N,N,...", help="A job array over these numbers of nodes."),
     click.option("--engine", metavar="KIND", help=f"One of: {', '.join(engines.ENGINES)}."),
+    click.option("--epochs", type=int, metavar="N", help="Passes over the training data."),
     click.option("--set", "sets", multiple=True, metavar="TABLE.KEY=VALUE", help="As for train."),
     click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Of sbatch."),
     click.option("--job-name", metavar="NAME", help="The recipe's unless given."),
@@ -96,15 +99,25 @@ Examples:
 
 @slurm.command(epilog=SUBMIT)
 @_of_a_job
-def submit(**given: Any) -> None:
+@click.pass_context
+def submit(context: click.Context, /, **given: Any) -> None:
     """Submit a job that trains RECIPE; prints its id and the run's folder.
 
     The folder keeps the script, the job's id and what the job says.
     """
     job, site = asked_for(given)
     folder = Path(job.out or rundir.default_path(job_name(job)))
+    for run in [folder / f"nodes-{size}" for size in job.sizes] or [folder]:
+        must_go_on(given, run)
+    queue.must_be_free(folder, job.options.get("dependency", ""))
     text = script(replace(job, out=str(folder)), site)
-    click.echo(f"{queue.submit(text, folder)}  {folder}")
+    try:
+        click.echo(f"{queue.submit(text, folder)}  {folder}")
+    except UsageError:
+        raise
+    except HpctrainError as error:  # no fault of this program: where it was raised tells nothing
+        click.echo(f"hpctrain: {error}", err=True)
+        context.exit(error.exit_code)
 
 
 STATUS = """\b
@@ -126,13 +139,18 @@ def status(
 ) -> None:
     """Show what became of the jobs of DIR, a run or a study, or of all in runs/.
 
-    With --wait it ends with 0 if all are done, else with 1.
+    With --wait it ends with 0 if all are done, else with 1; without, with 1 where Slurm does not
+    answer.
     """
     named = [job for folder in folders for job in studies.folders(folder) or [folder]]
-    found = named or [job for run in sorted(Path("runs").glob("*")) for job in studies.folders(run)]
+    found = named or studies.newest_last(Path("runs").glob("*"))
     if not found:
         raise UsageError("no run in runs/ was submitted; name the folder of one")
-    rows = queue.wait(found, wait_s or 0)
+    rows = becoming.wait(found, wait_s or 0)
     click.echo(json.dumps(rows, indent=1)) if as_json else show(rows)
-    if wait_s is not None:
-        context.exit(0 if all(row["status"] == "done" for row in rows) else 1)
+    good = becoming.is_done if wait_s is not None else _answered
+    context.exit(0 if all(map(good, rows)) else 1)
+
+
+def _answered(row: dict[str, Any]) -> bool:
+    return bool(row["state"] != NO_ANSWER)

@@ -11,6 +11,7 @@ from scripts import fake
 
 from hpctrain import rundir
 from hpctrain.cli import hpctrain
+from hpctrain.cluster import status as becoming
 from hpctrain.cluster import submit
 
 ENDED = "JobId={0} JobState=COMPLETED Reason=None RunTime=00:00:09 NodeList=n1"
@@ -23,7 +24,7 @@ def slurm(tmp_path, monkeypatch):
     """Return a function that lets scontrol say a line of each job."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/bin:/usr/bin")
-    monkeypatch.setattr(submit.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(becoming.time, "sleep", lambda seconds: None)
 
     def says(lines: dict[int, str]) -> None:
         cases = [f"{job}) echo '{line.format(job)}' ;;" for job, line in lines.items()]
@@ -40,13 +41,16 @@ def trial(study: Path, size: str, repeat: int, job: int, step: int, status: str 
     kept.mkdir(parents=True)
     (kept / submit.SCRIPT).write_text(f"run={run}\n")
     rundir.write_json(kept / submit.JOBS, {"jobs": [job]})
+    if step:
+        run.mkdir()
+        (run / rundir.BEGAN).write_text(f"{job}\n")
     make(run, step, status)
 
 
 def make(run: Path, step: int, status: str = "") -> None:
     """Make a run that is at `step`, where it was evaluated half-way there."""
     if step:
-        run.mkdir(parents=True)
+        run.mkdir(parents=True, exist_ok=True)
         rundir.write_recipe(run, "[run]\nsteps = 220\n")
         early = {"step": step // 2, "epoch": 1, "train_loss": 0.5, "test_accuracy": 0.75}
         for row in (early, early | {"step": step, "train_loss": 0.25, "test_accuracy": None}):

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from hpctrain import rundir
 from hpctrain.cli import hpctrain
-from hpctrain.cluster import sbatch, submit
+from hpctrain.cluster import controller, sbatch, status, submit
 from hpctrain.cluster.job import Job
 from hpctrain.cluster.reasons import explained, lasting
 from hpctrain.cluster.slurm import DEFAULTS, render
@@ -63,7 +63,7 @@ def commands(tmp_path, monkeypatch):
     """Return a function that puts a command on the PATH, which has no other."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(submit.sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.setattr(controller.sys, "executable", str(tmp_path / "bin" / "python"))
     (tmp_path / "bin").mkdir()
 
     def make(name: str, script: str) -> None:
@@ -83,13 +83,13 @@ def test_what_scontrol_shows(case, commands):
 def test_what_the_controller_forgot_is_asked_of_accounting(commands):
     commands("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     assert submit.ask(17) == [State("17", "UNKNOWN", "Slurm has forgotten it")]
-    commands("sacct", "echo '17|CANCELLED by 1000|00:01:02|n[1-2]'")
-    assert submit.ask(17) == [State("17", "CANCELLED", elapsed="00:01:02", nodes="n[1-2]")]
+    commands("sacct", "echo '17|CANCELLED by 1000|00:01:02|n[1-2]|0:15'")
+    assert submit.ask(17) == [State("17", "CANCELLED", "", None, "00:01:02", "n[1-2]", "0:15")]
 
 
 def test_a_controller_that_is_away_is_an_error(commands):
     commands("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
-    with pytest.raises(HpctrainError, match="tell of the job: Unable to contact"):
+    with pytest.raises(HpctrainError, match="tell of jobs: Unable to contact"):
         submit.ask(17)
 
 
@@ -100,22 +100,21 @@ def test_status_outlives_a_controller_that_is_away(commands, monkeypatch):
     commands("scontrol", f"{away}; echo '{JOB.format(17, 'COMPLETED', 'None')}'")
     shown = told("status", "a")
     assert "NO ANSWER" in shown
-    assert "17: scontrol does not tell of the job: Unable to contact" in shown
+    assert "17: scontrol does not tell of jobs: Unable to contact" in shown
     Path("asked").unlink()
-    monkeypatch.setattr(submit.time, "sleep", lambda seconds: None)
-    assert [row["state"] for row in submit.wait([Path("a")], 60)] == ["COMPLETED"]
+    monkeypatch.setattr(status.time, "sleep", lambda seconds: None)
+    assert [row["state"] for row in status.wait([Path("a")], 60)] == ["COMPLETED"]
 
 
 def test_status_shows_all_jobs_that_have_not_ended(commands):
     commands("sbatch", "echo 17")
     told("submit", "digits", "--out", "a")
-    commands("sbatch", "echo 18")
-    told("submit", "digits", "--out", "a")
+    rundir.write_json(Path("a", submit.JOBS), {"jobs": [17, 18]})
     show = 'case $4 in 17) echo "{}" ;; 18) echo "{}" ;; esac'
     later = JOB.format(18, "PENDING", "Priority")
     for state, seen in (("RUNNING", ["17", "18"]), ("COMPLETED", ["18"])):
         commands("scontrol", show.format(JOB.format(17, state, "None"), later))
-        assert [row["job"] for row in submit.status(Path("a"))] == seen
+        assert [row["job"] for row in status.status([Path("a")])] == seen
 
 
 @pytest.mark.parametrize("line, sizes, run", [
@@ -129,7 +128,7 @@ def test_status_reads_the_run_that_the_script_makes(line, sizes, run, commands, 
     submit.submit(f"#!/bin/sh\n{line.format(tmp_path)}\n{sizes}\n", Path("study", "a.job"))
     Path(run).mkdir(parents=True)
     rundir.append_row(Path(run), {"step": 120})
-    *others, row = submit.status(Path("study", "a.job"))
+    *others, row = status.status([Path("study", "a.job")])
     assert (row["run"], row["step"]) == (str(tmp_path / run), 120)
     assert [(one["job"], one["state"]) for one in others] == [("17_0", "UNKNOWN")] * bool(sizes)
 
@@ -148,9 +147,8 @@ def test_damaged_ids_are_said_before_anything_is_submitted(text, commands):
     commands("sbatch", ": > called; echo 18")
     Path("a").mkdir()
     Path("a", submit.JOBS).write_text(text)
-    for words in (("status", "a"), ("submit", "digits", "--out", "a")):
-        with pytest.raises(UsageError, match=r"a/jobs\.json is damaged: expected"):
-            told(*words)
+    with pytest.raises(UsageError, match=r"a/jobs\.json is damaged: expected"):
+        told("submit", "digits", "--out", "a")
     assert not Path("called").exists()
 
 
@@ -195,11 +193,11 @@ def test_without_slurm_it_is_told_what_to_do(commands):
 
 def test_a_folder_that_cannot_be_written(commands):
     """It is found before Slurm is asked; if it goes away later, the job's id is told."""
-    commands("sbatch", ": > asked; /bin/rmdir run; echo 17")
+    commands("sbatch", ": > asked; /bin/rm -r run; echo 17")
     with pytest.raises(UsageError, match="--out /proc cannot be written"):
         submit.submit("#!/bin/sh", Path("/proc"))
     assert not Path("asked").exists()
-    with pytest.raises(HpctrainError, match="job 17 is submitted, and run cannot keep its id: No"):
+    with pytest.raises(HpctrainError, match="job 17 is submitted, but run cannot keep its id: No"):
         submit.submit("#!/bin/sh", Path("run"))
 
 
@@ -324,10 +322,11 @@ def test_status_shows_job_and_run(commands):
     row = {"step": 120, "epoch": 10, "train_loss": 0.25, "test_accuracy": None}
     rundir.append_row(Path("runs/a"), row)
     shown = told("status")
-    for words in ("PENDING", "120 of 360", "0.2500", "runs/a", "17: BeginTime: not before"):
+    for words in ("PENDING", "120 of 360", "0.2500", "runs/a", "17: BeginTime: after a requeue"):
         assert words in shown
     (found,) = json.loads(told("status", "--json", "runs/a"))
     assert (found["state"], found["restarts"], found["step"]) == ("PENDING", 1, 120)
+    Path("runs/a", rundir.BEGAN).write_text("17\n")
     rundir.write_summary(Path("runs/a"), {"status": "failed", "reason": "rank 1: disk full"})
     commands("scontrol", f"echo '{JOB.format(17, 'FAILED', 'NonZeroExitCode')}'")
     assert "17: rank 1: disk full" in told("status", "runs/a")
@@ -384,7 +383,7 @@ def test_on_a_real_slurm(slurm, tmp_path, monkeypatch):
     for name, value in slurm.environ.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SLURM_MPI_TYPE", slurm.srun.rpartition("=")[2])
-    monkeypatch.setattr(submit, "POLL_S", 1.0)
+    monkeypatch.setattr(status, "POLL_S", 1.0)
     of_sbatch, of_salloc = (
         set(re.findall(r"--([a-z][a-z-]+)", slurm.run(name, "--help")))
         for name in ("sbatch", "salloc")

@@ -17,7 +17,7 @@ if ((${SLURM_RESTART_COUNT:-0} > max_restarts)); then # by Slurm itself, after a
     exit 75
 fi
 mkdir -p "$run" || exit 1
-: >"$run/.began" # what is newer was written by this part of the run
+echo "$job" >"$run/.began" # what is newer was written by this part of the run, of this job
 rm -f "$run/.why" # of the part before
 
 of_job() { SLURM_TIME_FORMAT=standard timeout 20 scontrol -o show job "$job" | tr ' ' '\n'; }
