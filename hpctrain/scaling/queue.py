@@ -120,16 +120,22 @@ def standing(out: Path, state: State) -> Standing:
 
 def seen(folder: Folder, study: Study) -> dict[Key, Standing]:
     """Return how each trial stands by its files and by Slurm's word, for who only looks."""
-    return {key: _seen(folder.trial(key[1], key[0]), study) for key in study.trials}
+    outs = {key: folder.trial(key[1], key[0]) for key in study.trials}
+    found = {key: collect.trial(out, study.timing) for key, out in outs.items()}
+    jobs = {key: known[-1] for key, out in outs.items() if (known := _jobs(out))}
+    states = submit.hear([job for key, job in jobs.items() if isinstance(found[key], Gap)])
+    state = {key: states[job][0] for key, job in jobs.items() if job in states}
+    return {k: _seen(out, found[k], jobs.get(k), state.get(k)) for k, out in outs.items()}
 
 
-def _seen(out: Path, study: Study) -> Standing:
-    found, jobs = collect.trial(out, study.timing), submit.jobs_of(collect.job_of(out))
-    job = jobs[-1] if jobs else None
-    if isinstance(found, Gap) and job is not None:
-        state = submit.heard(job)[0]
-        if state.state not in ENDED:
-            return standing(out, state)
+def _jobs(out: Path) -> list[int]:
+    """Return the jobs that were to make the run `out`, the latest last."""
+    return submit.jobs_of(collect.job_of(out))
+
+
+def _seen(out: Path, found: Trial | Gap, job: int | None, state: State | None) -> Standing:
+    if state is not None and state.state not in ENDED:
+        return standing(out, state)
     begun = isinstance(found, Trial) or job is not None or collect.log_of(out).exists()
     return Standing.of(found, job) if begun else Standing()
 
@@ -197,7 +203,8 @@ def _ended(waiting: Mapping[Key, int], folder: Folder, teller: Teller) -> Iterat
     left, deadline, pause = dict(waiting), time.monotonic() + LIMIT_S, 0.5
     outs = {key: folder.trial(key[1], key[0]) for key in waiting}
     while left:
-        states = {key: submit.heard(job)[0] for key, job in left.items()}
+        told = submit.hear(left.values())
+        states = {key: told[job][0] for key, job in left.items()}
         over = time.monotonic() > deadline
         gone = [key for key, state in states.items() if over or _over(state)]
         teller.update({k: standing(outs[k], states[k]) for k in left if k not in gone})
