@@ -54,6 +54,11 @@ def test_faults_are_told(table, told):
     assert all(line.startswith(start) for line, start in zip(lines, sorted(told), strict=True))
 
 
+def test_what_may_have_been_meant_is_told_before_what_is_missing():
+    with pytest.raises(UsageError, match=r"^unknown key .*'degrees'\?\n.* degrees is missing$"):
+        config.read(Oven, {"degres": 9}, "kitchen")
+
+
 def test_what_fits_is_taken_as_it_is():
     seen = config.read(Oven, {"degrees": 9, "slack": 1, "trays": [1]}, "kitchen")
     assert seen == Oven(degrees=9, mode="top", slack=1.0, trays=[1])

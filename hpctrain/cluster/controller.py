@@ -104,13 +104,16 @@ def tasks_in(job: str) -> list[str]:
 
 
 def accounted(job: Job) -> list[State]:
-    """Return what accounting says of `job`, nothing where there is none."""
+    """Return what accounting says of `job`, nothing where there is none, or it does not answer."""
     if shutil.which("sacct") is None:
         return []
     line = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}"]
     if named := os.environ.get("SLURM_CLUSTERS"):  # which the other commands read by themselves
         line.append(f"--clusters={named}")
-    done = run([*line, "--format=JobID,State,Elapsed,NodeList,ExitCode"])
+    try:
+        done = run([*line, "--format=JobID,State,Elapsed,NodeList,ExitCode"])
+    except Silence:
+        return []
     rows = [row.split("|") for row in done.stdout.splitlines() if row.count("|") == 4]
     # "CANCELLED by 1000"
     told = [

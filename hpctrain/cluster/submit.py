@@ -177,7 +177,7 @@ def must_be_free(folder: Path, dependency: str = "") -> None:
 
     `dependency` is the option of that name which the new job has.
     """
-    for states in hear(jobs_of(folder)).values():
+    for states in hear([], jobs_of(folder)).values():
         for state in states:
             waits = state.job.partition("_")[0] in re.findall(r"\d+", dependency)
             if state.state in (*ENDED, NO_ANSWER) or "singleton" in dependency:

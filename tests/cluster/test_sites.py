@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from scripts import directives, fake, run_script
 
+from hpctrain import cli
 from hpctrain.cluster import site
 from hpctrain.cluster.job import Job
 from hpctrain.cluster.slurm import render
@@ -42,6 +43,17 @@ def test_bad_profiles_of_sites(text, tmp_path, monkeypatch):
     with pytest.raises(UsageError) as error:
         site.load("s.toml")
     assert SITES[text] in str(error.value)
+
+
+def test_each_line_of_a_refusal_says_who_speaks(tmp_path, monkeypatch, capsys):
+    (tmp_path / "s.toml").write_text("titel = 'x'\n[cpu]")
+    words = ["slurm", "render", "digits", "--site", str(tmp_path / "s.toml")]
+    monkeypatch.setattr(cli.sys, "argv", ["hpctrain", *words])
+    assert cli._guarded() == 2
+    unknown, missing = capsys.readouterr().err.splitlines()
+    assert unknown.startswith("hpctrain: unknown key in [site ")
+    assert missing.startswith("hpctrain: [site ")
+    assert missing.endswith("title is missing")
 
 
 @pytest.mark.parametrize("name", site.names())
