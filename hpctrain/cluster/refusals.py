@@ -18,6 +18,7 @@ _MEANT = {
     "node count": ("nodes",),
     "node name": ("nodelist", "exclude"),
     "partition": ("partition",),
+    "processors requested": ("nodes", "ntasks-per-node", "cpus-per-task"),
     "qos": ("qos",),
     "reservation": ("reservation",),
     "time limit": ("time",),

@@ -59,20 +59,8 @@ def submit(text: str, folder: Path, options: Sequence[str] = ()) -> int:
     new = not folder.exists()
     known = jobs_of(folder)
     script = _written(folder, text, new)
-    line = ["sbatch", "--parsable", *_output(text, folder), *options]
+    job = _id_in(_given(text, folder, script, options, new))
     try:
-        # For sbatch a variable goes before a line of the script, which was asked for and checked.
-        done = run(line, text, without=sbatch.variables(_options(text)))
-    except Silence as error:
-        raise _late(str(error), folder, text, script) from None
-    if done.returncode and answers_late(done.stderr):
-        raise _late(done.stderr.strip(), folder, text, script)
-    if done.returncode:
-        _drop(script, new)
-        raise UsageError(refusal(done.stderr, text))
-    job = _id_in(done.stdout)
-    try:
-        script.replace(folder / SCRIPT)
         rundir.write_json(folder / JOBS, {"jobs": [*known, job]})
     except OSError as error:
         raise HpctrainError(
@@ -80,6 +68,24 @@ def submit(text: str, folder: Path, options: Sequence[str] = ()) -> int:
             f"`scancel {job}` ends it, `squeue --job {job}` shows it"
         ) from None
     return job
+
+
+def _given(text: str, folder: Path, script: Path, options: Sequence[str], new: bool) -> str:
+    """Return what sbatch says of a job that it takes; its script gets its name."""
+    line = ["sbatch", "--parsable", *_output(text, folder), *options]
+    try:
+        # For sbatch a variable goes before a line of the script, which was asked for and checked.
+        done = run(line, text, without=sbatch.variables(_options(text)))
+    except Silence as error:
+        raise _late(str(error), folder, text, script) from None
+    if done.returncode and answers_late(done.stderr):
+        raise _late(done.stderr, folder, text, script)
+    if done.returncode:
+        _drop(script, new)
+        raise UsageError(refusal(done.stderr, text))
+    with suppress(OSError):  # where this cannot be, jobs.json cannot be written, which is told
+        script.replace(folder / SCRIPT)
+    return done.stdout
 
 
 def _must_be_found_again() -> None:

@@ -218,6 +218,7 @@ SAID = {
     "Invalid time specification (pos=0): never\nsbatch: error: Invalid --begin specification": [7],
     "CPU count per node can not be satisfied\nRequested node configuration is not available": [6],
     "Batch job submission failed: Invalid node name specified": [8],
+    "Batch job submission failed: More processors requested than permitted": [2, 6],
     "Memory specification can not be satisfied": [],
     "unrecognized option '--partition'": [4],
     "Batch job submission failed: Access denied": [],
