@@ -364,7 +364,7 @@ def test_status_asks_the_cluster_that_a_job_was_given_to(commands, monkeypatch):
     monkeypatch.setenv("SLURM_CLUSTERS", "b")
     assert told("submit", "digits", "--out", "a") == "17  a\n"
     commands("scontrol", "echo Invalid job id >&2; exit 1")
-    commands("sacct", 'echo "$@" > asked; echo "17|COMPLETED|00:01:02|n1"')
+    commands("sacct", 'echo "$@" > asked; echo "17|COMPLETED|00:01:02|n1|0:0"')
     assert "COMPLETED" in told("status", "a")
     assert "--clusters=b" in Path("asked").read_text().split()
 
