@@ -29,6 +29,7 @@ else:
 T = TypeVar("T")
 Row = dict[str, Any]
 DAMAGED = "damaged"
+LATE_S = 10.0  #: a shared file system may show the files of a job that has ended so much later
 TAIL_BYTES = 1 << 16  #: of what a job said
 FAULTS = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError)  #: of damaged files
 OF_ROWS = ("step", "epoch", "train_loss", "test_accuracy", "samples_per_s")
@@ -206,14 +207,22 @@ def last_words(log: Path, job: str) -> str:
 
 def wait(folders: Sequence[Path], limit_s: float) -> list[Row]:
     """Return the status of all jobs once they have ended, or after `limit_s`."""
-    deadline, pause = time.monotonic() + limit_s, 0.5
+    deadline, pause, ran = time.monotonic() + limit_s, 0.5, time.monotonic()
     while True:
-        rows = status(folders)
-        left = deadline - time.monotonic()
-        if left <= 0 or all(row["state"] in (*ENDED, DAMAGED) for row in rows):
+        rows, now = status(folders), time.monotonic()
+        ended = all(row["state"] in (*ENDED, DAMAGED) for row in rows)
+        ran = ran if ended else now
+        late = now - ran < LATE_S and any(map(_is_late, rows))
+        left = deadline - now
+        if left <= 0 or (ended and not late):
             return rows
         time.sleep(min(pause, left))
         pause = min(2 * pause, POLL_S)
+
+
+def _is_late(row: Row) -> bool:
+    """Return whether a summary is missing that a script has seen: it ends with 0 if all is done."""
+    return row["state"] == "COMPLETED" and row["status"] is None
 
 
 def is_done(row: Row) -> bool:

@@ -12,6 +12,7 @@ from scripts import fake
 
 from hpctrain import rundir
 from hpctrain.cli import hpctrain
+from hpctrain.cluster import status as becoming
 
 JOB = (
     "JobId={} JobState={} Reason={} Restarts={} RunTime=00:01:02 ExitCode={} NodeList=n1 StdOut={}"
@@ -91,6 +92,17 @@ def test_a_summary_tells_of_the_job_that_wrote_it(case):
     assert ended == code
     assert ("said by it" in text) == (case == "Slurm says otherwise")
     assert "18: before it in this folder: 17 COMPLETED" in text
+
+
+def test_a_summary_that_a_file_system_shows_late_is_waited_for(monkeypatch):
+    path = run("runs/x", 17, began=17)
+    job(17, "COMPLETED")
+
+    def later(seconds):
+        rundir.write_summary(path, {"status": "done"})
+
+    monkeypatch.setattr(becoming.time, "sleep", later)
+    assert told("--wait", "60")[1] == 0
 
 
 def test_of_two_jobs_that_have_not_ended_each_has_its_own_words():

@@ -97,7 +97,7 @@ def test_waiting_for_a_study(slurm):
     trial(study, "1", 0, 11, 220, "done")
     trial(study, "2", 0, 12, 220)
     slurm({11: ENDED, 12: ENDED})
-    assert told("study", "--wait", "9")[1] == 1
+    assert told("study", "--wait", "0.1")[1] == 1
     rundir.write_summary(study / "trials/2/repeat-0", {"status": "done"})
     assert told("study", "--wait", "9")[1] == 0
 
