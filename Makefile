@@ -84,12 +84,11 @@ processes-openmpi processes-mpich:
 test-full: export FULL = --full
 test-full: test  ## run also the tests that take long
 
-check: .venv-openmpi/installed  ## style, types, import contract, examples of the docs
+check: .venv-openmpi/installed  ## style, types, import contract
 	$(OPENMPI)/ruff check .
 	$(OPENMPI)/ruff format --check .
 	$(OPENMPI)/mypy
 	$(OPENMPI)/lint-imports
-	$(MAKE) --no-print-directory docs
 
 docs: .venv-openmpi/installed  ## run every example of README and docs
 	$(OPENMPI)/python -m pytest -q tests/test_docs.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -171,7 +172,8 @@ def test_a_slow_link_is_named(hpctrain, tmp_path):
     assert found["verdict"] == "bad"
     assert "h3" in found["nodes"]
     assert "rank 2 on h3 takes" in found["seen"]
-    assert "slow or broken nodes: --exclude=h" in ended.stdout
+    # On busy cores others may stand out as well: 'h[1,3]' is quoted for the shell.
+    assert re.search("slow or broken nodes: --exclude='?h", ended.stdout)
 
 
 @pytest.mark.parametrize(
