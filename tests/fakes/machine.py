@@ -118,7 +118,7 @@ class Machine:
 
     def used(self, device: int) -> int:
         with self.lock:
-            return sum(n for n, d in self.regions.values() if d == device)
+            return sum(n for n, d in list(self.regions.values()) if d == device)  # threads allocate
 
     def room(self, device: int) -> tuple[int, int]:
         """Return the bytes that are free on a device, and all that it has."""

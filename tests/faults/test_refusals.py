@@ -188,7 +188,8 @@ def test_a_used_folder_stays_as_it_is(digits, used):
 
 
 def test_a_folder_that_another_job_writes(digits):
-    first = digits("--epochs", "100000", ranks=1)  # ranks that wait for each other take all cores
+    # One rank: ranks that wait for each other take all cores. It removes no checkpoint of its own.
+    first = digits("--epochs", "100000", *sets(checkpoint_keep=100000), ranks=1)
     first.reach(5, ranks=1)
     before = {path for path in first.out.rglob("*") if path.is_file()}
     others = {"is in use": digits(ranks=1), "is being written by": digits("--resume", ranks=1)}

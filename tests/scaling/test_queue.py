@@ -116,6 +116,15 @@ def test_a_job_whose_id_never_came_back_is_found_by_its_name(tmp_path, monkeypat
     assert re.fullmatch(r"scale-digits-1-0-[0-9a-f]{8}", *asked)
 
 
+@pytest.fixture
+def ctrl_c():
+    """Let SIGINT interrupt: where a shell has started us in the background it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_ctrl_c_waits_until_the_id_of_a_job_is_kept(tmp_path, monkeypatch):
     made, of, folder = MadeUp(monkeypatch), of_nodes(1), Folder(tmp_path)
 
