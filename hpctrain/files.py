@@ -1,0 +1,205 @@
+"""Bounded reads of files that anybody may have left: one way to fail, with the place in the file.
+
+A path may name a FIFO, a device, a link to nowhere or a terabyte of zeros, and a file may hold
+anything. So only regular files are opened, at most an honest file's bytes are read, and whatever is
+wrong is a FileError: the file, the line in it, what was expected and what was seen.
+
+A *log* is a file of JSON objects, a line each, that grows while a job runs. Half a last line is
+what a write leaves that a crash or a full disk cut off: it does not count. Any other is damage.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Generic, TypeVar
+
+from hpctrain.errors import UsageError
+
+T = TypeVar("T")
+MIB = 1 << 20
+LINE_BYTES = 256 * MIB  #: of one line in a log: an epoch of events of many workers
+_BLOCK = MIB
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket",
+          stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}  # fmt: skip
+
+
+class FileError(UsageError):
+    """A file that cannot be read, or holds something else than was expected; names the place."""
+
+
+class MissingError(FileError):
+    """There is no file of this name, nor a link."""
+
+
+@dataclass(frozen=True)
+class Log(Generic[T]):
+    """The entries of a log's whole lines, and how many bytes of a torn one come after them."""
+
+    entries: list[T]
+    torn_bytes: int = 0
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a regular file, or a link to one, for reading; never waits, as a FIFO would.
+
+    Raises MissingError where there is nothing, FileError for anything else.
+    """
+    try:
+        _check_regular(path, os.stat(path))  # before it is opened: some devices act on that
+        return open(path, "rb", opener=_open_at_once)
+    except FileNotFoundError:
+        if os.path.islink(path):
+            target = os.readlink(path)
+            raise FileError(f"{path}: expected a file, seen a link to {target}, missing") from None
+        raise MissingError(f"{path}: expected a file, seen nothing") from None
+    except (OSError, ValueError) as error:  # ValueError: NUL in the path
+        raise unreadable(path, error) from None
+
+
+def read_bytes(path: str | Path, limit_bytes: int) -> bytes:
+    """Return what a file holds; raise FileError if that is more than `limit_bytes`."""
+    with open_regular(path) as file:
+        blocks = list(_blocks(path, file, limit_bytes))
+    return b"".join(blocks)
+
+
+def read_text(path: str | Path, limit_bytes: int) -> str:
+    """Return the UTF-8 text that a file holds."""
+    return decoded(read_bytes(path, limit_bytes), str(path))
+
+
+def read_json(path: str | Path, limit_bytes: int) -> Any:
+    """Return the JSON value that a file holds."""
+    return parsed_json(read_text(path, limit_bytes), str(path))
+
+
+def read_json_object(path: str | Path, limit_bytes: int) -> dict[str, Any]:
+    """Return the JSON object that a file holds."""
+    return as_object(read_json(path, limit_bytes), str(path))
+
+
+def read_log(
+    path: str | Path, check: Callable[[dict[str, Any]], T], limit_bytes: int = LINE_BYTES
+) -> Log[T]:
+    """Return `check(object)` of each line; `check` raises ValueError for an object that is none.
+
+    A last line without its end counts if it is whole. `limit_bytes`: of one line.
+    """
+    entries: list[T] = []
+    with open_regular(path) as file:
+        for number, line in enumerate(_lines(path, file, limit_bytes), start=1):
+            try:
+                entries.append(_entry(line, f"{path}, line {number}", check))
+            except FileError:
+                if line.endswith(b"\n"):
+                    raise
+                return Log(entries, len(line))
+    return Log(entries)
+
+
+def decoded(data: bytes, where: str) -> str:
+    """Return `data`, found at `where`, as text."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = f", line {data.count(10, 0, error.start) + 1}" * (b"\n" in data)
+        seen = f"byte 0x{data[error.start]:02x}"
+        raise FileError(f"{where}{line}: expected UTF-8 text, seen {seen}") from None
+
+
+def parsed_json(text: str, where: str) -> Any:
+    """Return the value of JSON `text`, found at `where`."""
+    try:
+        value = json.loads(text)
+        if _SURROGATE.search(text):  # half a character could not be printed, nor written
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except json.JSONDecodeError as error:
+        line = f", line {error.lineno}" * ("\n" in text)
+        place = f"{where}{line}, column {error.colno}"
+        raise FileError(f"{place}: expected JSON ({error.msg.lower()})") from None
+    except RecursionError:
+        raise FileError(f"{where}: expected JSON, seen too many levels") from None
+    except UnicodeEncodeError:
+        raise FileError(f"{where}: expected JSON, seen half of a surrogate pair") from None
+    except ValueError:
+        raise FileError(f"{where}: expected JSON, seen an integer of too many digits") from None
+
+
+def as_object(value: Any, where: str) -> dict[str, Any]:
+    """Return `value` if it is a JSON object."""
+    if not isinstance(value, dict):
+        raise FileError(f"{where}: expected a JSON object, seen {brief(value)}")
+    return value
+
+
+def brief(value: Any, length: int = 60) -> str:
+    """Return a value as an error shows it: on one line, without control characters, not long."""
+    text = repr(value)
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def unreadable(path: str | Path, error: OSError | ValueError) -> FileError:
+    """Return the error that tells why `path` cannot be read."""
+    if isinstance(error, FileError):
+        return error
+    reason = (isinstance(error, OSError) and error.strerror) or error
+    shown = str(path).replace("\0", "\\0")
+    return FileError(f"{shown} cannot be read: {reason}")
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    handle = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        _check_regular(path, os.fstat(handle))
+    except FileError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _check_regular(path: str | Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise FileError(f"{path}: expected a regular file, seen {kind}")
+
+
+def _blocks(path: str | Path, file: BinaryIO, limit_bytes: int) -> Iterator[bytes]:
+    size, total = os.fstat(file.fileno()).st_size, 0
+    # A file may grow meanwhile, and those of /proc have no size.
+    while size <= limit_bytes and (block := _guarded(path, lambda: file.read(_BLOCK))):
+        yield block
+        size = total = total + len(block)
+    if size > limit_bytes:
+        raise FileError(f"{path}: expected at most {limit_bytes} bytes, seen {size}")
+
+
+def _lines(path: str | Path, file: BinaryIO, limit_bytes: int) -> Iterator[bytes]:
+    while line := _guarded(path, lambda: file.readline(limit_bytes + 1)):
+        if len(line) > limit_bytes:
+            raise FileError(f"{path}: expected lines of at most {limit_bytes} bytes, seen a longer")
+        yield line
+
+
+def _guarded(path: str | Path, read: Callable[[], bytes]) -> bytes:
+    try:
+        return read()
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def _entry(line: bytes, where: str, check: Callable[[dict[str, Any]], T]) -> T:
+    value = as_object(parsed_json(decoded(line.rstrip(b"\n"), where), where), where)
+    try:
+        return check(value)
+    except FileError:
+        raise
+    except ValueError as error:
+        raise FileError(f"{where}: {error}") from None

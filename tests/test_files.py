@@ -1,0 +1,164 @@
+"""Reads of files that anybody may have left: whole, or one error that tells the place."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+
+import pytest
+from fuzz import campaign, in_memory, limited, mutated, torn, value_or_refusal
+
+from hpctrain import files
+from hpctrain.errors import UsageError
+
+FULL = pytest.mark.full
+
+
+def fifo(path):
+    os.mkfifo(path)
+
+
+def listening(path):
+    with socket.socket(socket.AF_UNIX) as here:
+        here.bind(os.path.relpath(path))
+
+
+def unreadable(path):
+    path.write_text("{}")
+    path.chmod(0)
+    if os.access(path, os.R_OK):
+        pytest.skip("root reads everything")
+
+
+ODD_FILES = {
+    "nothing": (lambda path: None, "expected a file, seen nothing"),
+    "directory": (lambda path: path.mkdir(), "expected a regular file, seen a directory"),
+    "FIFO": (fifo, "expected a regular file, seen a FIFO"),
+    "socket": (listening, "expected a regular file, seen a socket"),
+    "link to a FIFO": (
+        lambda path: (fifo(path.with_name("fifo")), path.symlink_to("fifo")),
+        "expected a regular file, seen a FIFO",
+    ),
+    "link to zeros": (lambda path: path.symlink_to("/dev/zero"), "regular file, seen a device"),
+    "link to nowhere": (lambda path: path.symlink_to("gone"), "seen a link to gone, missing"),
+    "loop": (lambda path: path.symlink_to(path.name), "cannot be read: Too many levels"),
+    "not readable": (unreadable, "cannot be read: Permission denied"),
+    "a hole of a terabyte": (
+        lambda path: (path.touch(), os.truncate(path, 1 << 40)),
+        f"bytes, seen {1 << 40}",
+    ),
+    "not UTF-8": (lambda path: path.write_bytes(b"{\n\xff}"), ", line 2: expected UTF-8 text"),
+    "empty": (lambda path: path.touch(), ", column 1: expected JSON"),
+    "half": (lambda path: path.write_text('{"a":\n [1,'), ", line 2, column 5: expected JSON"),
+    "deep": (lambda path: path.write_text("[" * 200_000), "seen too many levels"),
+    "long integer": (lambda path: path.write_text("1" * 5000), "seen an integer of too many"),
+    "half a character": (lambda path: path.write_text('{"a": "\\ud800"}'), "seen half of"),
+    "an array": (lambda path: path.write_text("[1]"), "expected a JSON object, seen [1]"),
+}
+
+
+@pytest.mark.parametrize("make, told", ODD_FILES.values(), ids=ODD_FILES)
+def test_an_odd_file_is_refused_at_once(tmp_path, monkeypatch, make, told):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "file"
+    make(path)
+    with limited(2), pytest.raises(files.FileError) as error:
+        files.read_json_object(path, files.MIB)
+    assert str(path) in str(error.value) and told in str(error.value)
+    assert isinstance(error.value, files.MissingError) == (told == "expected a file, seen nothing")
+    assert isinstance(error.value, UsageError)
+
+
+def test_nul_in_a_name(tmp_path):
+    with pytest.raises(files.FileError, match=r"a\\0b cannot be read"):
+        files.read_bytes(tmp_path / "a\0b", 1)
+
+
+@pytest.mark.parametrize("size, fits", [(0, True), (9, True), (10, True), (11, False)])
+def test_a_limit_counts_bytes(tmp_path, size, fits):
+    (tmp_path / "file").write_bytes(b"x" * size)
+    if fits:
+        assert files.read_bytes(tmp_path / "file", 10) == b"x" * size
+    else:
+        with pytest.raises(files.FileError, match="at most 10 bytes, seen 11"):
+            files.read_bytes(tmp_path / "file", 10)
+
+
+def test_files_without_a_size_are_read_and_limited():
+    assert b"MemTotal" in files.read_bytes("/proc/meminfo", files.MIB)
+    with pytest.raises(files.FileError, match="at most 10 bytes"):
+        files.read_bytes("/proc/meminfo", 10)
+
+
+def with_step(entry):
+    """Return the entry if it has a step."""
+    if not isinstance(entry.get("step"), int):
+        raise ValueError(f"'step': expected an integer, seen {entry.get('step')}")
+    return entry
+
+
+@pytest.mark.parametrize(
+    "text, steps, torn_bytes",
+    [
+        (b"", [], 0),
+        (b'{"step": 1}\n{"step": 2}\n', [1, 2], 0),
+        (b'{"step": 1}\n{"step": 2}', [1, 2], 0),  # by hand, or all but the last byte was written
+        (b'{"step": 1}\n{"st', [1], 4),
+        (b'{"step": 1}\n\0\0\0\0', [1], 4),  # power was lost: the length came to the disk first
+        (b'{"step": 1}\n3', [1], 1),
+        (b'{"step', [], 6),
+    ],
+)
+def test_half_a_last_line_does_not_count(tmp_path, text, steps, torn_bytes):
+    (tmp_path / "log").write_bytes(text)
+    log = files.read_log(tmp_path / "log", with_step)
+    assert ([entry["step"] for entry in log.entries], log.torn_bytes) == (steps, torn_bytes)
+
+
+@pytest.mark.parametrize(
+    "line, told",
+    [
+        (b'{"st', "column 2: expected JSON"),
+        (b"", "column 1: expected JSON"),
+        (b"3", "expected a JSON object, seen 3"),
+        (b"{}", "'step': expected an integer, seen None"),
+        (b'{"step": 3}\xff', "expected UTF-8 text, seen byte 0xff"),
+        (b'{"step": 3}{"step": 4}', "column 12: expected JSON (extra data)"),
+    ],
+)
+def test_any_other_line_is_damage_and_has_its_number(tmp_path, line, told):
+    (tmp_path / "log").write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 5}\n')
+    with pytest.raises(files.FileError) as error:
+        files.read_log(tmp_path / "log", with_step)
+    assert f"{tmp_path / 'log'}, line 2" in str(error.value) and told in str(error.value)
+
+
+def test_a_line_has_a_limit(tmp_path):
+    (tmp_path / "log").write_bytes(b'{"step": 1}\n' * 100)
+    assert len(files.read_log(tmp_path / "log", with_step, 12).entries) == 100
+    with pytest.raises(files.FileError, match="lines of at most 11 bytes"):
+        files.read_log(tmp_path / "log", with_step, 11)
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=FULL)])
+def test_damaged_logs(count):
+    """A torn log is a prefix of what was written; a damaged one is that, changed, or refused."""
+
+    def case(rng):
+        steps = [{"step": n, "loss": rng.random(), "x": "é"} for n in range(rng.randint(0, 6))]
+        whole = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in steps).encode()
+        cut = rng.random() < 0.5
+        path.write_bytes(torn(whole, rng) if cut else mutated(whole, rng))
+        log = value_or_refusal(lambda: files.read_log(path, with_step), path)
+        if cut:
+            lines, rest = path.read_bytes().rpartition(b"\n")[::2]
+            ended = len(lines.splitlines())
+            assert log.entries in (steps[:ended], steps[: ended + 1])
+            assert log.torn_bytes == (len(rest) if len(log.entries) == ended else 0)
+        elif not isinstance(log, files.FileError):
+            assert all(isinstance(row["step"], int) for row in log.entries)
+
+    with in_memory() as folder:
+        path = folder / "log"
+        campaign("damaged logs", count, case)
