@@ -16,6 +16,7 @@ from hpctrain.errors import HpctrainError, SaveError, Stopped, TrainingError, Us
 #: Errors that all ranks raise together; any other means that this rank leaves the others alone.
 AGREED = (UsageError, TrainingError, SaveError, Stopped)
 INTERRUPTED, BUG = 130, 1
+COMPLETION = "_HPCTRAIN_COMPLETE"  #: by which a shell asks click for words that may follow
 ASKS = {"--help", "--version"}
 
 
@@ -40,6 +41,8 @@ def hpctrain(verbose: bool, quiet: bool) -> None:
 
 def main() -> None:
     """Run the command line; every rank of a job ends with the same exit code."""
+    if os.environ.get(COMPLETION):
+        hpctrain.main(prog_name="hpctrain")  # click answers the shell, and leaves
     sys.exit(_guarded())
 
 

@@ -28,4 +28,6 @@ class LazyGroup(click.Group):
         return sorted(self.loaders)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if context.resilient_parsing and name not in self.loaders:
+            return None  # a shell completes what is half typed
         return config.pick(self.loaders, name, "command")()

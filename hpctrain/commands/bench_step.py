@@ -9,6 +9,7 @@ import click
 
 from hpctrain import world
 from hpctrain.bench import steps
+from hpctrain.commands._complete import recipes
 
 EPILOG = """\b
 Examples:
@@ -25,7 +26,7 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command(epilog=EPILOG)
-@click.argument("name", metavar="RECIPE")
+@click.argument("name", metavar="RECIPE", shell_complete=recipes)
 @click.option("--algorithms", default="auto,share-parameters", show_default=True, metavar="NAMES",
               help="Which of ours.")  # fmt: skip
 @click.option("--rivals", default="", metavar="NAMES", help="Other libraries: horovod, gloo.")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from hpctrain.commands._complete import Forwarding, command_line
+
 EPILOG = """\b
 Examples:
   hpctrain launch -n 4 train digits --epochs 3
@@ -15,13 +17,19 @@ Ctrl-C kills it and ends with 130.
 
 
 @click.command(
+    cls=Forwarding,
     epilog=EPILOG,
     options_metavar="-n N",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 @click.option("-n", "--ranks", type=int, required=True, metavar="N", help="How many MPI ranks.")
 @click.argument(
-    "arguments", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND [ARGS]..."
+    "arguments",
+    nargs=-1,
+    required=True,
+    type=click.UNPROCESSED,
+    metavar="COMMAND [ARGS]...",
+    shell_complete=command_line,
 )
 @click.pass_context
 def launch(context: click.Context, ranks: int, arguments: tuple[str, ...]) -> None:

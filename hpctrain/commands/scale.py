@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from hpctrain.commands._complete import recipes
 from hpctrain.scaling.changes import MODES
 from hpctrain.scaling.places import PLACES
 
@@ -27,7 +28,7 @@ interrupted. See docs/scaling.md.
 
 
 @click.command(epilog=EPILOG)
-@click.argument("recipe", metavar="RECIPE")
+@click.argument("recipe", metavar="RECIPE", shell_complete=recipes)
 @click.option("--ranks", metavar="N,...", help="Ranks in all: 1,2,4; 1:64 doubles.")
 @click.option("--nodes", metavar="N,...", help="Nodes, or hosts of a netlab.")
 @click.option("--ranks-per-node", type=int, metavar="R", help="On each node; 1 unless given.")

@@ -19,6 +19,7 @@ from hpctrain.cluster.controller import NO_ANSWER
 from hpctrain.cluster.job import job_name
 from hpctrain.cluster.show import show
 from hpctrain.cluster.slurm import render as script
+from hpctrain.commands._complete import choices, recipes
 from hpctrain.commands._job import asked_for, must_go_on
 from hpctrain.errors import HpctrainError, UsageError
 
@@ -47,7 +48,7 @@ def _of_a_job(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 OPTIONS = [
-    click.argument("name", metavar="RECIPE"),
+    click.argument("name", metavar="RECIPE", shell_complete=recipes),
     click.option("--nodes", type=int, metavar="N", help="1, or the largest of --sizes."),
     click.option("--ranks", type=int, metavar="N", help="Of all nodes together."),
     click.option("--tasks-per-node", type=int, metavar="N", help="Ranks on each; one per GPU."),
@@ -60,7 +61,12 @@ OPTIONS = [
         "--server-nodes", type=int, default=0, metavar="N", help="Nodes of their own for these."
     ),
     click.option("--sizes", metavar="N,N,...", help="A job array over these numbers of nodes."),
-    click.option("--engine", metavar="KIND", help=f"One of: {', '.join(engines.ENGINES)}."),
+    click.option(
+        "--engine",
+        metavar="KIND",
+        shell_complete=choices(engines.ENGINES),
+        help=f"One of: {', '.join(engines.ENGINES)}.",
+    ),
     click.option("--epochs", type=int, metavar="N", help="Passes over the training data."),
     click.option("--set", "sets", multiple=True, metavar="TABLE.KEY=VALUE", help="As for train."),
     click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Of sbatch."),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import click
 
 from hpctrain import engines, recipe, runs, world
+from hpctrain.commands._complete import choices, recipes
+from hpctrain.transport.gpus import Device
 
 EPILOG = """\b
 Examples:
@@ -22,12 +25,20 @@ A recipe is the name of a built-in one or a TOML file. Exit codes: 0 done; 1 a l
 
 
 @click.command(epilog=EPILOG)
-@click.argument("name", metavar="RECIPE")
+@click.argument("name", metavar="RECIPE", shell_complete=recipes)
 @click.option(
-    "--engine", metavar="KIND", help=f"The training regime: {', '.join(engines.ENGINES)}."
+    "--engine",
+    metavar="KIND",
+    shell_complete=choices(engines.ENGINES),
+    help=f"The training regime: {', '.join(engines.ENGINES)}.",
 )
 @click.option("--epochs", type=int, metavar="N", help="Passes over the training data.")
-@click.option("--device", metavar="DEVICE", help="auto, cpu or gpu.")
+@click.option(
+    "--device",
+    metavar="DEVICE",
+    shell_complete=choices(get_args(Device)),
+    help="auto, cpu or gpu.",
+)
 @click.option("--set", "sets", multiple=True, metavar="TABLE.KEY=VALUE", help="Change the recipe.")
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: runs/RECIPE-TIME."
