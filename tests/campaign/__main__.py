@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests .venv-openmpi/bin/python -m campaign run --seed 15 --cases 0:60 --results FILE
     PYTHONPATH=tests .venv-openmpi/bin/python -m campaign run --seed 15 --cases 7 --keep
-    PYTHONPATH=tests .venv-openmpi/bin/python -m campaign run --again FILE --failed
+    PYTHONPATH=tests .venv-openmpi/bin/python -m campaign run --from FILE --failed
     PYTHONPATH=tests .venv-openmpi/bin/python -m campaign show FILE
 
 Cases that FILE has results of are not run again. The work folder keeps what failed.
@@ -34,7 +34,7 @@ def main() -> int:
     run = commands.add_parser("run", help="run cases")
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--cases", type=_span, default=range(10), metavar="FIRST:END")
-    run.add_argument("--again", type=Path, metavar="FILE", help="the cases in FILE instead")
+    run.add_argument("--from", dest="file", type=Path, metavar="FILE", help="cases of a file")
     run.add_argument("--failed", action="store_true", help="of them those that failed")
     run.add_argument("--workers", type=int, default=2)
     run.add_argument("--results", type=Path, metavar="FILE", help="append lines of JSON")
@@ -88,8 +88,8 @@ def _append(path: Path, table: dict[str, Any]) -> None:
 
 
 def _chosen(options: argparse.Namespace) -> list[Case]:
-    if options.again:
-        tables = _tables(options.again)
+    if options.file:
+        tables = _tables(options.file)
         lost = [t for t in tables if not options.failed or t.get("verdict") == "failed"]
         return [read(json.dumps(table)) for table in lost]
     known = _tables(options.results) if options.results else []

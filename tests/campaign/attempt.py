@@ -26,6 +26,7 @@ LEAVE = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 
 
@@ -78,7 +79,8 @@ def environment(place: Place) -> dict[str, str]:
         "PYTHONDONTWRITEBYTECODE": "",
         "PYTHONPYCACHEPREFIX": str(place.work / "pycache"),
     }
-    return {**os.environ, **LEAVE, **own}
+    given = {k: v for k, v in os.environ.items() if not k.startswith("COVERAGE_PROCESS")}
+    return {**given, **LEAVE, **own}
 
 
 def command(case: Case, place: Place, options: list[str], launcher: str) -> list[str]:

@@ -26,6 +26,7 @@ FILES = re.compile(
     r"|checkpoints/step-\d{8}(\.\d+)?(/(part-\d{5}\.safetensors|manifest\.json))?"
 )
 AFTER_HANG = re.compile(r"watch/(stacks-\d{5}\.txt|hung-report\.txt)")
+OF_MPI = re.compile(r"mpich_shm_|sm_segment\.|ompi\.|prte\.|pmix-")
 GAP = "has a gap and cannot be replayed"
 
 
@@ -70,12 +71,17 @@ def problems_of(case: Case, fault: Fault | None, seen: Attempt, run: Path) -> It
         yield f"processes left: {list(seen.processes.values())}"
     if seen.lingered_s > LINGER_S:
         yield f"processes ended {seen.lingered_s:.1f} s after their launcher"
-    if seen.shared_memory:
-        yield f"shared memory left: {seen.shared_memory}"
-    if seen.temporary:
-        yield f"temporary files left: {seen.temporary}"
+    if spare := _not_of_mpi(case, seen.shared_memory):
+        yield f"shared memory left: {spare}"
+    if spare := _not_of_mpi(case, seen.temporary):
+        yield f"temporary files left: {spare}"
     if seen.code in OURS:
         yield from _problems_of_summary(case, seen, run)
+
+
+def _not_of_mpi(case: Case, names: list[str]) -> list[str]:
+    """Return the names but those that MPI's own launcher leaves when it, or a rank, is killed."""
+    return [n for n in names if case.launcher == "launch" or not OF_MPI.match(n)]
 
 
 def _problems_of_summary(case: Case, seen: Attempt, run: Path) -> Iterator[str]:

@@ -1,0 +1,166 @@
+"""A short campaign of faults, a long one with --full; planted errors that the oracle must see."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from ranks import run_on
+
+from campaign import case, disks, isolation, oracle
+from hpctrain import recipe, rundir, runs
+
+HERE = Path(__file__).parent
+NO_NAMESPACES = isolation.unavailable()
+isolated = pytest.mark.skipif(bool(NO_NAMESPACES), reason=NO_NAMESPACES)
+
+
+def campaign(*words: object) -> list[str]:
+    """Run `python -m campaign run WORDS` in the environment of this test; return what it says."""
+    environ = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    line = [sys.executable, "-m", "campaign", "run", *map(str, words)]
+    ended = subprocess.run(line, env=environ, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout.splitlines()
+
+
+@pytest.mark.processes
+@isolated
+def test_a_short_campaign(tmp_path):
+    """One case of each kind, picked by hand: their lines are a campaign's file too."""
+    cases = HERE / "short.jsonl"
+    told = campaign("--from", cases, "--work", tmp_path / "work")
+    assert len(told) == len(cases.read_text().splitlines())
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.timeout(7200)
+@isolated
+def test_a_long_campaign(tmp_path):
+    campaign("--seed", random.randrange(10**6), "--cases", "0:100", "--work", tmp_path / "work")
+
+
+def test_a_case_is_a_function_of_two_numbers():
+    cases = [case.generate(15, index) for index in range(300)]
+    assert [case.generate(15, index) for index in range(300)] == cases
+    assert [case.read(json.dumps(case.dump(one))) for one in cases] == cases
+    assert case.generate(16, 0) != cases[0]
+    assert {one.engine for one in cases} == set(case.ENGINES)
+    assert {fault.kind for one in cases for fault in one.faults} == set(case.KINDS)
+
+
+@pytest.mark.parametrize("engine", case.ENGINES)
+def test_each_recipe_fits_its_ranks(engine):
+    regime = case.ENGINES[engine]
+    drawn = [one for i in range(300) if (one := case.generate(0, i)).engine == engine]
+    assert {one.ranks for one in drawn} <= {*range(regime.smallest, regime.largest + 1)}
+    for one in drawn:
+        recipe.check({**one.recipe, "data": {"kind": "digits"}}).must_fit(one.ranks)
+
+
+# Ten files are written, one after the other, by `python -c WRITES FOLDER`.
+WRITES = """
+import os, sys
+for i in range(10):
+    try:
+        file = os.open(f"{sys.argv[1]}/.aside", os.O_WRONLY | os.O_CREAT)
+        n = os.write(file, b"12345678")
+        os.fsync(file)
+        os.close(file)
+        os.rename(f"{sys.argv[1]}/.aside", f"{sys.argv[1]}/{i}-{n}")
+    except OSError as error:
+        print(i, error.strerror)
+"""
+ALL = [f"{i}-8" for i in range(10)]
+# The fault -> the program's exit code and output, the files that lie there afterwards
+DISKS = {
+    "an error": (("write", 4, "EIO", False), 0, "3 Input/output error", ALL[:3] + ALL[4:]),
+    "one that stays": (("rename", 9, "EROFS", True), 0,
+        "8 Read-only file system|9 Read-only file system", [*ALL[:8], ".aside"]),
+    "any operation": (("any", 7, "ENOSPC", False), 0, "1 No space left on device",
+        [ALL[0], *ALL[2:]]),
+    "half a write": (("write", 2, "short", False), 0, "", [ALL[0], "1-4", *ALL[2:]]),
+    "half a write, then a full disk": (("write", 9, "short", True), 0,
+        "9 No space left on device", [*ALL[:8], "8-4", ".aside"]),
+    "torn": (("write", 1, "torn", False), -9, "", [".aside"]),
+    "killed before": (("rename", 2, "kill", False), -9, "", [ALL[0], ".aside"]),
+    "killed after": (("rename", 2, "after", False), -9, "", ALL[:2]),
+    "another rank": (("write", 4, "EIO", False, 1), 0, "", ALL),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DISKS)
+def test_a_failing_disk(tmp_path, name):
+    (operation, number, effect, stays, *rank), code, said, files = DISKS[name]
+    fault = case.FailingFile(*(rank or [0]), operation, number, effect, stays)
+    folder, report = tmp_path / "run", tmp_path / "report"
+    folder.mkdir()
+    environ = disks.environment(fault, disks.build(tmp_path), folder, report)
+    ended = subprocess.run(
+        [sys.executable, "-c", WRITES, folder], env={**os.environ, **environ, "PMI_RANK": "0"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (code, said.replace("|", "\n") + "\n" * bool(said))
+    assert sorted(path.name for path in folder.iterdir()) == sorted(files)
+    assert report.exists() == (not rank)
+    if effect == "torn":
+        assert (folder / ".aside").read_bytes() == b"1234"
+
+
+@pytest.fixture(scope="module")
+def completed(tmp_path_factory):
+    """A run that has completed, of ranks that are threads."""
+    tables = {**case.SETTINGS[0], "schema": 1, "data": {"kind": "digits"}}
+    tables["model"] = {"kind": "mlp", "widths": [64, 4, 10]}
+    tables["run"] = {"name": "campaign", "steps": 20, "interval_steps": 7, "epoch_samples": 390}
+    out = tmp_path_factory.mktemp("completed") / "run"
+    run_on("threads", 2, partial(runs.train, recipe.check(tables), out=out, resume=False))
+    return out
+
+
+def rewritten(path: Path, change) -> None:
+    path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
+
+
+# What is done to the folder of the run -> what the oracle says
+PLANTED = {
+    "nothing": (lambda run: None, []),
+    "a lost row": (lambda run: rewritten(run / rundir.METRICS, lambda rows: rows[:1] + rows[2:]),
+        ["metrics.jsonl:2 has steps 13 to 14", "after step 7"]),
+    "a row twice": (lambda run: rewritten(run / rundir.METRICS, lambda rows: rows[:1] + rows),
+        ["metrics.jsonl:2 has steps 0 to 7"]),
+    "no last row": (lambda run: rewritten(run / rundir.METRICS, lambda rows: rows[:-1]),
+        ["metrics.jsonl ends at step 14 of 20"]),
+    "half a row": (lambda run: rewritten(run / rundir.METRICS, lambda rows: [*rows, rows[0][:9]]),
+        ["metrics.jsonl:5 is no JSON"]),
+    "a file aside": (lambda run: (run / ".summary.json.17.17").touch(),
+        ["files left: ['.summary.json.17.17']"]),
+    "half a checkpoint": (lambda run: (run / "checkpoints/.step-00000020.partial").mkdir(),
+        ["files left: ['checkpoints/.step-00000020.partial']"]),
+    "a damaged checkpoint": (
+        lambda run: (run / "checkpoints/step-00000020/part-00001.safetensors").write_bytes(b"x"),
+        ["step-00000020 is damaged"]),
+    "an old summary": (lambda run: (run / rundir.SUMMARY).write_text('{"status": "failed"}'),
+        ["the summary does not tell of a complete run"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_oracle_sees_what_is_wrong_at_the_end(completed, tmp_path, name):
+    plant, expected = PLANTED[name]
+    run = tmp_path / "run"
+    shutil.copytree(completed, run)
+    plant(run)
+    whole = case.Case(0, 0, 2, "allreduce", {"run": {"steps": 20}}, "launch")
+    problems = [*oracle.problems_at_end(whole, run, hung=False)]
+    assert bool(problems) == bool(expected), problems
+    for text in expected:
+        assert any(text in problem for problem in problems), problems
