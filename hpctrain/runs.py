@@ -91,7 +91,8 @@ def _has_begun(world: World, out: Path | None) -> bool:
 
     Collective.
     """
-    return bool(world.gather("yes" if out is not None and checkpoint.listing(out) else "")[0])
+    begun = world.together(lambda: out is not None and bool(checkpoint.listing(out)))
+    return bool(world.gather("yes" * begun)[0])
 
 
 def _callbacks(spec: Recipe) -> list[Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+from fuzz import limited
 
 from hpctrain import checkpoint
 from hpctrain.checkpoint import Piece
@@ -23,7 +24,7 @@ from hpctrain.checkpoint import format as files
 from hpctrain.errors import SaveError, UsageError
 from hpctrain.transport.local import run_ranks
 
-ABOUT = {"epoch": 2, "sample": 640, "world_size": 3, "versions": {"numpy": "2"}, "rate": 0.1}
+ABOUT = {"epoch": 2, "sample": 640, "versions": {"numpy": "2"}, "rate": 0.1}
 
 
 def arrays(step: int) -> dict[str, np.ndarray]:
@@ -66,6 +67,10 @@ def assert_holds(loaded: checkpoint.Loaded | None, step: int) -> None:
     for name, x in expected.items():
         assert loaded.arrays[name].dtype == x.dtype
         assert loaded.arrays[name].tobytes() == x.tobytes()
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
 
 
 def names(run: Path) -> list[str]:
@@ -342,10 +347,144 @@ def test_listing(tmp_path):
     assert seen == [
         ("step-00000001", 1, ABOUT, False),
         ("bad-step-00000003", 3, ABOUT, True),
+        ("step-00000004", 4, None, False),
         ("step-00000009", 9, None, False),
     ]
     first = checkpoint.listing(tmp_path)[0]
     assert first.size_bytes == sum(file.stat().st_size for file in first.path.iterdir())
+
+
+def link_to_nowhere(path: Path) -> None:
+    path.symlink_to("not-mounted")
+
+
+def endless_manifest(path: Path) -> None:
+    path.mkdir()
+    (path / "manifest.json").symlink_to("/dev/zero")
+
+
+def waiting_manifest(path: Path) -> None:
+    path.mkdir()
+    os.mkfifo(path / "manifest.json")
+
+
+def waiting_part(path: Path) -> None:
+    shutil.copytree(path.with_name("step-00000020"), path)
+    rewrite(path, lambda table: table.update(step=30))
+    (path / "part-00000.safetensors").unlink()
+    os.mkfifo(path / "part-00000.safetensors")
+
+
+def lost_part(path: Path) -> None:
+    shutil.copytree(path.with_name("step-00000020"), path)
+    rewrite(path, lambda table: table.update(step=30))
+    (path / "part-00000.safetensors").unlink()
+    (path / "part-00000.safetensors").symlink_to("gone")
+
+
+ODD = {
+    "link to nowhere": (link_to_nowhere, "seen a link to not-mounted, missing"),
+    "loop": (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
+    "file": (lambda path: path.write_text("x"), "Not a directory"),
+    "FIFO": (os.mkfifo, "Not a directory"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "Not a directory"),
+    "endless manifest": (endless_manifest, "expected a regular file, seen a device"),
+    "waiting manifest": (waiting_manifest, "expected a regular file, seen a FIFO"),
+    "waiting part": (waiting_part, "expected a regular file, seen a FIFO"),
+    "lost part": (lost_part, "seen a link to gone, missing"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_entry_is_listed_with_its_reason_and_the_one_before_is_used(tmp_path, name):
+    make, reason = ODD[name]
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    odd = tmp_path / "checkpoints" / "step-00000030"
+    make(odd)
+    with limited(5):
+        assert [found.step for found in checkpoint.listing(tmp_path)] == [10, 20, 30]
+        for loaded in load(tmp_path, 2):
+            assert_holds(loaded, 20)
+            assert reason in loaded.set_aside[0]
+        assert reason in checkpoint.verify(odd)
+        assert os.path.lexists(odd)  # it may be whole once its file system is mounted
+        for step in (31, 32, 33):
+            save(tmp_path, step, keep=2)
+    steps = [found.step for found in checkpoint.listing(tmp_path) if not found.fault]
+    assert steps == [32, 33]  # whatever is odd takes no place
+
+
+def test_only_odd_entries_are_refused(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    link_to_nowhere(tmp_path / "checkpoints" / "step-00000030")
+    with pytest.raises(UsageError, match=r"no checkpoint in .* seen a link to not-mounted"):
+        load(tmp_path, 2)
+
+
+@pytest.mark.parametrize("make", [link_to_nowhere, ODD["loop"][0], ODD["file"][0], os.mkfifo])
+def test_checkpoints_out_of_reach_are_not_none_yet(tmp_path, make):
+    make(tmp_path / "checkpoints")
+    for act in (lambda: load(tmp_path, 2), lambda: checkpoint.listing(tmp_path)):
+        with pytest.raises(UsageError, match="expected a folder of checkpoints, seen"):
+            act()
+    with pytest.raises(SaveError):
+        save(tmp_path, 1)
+    assert names_in(tmp_path) == ["checkpoints"]
+
+
+@pytest.mark.parametrize("left", [link_to_nowhere, ODD["loop"][0], os.mkfifo, ODD["file"][0]])
+def test_what_lies_where_a_partial_one_would_is_removed(tmp_path, left):
+    (tmp_path / "checkpoints").mkdir()
+    left(tmp_path / "checkpoints" / ".step-00000007.partial")
+    save(tmp_path, 8)
+    assert names(tmp_path) == ["step-00000008"]
+
+
+#: Entries of `about` that no run writes: name -> (value, what is said)
+FORGED = {
+    "step": (11, "'about.step': expected 10, seen 11"),
+    "world_size": (3, "'about.world_size': expected 2, seen 3"),
+    "batch": ("8", "'about.batch': input should be a valid integer, seen '8'"),
+    "seed": (-1, "greater than or equal to 0, seen -1"),
+    "updates_per_step": (0, "greater than 0, seen 0"),
+    "staleness": ({"histogram": {"-1": 1}, "clock_gap_max": None, "dropped": 0}, "histogram"),
+    "open_row": ({"since_step": 10, "sums": [1.0, 1, 1]}, "expected less than 10, seen 10"),
+    "metrics": ({"loss": 1.0}, "'about.metrics.loss"),
+    "keep_best": ("loss", "'about.keep_best'"),
+    "model": ({"input_shape": [0], "classes": 2}, "'about.model.input_shape.0'"),
+    "sample_index": (9, "sample 9 of epoch 2 cannot be that of step 10"),
+    "epoch": (3, "sample 8 of epoch 3 cannot be that of step 10"),
+    "weights": ({"param": {"w": {"shape": [2**40], "offset": 0}}}, "reach beyond the array"),
+}
+HONEST = {
+    "step": 10, "epoch": 2, "sample_index": 8, "batch": 4, "seed": 0, "world_size": 2,
+    "updates_per_step": 1.0, "open_row": {"since_step": 9, "sums": [1.0, 1.0, 1.0]},
+    "weights": {"param": {"w": {"shape": [10], "offset": 0}, "b": {"shape": [], "offset": 16}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_facts_that_no_run_wrote_are_damage_whatever_their_hash(tmp_path, name):
+    value, told = FORGED[name]
+    path = save(tmp_path, 10, size=2)
+    rewrite(path, lambda table: table.update(about=HONEST))
+    assert checkpoint.verify(path) is None
+    rewrite(path, lambda table: table.update(about={**HONEST, name: value}))
+    assert told in checkpoint.verify(path)
+
+
+def test_places_overlap(tmp_path):
+    path = save(tmp_path, 10, size=2)
+    places = {"w": {"shape": [10], "offset": 0}, "b": {"shape": [2], "offset": 9}}
+    rewrite(path, lambda table: table.update(about={"weights": {"param": places}}))
+    assert "'about.weights.param': tensors overlap" in checkpoint.verify(path)
+
+
+def test_no_memory_is_taken_for_arrays_that_parts_cannot_hold(tmp_path):
+    path = save(tmp_path, 10)
+    rewrite(path, lambda table: table["arrays"]["param"].update(size=2**50))
+    assert f"seen {2**50} numbers of 'param' in" in checkpoint.verify(path)
 
 
 # --- trouble while saving ------------------------------------------------------------------------

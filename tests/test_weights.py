@@ -271,6 +271,7 @@ def without(run, tmp_path, *keys):
     """Return a copy of a run whose checkpoint lacks `keys` in its manifest."""
     found = weights.checkpoint_of(run)
     about = {key: value for key, value in found.about.items() if key not in keys}
+    about["world_size"] = 1
     pieces = [Piece(name, 0, len(x), x) for name, x in found.arrays.items()]
     copy = tmp_path / "old"
     copy.mkdir()

@@ -6,18 +6,17 @@ and cannot be wrong: where it is lost or damaged, the best of those that are lef
 
 from __future__ import annotations
 
-import re
+import os
 from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpctrain.checkpoint import format as files
-from hpctrain.checkpoint.format import Damaged
+from hpctrain.checkpoint.format import NAME, Damaged
 from hpctrain.errors import UsageError
+from hpctrain.files import FileError
 from hpctrain.metrics import METRICS, Metric, goodness
-
-NAME = re.compile(r"(bad-)?step-(\d{8,})(?:\.(\d+))?")
 
 
 class Found(NamedTuple):
@@ -28,6 +27,7 @@ class Found(NamedTuple):
     size_bytes: int
     about: dict[str, Any] | None
     set_aside: bool
+    fault: str = ""  #: why it cannot be used
 
 
 class Entry(NamedTuple):
@@ -45,12 +45,42 @@ def of(run: Path) -> Path:
 
 
 def scan(checkpoints: Path) -> list[Entry]:
-    """Return the checkpoints by their names, newest first."""
-    if not checkpoints.is_dir():
-        return []
-    found = (NAME.fullmatch(path.name) for path in checkpoints.iterdir() if path.is_dir())
+    """Return the checkpoints by their names, newest first, whatever lies there under such a name.
+
+    Raises FileError if there is something else than a folder that can be read: checkpoints that are
+    out of reach, as those of a file system that is not mounted, are not "none yet".
+    """
+    try:
+        names = os.listdir(checkpoints)
+    except FileNotFoundError as error:
+        if not checkpoints.is_symlink():
+            return []
+        raise _out_of_reach(
+            checkpoints, f"a link to {os.readlink(checkpoints)}, missing"
+        ) from error
+    except OSError as error:
+        raise _out_of_reach(checkpoints, str(error.strerror).lower()) from error
+    found = map(NAME.fullmatch, names)
     entries = [Entry(int(m[2]), int(m[3] or 1), m[0], bool(m[1])) for m in found if m]
     return sorted(entries, reverse=True)
+
+
+def _out_of_reach(checkpoints: Path, seen: str) -> FileError:
+    return FileError(
+        f"{checkpoints}: expected a folder of checkpoints, seen {seen}; nothing was "
+        "changed. Make it readable, or start anew in another --out"
+    )
+
+
+def must_be_folder(path: Path) -> None:
+    """Raise FileError unless `path` is a folder that can be read, or a link to one."""
+    try:
+        os.listdir(path)
+    except FileNotFoundError:
+        kind = f"a link to {os.readlink(path)}, missing" if path.is_symlink() else "nothing"
+        raise FileError(f"{path}: expected a folder, seen {kind}") from None
+    except OSError as error:
+        raise FileError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def vacant(checkpoints: Path, step: int, bad: bool) -> Path:
@@ -91,9 +121,17 @@ def ranked(found: Sequence[Found], metric: Metric) -> list[Found]:
 
 
 def _found(path: Path, entry: Entry) -> Found:
-    size_bytes = sum(file.stat().st_size for file in path.iterdir())
     try:
-        about = files.read_manifest(path).about
-    except (Damaged, UsageError, OSError):
-        about = None
-    return Found(path, entry.step, size_bytes, about, entry.bad)
+        must_be_folder(path)
+        about, fault = files.read_manifest(path).about, ""
+    except (Damaged, UsageError, OSError) as error:
+        about, fault = None, str(error)
+    return Found(path, entry.step, _size_bytes(path), about, entry.bad, fault)
+
+
+def _size_bytes(path: Path) -> int:
+    """Return the bytes of the files in a folder, 0 where it cannot be read."""
+    try:
+        return sum(file.lstat().st_size for file in path.iterdir())
+    except OSError:
+        return 0

@@ -18,18 +18,22 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import numpy as np
 import pydantic
 import safetensors
 import safetensors.numpy
 
-from hpctrain import config
+from hpctrain import config, files
+from hpctrain.checkpoint.about import fault_of
 from hpctrain.errors import UsageError
+from hpctrain.files import brief
 from hpctrain.xp import to_host
 
 MANIFEST = "manifest.json"
+MANIFEST_BYTES = 64 * files.MIB  #: at most; a thousand ranks and ten thousand tensors need 1 MiB
+NAME = re.compile(r"(bad-)?step-([0-9]{8,18})(?:\.([0-9]{1,9}))?")
 # What reading JSON of another shape than ours may raise.
 _NONSENSE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 Dtype = Literal["float64", "float32", "float16", "int64", "int32", "int16", "int8",
@@ -65,7 +69,7 @@ class Flat:
 class Manifest:
     """What `manifest.json` holds, besides its own hash."""
 
-    step: int
+    step: Annotated[int, pydantic.Field(ge=0, lt=2**63)]
     parts: list[Part]
     arrays: dict[str, Flat]
     about: dict[str, Any]
@@ -112,14 +116,19 @@ def write_part(file: Path, pieces: Sequence[Piece]) -> tuple[dict[str, Any], lis
 
 def check_part(file: Path, part: Part) -> None:
     """Raise Damaged unless `file` holds the bytes that `part` tells of."""
+    _check_size(file, part)
+    if _sha256(file) != part.sha256:
+        raise Damaged(f"{file} was altered: its SHA-256 is not that of the manifest")
+
+
+def _check_size(file: Path, part: Part) -> None:
     try:
-        seen = file.stat().st_size
-        if seen != part.size_bytes:
-            raise Damaged(f"{file} has {seen} bytes; expected {part.size_bytes}")
-        if _sha256(file) != part.sha256:
-            raise Damaged(f"{file} was altered: its SHA-256 is not that of the manifest")
-    except FileNotFoundError:
+        with files.open_regular(file) as stream:
+            seen = os.fstat(stream.fileno()).st_size
+    except files.MissingError:
         raise Damaged(f"{file} is missing") from None
+    if seen != part.size_bytes:
+        raise Damaged(f"{file} has {seen} bytes; expected {part.size_bytes}")
 
 
 def manifest_of(
@@ -139,7 +148,10 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write `manifest` and the directory's entries through to the disk."""
     table = json.loads(json.dumps(asdict(manifest)))  # as it will be when read
     table["sha256"] = _seal(table)
-    write(directory / MANIFEST, json.dumps(table, indent=1).encode())
+    data = json.dumps(table, indent=1).encode()
+    if len(data) > MANIFEST_BYTES:  # who reads it would refuse
+        raise Damaged(f"its manifest has {len(data)} bytes; expected at most {MANIFEST_BYTES}")
+    write(directory / MANIFEST, data)
     sync(directory)
 
 
@@ -149,27 +161,53 @@ def read_manifest(path: Path) -> Manifest:
     Raises Damaged if it is missing or altered, UsageError if a newer hpctrain wrote it.
     """
     file = path / MANIFEST
+    table = _table(file)
     try:
-        table = json.loads(file.read_bytes())
         if table.pop("sha256") != _seal(table):
             raise Damaged(f"{file} was altered: its own SHA-256 is another")
         newer = table["format"] > 1
         manifest = None if newer else _MANIFEST.validate_json(json.dumps(table))
-    except FileNotFoundError:
-        raise Damaged(f"{file} is missing") from None
     except _NONSENSE as error:
-        raise Damaged(f"{file} cannot be understood: {error or type(error).__name__}") from None
+        raise Damaged(f"{file} cannot be understood: {_brief(error)}") from None
     if manifest is None:
-        raise UsageError(f"{path} has format {table['format']}; install a newer hpctrain")
-    named = re.search(r"step-(\d+)", path.name)
-    if named and int(named[1]) != manifest.step:
+        raise UsageError(f"{path} has format {brief(table['format'])}; install a newer hpctrain")
+    named = NAME.fullmatch(path.name)
+    if named and int(named[2]) != manifest.step:
         raise Damaged(f"{file} is that of step {manifest.step}")
+    sizes = {name: flat.size for name, flat in manifest.arrays.items()}
+    if fault := fault_of(manifest.about, manifest.step, len(manifest.parts), sizes):
+        raise Damaged(f"{file}: {fault}")
     return manifest
+
+
+def _table(file: Path) -> dict[str, Any]:
+    try:
+        data = files.read_bytes(file, MANIFEST_BYTES)
+    except files.MissingError:
+        if os.path.lexists(file.parent) and not file.parent.exists():
+            raise files.FileError(f"{file.parent}: a link to what is not there") from None
+        raise Damaged(f"{file} is missing") from None
+    try:
+        return files.as_object(
+            files.parsed_json(files.decoded(data, str(file)), str(file)), str(file)
+        )
+    except files.FileError as error:
+        raise Damaged(f"{file} cannot be understood: {error}") from None
+
+
+def _brief(error: Exception) -> str:
+    """Return what an error says, pydantic's in a line."""
+    if isinstance(error, pydantic.ValidationError):
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        return f"{brief(where)[1:-1]}: {first['msg'].lower()}, seen {brief(first['input'])}"
+    return f"{type(error).__name__}: {brief(str(error))[1:-1]}"
 
 
 def read(path: Path, wanted: bool) -> tuple[Manifest, dict[str, np.ndarray]]:
     """Return the manifest and, if `wanted`, all arrays; raise Damaged unless all is whole."""
     manifest, spans = read_manifest(path), []
+    _check_sizes(path, manifest)  # before memory is taken for arrays
     arrays = {n: np.empty(f.size if wanted else 0, f.dtype) for n, f in manifest.arrays.items()}
     for rank, part in enumerate(manifest.parts):
         file = path / part_name(rank)
@@ -183,6 +221,17 @@ def read(path: Path, wanted: bool) -> tuple[Manifest, dict[str, np.ndarray]]:
                 arrays[name][offset:end] = array
     _check_cover(manifest.arrays, spans)
     return manifest, arrays
+
+
+def _check_sizes(path: Path, manifest: Manifest) -> None:
+    """Raise Damaged unless the parts have their sizes, and could hold the arrays."""
+    for rank, part in enumerate(manifest.parts):
+        _check_size(path / part_name(rank), part)
+    parts_bytes = sum(part.size_bytes for part in manifest.parts)
+    for name, flat in manifest.arrays.items():
+        if flat.size * np.dtype(flat.dtype).itemsize > parts_bytes + files.MIB:
+            seen = f"{flat.size} numbers of {brief(name)} in {parts_bytes} bytes of parts"
+            raise Damaged(f"{path / MANIFEST}: seen {seen}")
 
 
 def write(file: Path, data: bytes) -> None:
@@ -256,8 +305,8 @@ def _pieces(file: Path) -> Iterator[tuple[str, int, np.ndarray]]:
 
 def _sha256(file: Path) -> str:
     digest = hashlib.sha256()
-    with open(file, "rb") as stream:
-        while block := stream.read(1 << 20):
+    with files.open_regular(file) as stream:
+        while block := stream.read(files.MIB):
             digest.update(block)
     return digest.hexdigest()
 

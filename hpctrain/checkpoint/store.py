@@ -29,6 +29,7 @@ from hpctrain.checkpoint import format as files
 from hpctrain.checkpoint.format import Damaged, Manifest, Piece
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.errors import SaveError, UsageError
+from hpctrain.files import FileError
 from hpctrain.metrics import Metric
 from hpctrain.transport.link import Link
 
@@ -125,7 +126,7 @@ def load(run: Path, link: Link, best: bool = False) -> Loaded | None:
 
 def is_one(path: Path) -> bool:
     """Return whether `path` is a checkpoint's own folder, rather than a run's."""
-    return (path / files.MANIFEST).is_file()
+    return os.path.lexists(path / files.MANIFEST)
 
 
 def read(path: Path) -> Loaded:
@@ -141,13 +142,17 @@ def best_value(run: Path, metric: Metric, link: Link) -> float | None:
 
     Rank 0 reads it: a best that is damaged is set aside, and the next one is the best.
     """
-    return _gather(link, lambda: _whole_best(run, metric) if link.rank == 0 else None)[0].value
+    report = _gather(link, lambda: _whole_best(run, metric) if link.rank == 0 else None)[0]
+    if report.fault:
+        raise UsageError(f"cannot look for the best checkpoint: {report.fault}")
+    return report.value
 
 
 def verify(path: Path) -> str | None:
     """Return what is wrong with the checkpoint at `path`, or None; reads and hashes every part."""
     try:
-        files.read(Path(path), wanted=False)
+        folder.must_be_folder(path)
+        files.read(path, wanted=False)
     except (Damaged, UsageError, OSError) as error:
         return str(error)
     return None
@@ -158,8 +163,16 @@ def _prepare(partial: Path) -> None:
     checkpoints.mkdir(parents=True, exist_ok=True)
     files.sync(checkpoints.parent)
     for left in checkpoints.glob(".step-*.partial"):
-        shutil.rmtree(left)
+        _remove(left)
     partial.mkdir()
+
+
+def _remove(left: Path) -> None:
+    """Remove a folder that nobody reads; what cannot be removed stays, and is not in the way."""
+    if left.is_dir() and not left.is_symlink():
+        shutil.rmtree(left, ignore_errors=True)
+    else:
+        left.unlink()
 
 
 def _commit(partial: Path, manifest: Manifest) -> str:
@@ -173,15 +186,21 @@ def _commit(partial: Path, manifest: Manifest) -> str:
 
 def _prune(checkpoints: Path, newest: str, keep: int, keep_best: Metric | None) -> None:
     try:
-        names = [entry.name for entry in folder.scan(checkpoints) if not entry.bad]
+        found = [entry.name for entry in folder.scan(checkpoints) if not entry.bad]
+        names = [name for name in found if _is_ours(checkpoints / name)]
         best = _best(checkpoints.parent, keep_best)[:1] if keep_best else []
         for name in (name for name in names[names.index(newest) + keep :] if name not in best):
             # In one step out of sight, so that one half removed is never taken for a damaged one.
             gone = checkpoints / f".{name}.partial"
             os.rename(checkpoints / name, gone)
             shutil.rmtree(gone)
-    except OSError as error:
+    except (OSError, FileError) as error:
         logger.warning("old checkpoints stay: %s", error)
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether `save` may have made it: links and files, others did."""
+    return path.is_dir() and not path.is_symlink()
 
 
 def _newest_first(run: Path) -> list[str]:
@@ -205,18 +224,14 @@ def _kept_best(run: Path) -> list[str]:
 
 def _whole_best(run: Path, metric: Metric) -> float | None:
     for found in folder.ranked(folder.listing(run), metric):
-        if (fault := _damage(found.path)) is None:
+        try:
+            files.read(found.path, wanted=False)
             return folder.value_of(found, metric)
-        _set_aside(found.path)
-        logger.warning("the best checkpoint is damaged, set aside: %s", fault)
-    return None
-
-
-def _damage(path: Path) -> str | None:
-    try:
-        files.read(path, wanted=False)
-    except Damaged as error:
-        return str(error)
+        except Damaged as error:
+            _set_aside(found.path)
+            logger.warning("the best checkpoint is damaged, set aside: %s", error)
+        except (UsageError, OSError) as error:
+            logger.warning("the best checkpoint cannot be read: %s", error)
     return None
 
 
@@ -236,13 +251,14 @@ def _load_one(path: Path, reasons: list[str], link: Link) -> tuple[Loaded | None
 
 
 def _loaded(path: Path, reasons: list[str]) -> Loaded:
+    folder.must_be_folder(path)
     manifest, arrays = files.read(path, wanted=True)
     return Loaded(path, manifest.step, manifest.about, arrays, list(reasons))
 
 
 def _set_aside(path: Path) -> None:
     with contextlib.suppress(OSError):  # a run may be read where nothing can be written
-        step = int(folder.NAME.fullmatch(path.name)[2])  # type: ignore[index]
+        step = int(files.NAME.fullmatch(path.name)[2])  # type: ignore[index]
         os.rename(path, folder.vacant(path.parent, step, bad=True))
         files.sync(path.parent)
 
@@ -278,7 +294,8 @@ def _all_or_none(link: Link, partial: Path, act: Callable[[], Any]) -> list[Any]
 
 def _standing(checkpoints: Path) -> str:
     try:
-        newest = [entry.name for entry in folder.scan(checkpoints) if not entry.bad][:1]
-    except OSError:  # the disk has more to tell than this rank can read
+        names = [entry.name for entry in folder.scan(checkpoints) if not entry.bad]
+    except FileError:  # the disk has more to tell than this rank can read
         return f"those in {checkpoints} were not touched"
-    return f"still good: {checkpoints / newest[0]}" if newest else "there was none before it"
+    newest = next((name for name in names if _is_ours(checkpoints / name)), None)
+    return f"still good: {checkpoints / newest}" if newest else "there was none before it"

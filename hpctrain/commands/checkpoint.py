@@ -26,8 +26,9 @@ def list_(run: Path) -> None:
     metric = checkpoints.kept_best(listed)
     best = checkpoints.ranked(listed, metric)[:1] if metric else []
     for found in listed:
-        ranks = found.about["world_size"] if found.about else "?"
-        note = "  (damaged, set aside)" if found.set_aside else ""
+        ranks = found.about.get("world_size", "?") if found.about else "?"
+        note = f"  (cannot be used: {found.fault})" if found.fault else ""
+        note = "  (damaged, set aside)" if found.set_aside else note
         if metric and found in best:
             note = f"  (best {metric}: {checkpoints.value_of(found, metric):.6g})"
         click.echo(

@@ -1,0 +1,139 @@
+"""The facts of a run that a checkpoint keeps beside its arrays: types, ranges, agreement.
+
+A manifest may have been written by another program, or by hand, with a hash that is right. So all
+entries that are read again are checked here, against each other and against the arrays; a caller
+may keep others beside them. An entry that is missing is one that an older hpctrain did not write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from math import prod
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import Field
+
+from hpctrain.files import brief
+from hpctrain.metrics import Metric
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[int, Field(ge=1, lt=2**63)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+_STRICT = pydantic.ConfigDict(strict=True, extra="forbid")
+
+
+class Place(pydantic.BaseModel):
+    """A tensor's place in a plane of the arena."""
+
+    model_config = _STRICT
+    shape: list[Count]
+    offset: Count
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self.offset, self.offset + prod(self.shape)
+
+
+class ModelAbout(pydantic.BaseModel):
+    """What the model was built for."""
+
+    model_config = _STRICT
+    input_shape: list[Positive]
+    classes: Positive | None
+
+
+class OpenRow(pydantic.BaseModel):
+    """The sums of an interval whose row is not due yet."""
+
+    model_config = _STRICT
+    since_step: Count
+    sums: Annotated[list[float], Field(min_length=3, max_length=3)]
+
+
+class StalenessAbout(pydantic.BaseModel):
+    """The counts of stale gradients since the first step."""
+
+    model_config = _STRICT
+    histogram: dict[Annotated[str, Field(pattern=r"^[0-9]{1,18}$")], Count]
+    clock_gap_max: Count | None
+    dropped: Count
+
+
+class About(pydantic.BaseModel):
+    """The entries that are read again."""
+
+    model_config = pydantic.ConfigDict(strict=True, extra="allow")
+    step: Count = 0
+    epoch: Count = 0
+    sample_index: Count = 0
+    open_row: OpenRow | None = None
+    rows_due: list[dict[str, Any]] = []
+    world_size: Positive | None = None
+    batch: Positive | None = None
+    seed: Count = 0
+    versions: dict[str, Any] = {}
+    updates_per_step: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    staleness: StalenessAbout | None = None
+    steps_redone: Count = 0
+    recipe: str | None = None
+    recipe_sha256: str | None = None
+    model: ModelAbout | None = None
+    metrics: dict[Metric, float | None] = {}
+    keep_best: Metric | None = None
+    weights: dict[str, dict[str, Place]] = {}
+
+
+def fault_of(about: Mapping[str, Any], step: int, ranks: int, sizes: Mapping[str, int]) -> str:
+    """Return what is wrong with `about` of a checkpoint, empty for nothing.
+
+    `step` is that of the checkpoint, `ranks` how many wrote it, `sizes` has the elements of each
+    array.
+    """
+    try:
+        entries = About.model_validate(dict(about))
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, ("about", *first["loc"])))
+        return f"'{brief(key)[1:-1]}': {first['msg'].lower()}, seen {brief(first['input'])}"
+    given = about.keys()
+    return (
+        _differing("step", entries.step, step, given)
+        or _differing("world_size", entries.world_size, ranks, given)
+        or _misplaced(entries, step, given)
+        or _not_in_planes(entries.weights, sizes)
+    )
+
+
+def _differing(name: str, seen: object, expected: object, given: Any) -> str:
+    if name not in given or seen == expected:
+        return ""
+    return f"'about.{name}': expected {expected}, seen {seen}"
+
+
+def _misplaced(about: About, step: int, given: Any) -> str:
+    """Return what is wrong with the places of the next sample and of the row that is open."""
+    row = about.open_row
+    if row is not None and not row.since_step < step:
+        return f"'about.open_row.since_step': expected less than {step}, seen {row.since_step}"
+    if about.batch is None or not {"epoch", "sample_index"} <= given:
+        return ""
+    within, rest = divmod(about.sample_index, about.batch)
+    steps, uneven = divmod(step - within, about.epoch or 1)
+    # `epoch` epochs of as many steps each, and `within` steps more of the next.
+    fits = steps == 0 if about.epoch == 0 else steps > within and not uneven
+    if rest or not fits:
+        seen = f"sample {about.sample_index} of epoch {about.epoch}"
+        return f"'about.sample_index': {seen} cannot be that of step {step}"
+    return ""
+
+
+def _not_in_planes(weights: Mapping[str, Mapping[str, Place]], sizes: Mapping[str, int]) -> str:
+    for plane, places in weights.items():
+        spans = sorted(place.span for place in places.values() if prod(place.shape))
+        if spans and spans[-1][1] > sizes.get(plane, 0):
+            return f"'about.weights.{brief(plane)[1:-1]}': tensors reach beyond the array"
+        if any(before[1] > after[0] for before, after in pairwise(spans)):
+            return f"'about.weights.{brief(plane)[1:-1]}': tensors overlap"
+    return ""
