@@ -34,7 +34,7 @@ class EarlyStop:
 
     patience: Annotated[int, Field(ge=1)]
     metric: Metric = "test_loss"
-    min_delta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
 
     def begin(self, rows: Sequence[Row]) -> Function:
         """Return the function that is told of the rows after `rows`."""

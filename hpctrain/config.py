@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 import pydantic
@@ -14,12 +14,14 @@ from hpctrain.errors import UsageError
 
 T = TypeVar("T")
 _MISSING = ("missing", "missing_argument")
+_MOST_FAULTS = 10  #: of one table that an error lists: a list may have thousands
+_LONGEST = 120  #: characters of a value that an error shows
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(pydantic.Field,))
 def options(cls: type[T]) -> type[T]:
     """Make `cls` a frozen dataclass that checks its fields, wherever it is made: file or code."""
-    strict = pydantic.ConfigDict(extra="forbid", strict=True)
+    strict = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     made = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=strict)(cls)
     return cast("type[T]", made)
 
@@ -31,8 +33,10 @@ def read(cls: type[T], table: Mapping[str, Any], name: str) -> T:
     except pydantic.ValidationError as error:
         known = list(cls.__pydantic_fields__)  # type: ignore[attr-defined]
         # an unknown name first: what is missing may be what it was meant to be
-        faults = sorted(error.errors(), key=lambda e: e["type"] in _MISSING)
-        raise UsageError("\n".join(_fault(e, known, name) for e in faults)) from None
+        errors = sorted(error.errors(), key=lambda e: e["type"] in _MISSING)
+        faults = [_fault(e, known, name) for e in errors[:_MOST_FAULTS]]
+        more = [f"[{name}] and {len(errors) - _MOST_FAULTS} more"] * (len(errors) > _MOST_FAULTS)
+        raise UsageError("\n".join(faults + more)) from None
 
 
 def read_kind(kinds: Mapping[str, type[T]], table: Mapping[str, Any], name: str) -> T:
@@ -46,9 +50,15 @@ def pick(choices: Mapping[str, T], key: Any, what: str) -> T:
     """Return `choices[key]`; raise UsageError that tells the nearest name."""
     if key is None:
         raise UsageError(f"{what} is missing; choose one of: {', '.join(choices)}")
-    if key not in choices:
+    if not isinstance(key, Hashable) or key not in choices:
         raise UsageError(unknown(what, key, choices))
     return choices[key]
+
+
+def brief(value: Any) -> str:
+    """Return the repr of a value for an error, cut to a length that a terminal can show."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def unknown(what: str, seen: Any, known: Iterable[str]) -> str:
@@ -56,7 +66,7 @@ def unknown(what: str, seen: Any, known: Iterable[str]) -> str:
     known = list(known)
     near = difflib.get_close_matches(str(seen), known, n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'?" if near else f"choose one of: {', '.join(known)}"
-    return f"unknown {what} '{seen}'; {hint}"
+    return f"unknown {what} {brief(str(seen))}; {hint}"
 
 
 def _fault(error: Any, known: Iterable[str], name: str) -> str:
@@ -67,4 +77,4 @@ def _fault(error: Any, known: Iterable[str], name: str) -> str:
         return f"[{name}] {key} is missing"
     if not key and "error" in error.get("ctx", {}):
         return str(error["ctx"]["error"])  # what the options say of each other
-    return f"[{name}] {key}: {error['msg'].lower()}, seen {error['input']!r}"
+    return f"[{name}] {key}: {error['msg'].lower()}, seen {brief(error['input'])}"

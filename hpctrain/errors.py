@@ -1,4 +1,8 @@
-"""The errors people meet, each with the exit code its job ends with."""
+"""The errors people meet, each with the exit code its job ends with, and how they are printed."""
+
+from __future__ import annotations
+
+LONGEST = 8_000  #: characters of a message that are printed
 
 
 class HpctrainError(Exception):
@@ -45,3 +49,16 @@ class HungError(HpctrainError):
     """A peer was silent for longer than the time limit."""
 
     exit_code = 86
+
+
+def printable(text: str) -> str:
+    """Return `text` as a terminal may have it: lines of characters that it shows, not obeys."""
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    return text
+
+
+def shortened(text: str) -> str:
+    """Return the beginning of a message that is longer than anybody would read."""
+    more = len(text) - LONGEST
+    return text if more <= 0 else f"{text[:LONGEST]}... ({more:,} more characters)"

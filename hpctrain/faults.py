@@ -31,11 +31,11 @@ class FaultsOptions:
     """`[faults]`: what is to go wrong; nothing, if nothing is given."""
 
     slow_rank: Annotated[int, Field(ge=0)] | None = None
-    slow_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
-    jitter: Annotated[float, Field(ge=0, allow_inf_nan=False)] = (
+    slow_factor: Annotated[float, Field(ge=1)] | None = None
+    jitter: Annotated[float, Field(ge=0)] = (
         0.0  #: 0.5: up to half as long again
     )
-    step_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  #: slept for each gradient
+    step_ms: Annotated[float, Field(ge=0)] = 0.0  #: slept for each gradient
 
     @property
     def any(self) -> bool:

@@ -6,7 +6,6 @@ Each table is read by the room that it configures; here they are only joined.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import resources
@@ -16,7 +15,7 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import Field
 
-from hpctrain import config, data, engines, nn, optim
+from hpctrain import config, data, engines, files, nn, optim, toml
 from hpctrain.callbacks import EarlyStop
 from hpctrain.collectives.direct import must_be_one_node
 from hpctrain.errors import UsageError
@@ -27,14 +26,14 @@ from hpctrain.metrics import Metric
 from hpctrain.trace import TraceOptions
 from hpctrain.tuning.select import allreduce_named
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 TABLES = ("run", "model", "data", "optimizer", "schedule", "engine", "wire", "checkpoint",
           "early_stop", "trace", "faults")  # fmt: skip
 BATCH_KEYS = ("batch", "batch_per_rank")
+#: Keys of a table of which a recipe has one at most: to set one takes the other away.
+RIVALS = {
+    "run": (("epochs", "steps"), ("evaluate_epochs", "evaluate_steps")),
+    "optimizer": (BATCH_KEYS,),
+}
 Positive = Annotated[int, Field(ge=1)]
 Table = dict[str, Any]
 
@@ -44,7 +43,7 @@ class RunOptions:
     """`[run]`: exactly one of `epochs` and `steps`."""
 
     name: str
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 64)] = 0
     epochs: Positive | None = None
     steps: Positive | None = None
     interval_steps: Positive | None = None  #: steps per row of metrics; an epoch if not given
@@ -135,11 +134,17 @@ class Recipe:
 def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
     """Return the built-in recipe `name`, or the one in file `name`, changed by `table.key=value`s.
 
-    Raises UsageError that tells every fault of a table, and the nearest name.
+    Of the same key the last counts, and a rival of it in the file is taken away. Raises UsageError
+    that tells every fault of a table, and the nearest name.
     """
     tables = read_tables(name)
-    for override in overrides:
-        _apply(tables, override)
+    settings = dict(_setting(override) for override in overrides)
+    for (table, key), value in settings.items():
+        _set(tables, table, key, value)
+    for (table, key), value in settings.items():
+        for rival in _rivals(table, key) if value is not None else ():
+            if settings.get((table, rival)) is None:
+                tables[table].pop(rival, None)
     return check(tables)
 
 
@@ -151,24 +156,18 @@ def built_in() -> list[str]:
 
 def read_tables(name: str) -> Table:
     """Return the tables of a recipe as they stand in its file."""
-    try:
-        text = _source(name)
-        return tomllib.loads(text)
-    except OSError as error:
-        raise UsageError(f"recipe {name}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"recipe {name} is not TOML: {error}") from None
+    return toml.parsed(_source(name), f"recipe {name}")
 
 
 def check(tables: Mapping[str, Any]) -> Recipe:
     """Return the recipe that `tables` spell out."""
+    toml.must_be_plain(tables, "recipe")
     tables = dict(tables)
     if tables.pop("schema", None) != 1:
         raise UsageError("a recipe begins with 'schema = 1', the format that this version reads")
     for name, table in tables.items():
         config.pick(dict.fromkeys(TABLES), name, "table")
-        if not isinstance(table, Mapping):
-            raise UsageError(f"'{name}' is a table: write [{name}], seen {table!r}")
+        _must_be_table(name, table)
     at = {name: dict(tables.get(name, {})) for name in TABLES}
     keys = [option.name for option in fields(BatchOptions)]
     batch = {key: at["optimizer"].pop(key) for key in keys if key in at["optimizer"]}
@@ -200,7 +199,7 @@ def check(tables: Mapping[str, Any]) -> Recipe:
 
 def _source(name: str) -> str:
     if name.endswith(".toml") or "/" in name:
-        return Path(name).read_text()
+        return files.read_text(name, toml.LIMIT_BYTES)
     if name not in built_in():
         raise UsageError(config.unknown("recipe", name, built_in()) + " (or name a .toml file)")
     return resources.files("hpctrain.recipes").joinpath(f"{name}.toml").read_text()
@@ -218,7 +217,7 @@ def _init(path: Any) -> Path | None:
     if path is None:
         return None
     if not isinstance(path, str) or not path:
-        raise UsageError(f"[model] init: expected a path, seen {path!r}")
+        raise UsageError(f"[model] init: expected a path, seen {config.brief(path)}")
     return Path(path).absolute()
 
 
@@ -274,24 +273,42 @@ def _one_of(options: Any, table: str, first: str, second: str) -> Any:
     return options
 
 
-def _apply(tables: Table, override: str) -> None:
-    """Set `table.key=value`; an empty value takes the key away."""
+def _setting(override: str) -> tuple[tuple[str, str], Any]:
+    """Return table, key and value of `table.key=value`; None for a value that is empty."""
     path, equals, text = override.partition("=")
     table, dot, key = path.strip().partition(".")
     if not (equals and dot and key):
-        raise UsageError(f"--set takes TABLE.KEY=VALUE, seen '{override}'")
+        raise UsageError(f"--set takes TABLE.KEY=VALUE, seen {config.brief(override)}")
     config.pick(dict.fromkeys(TABLES), table, "table")
+    return (table, key), _value(text.strip(), f"--set {path.strip()}") if text.strip() else None
+
+
+def _value(text: str, where: str) -> Any:
+    """Return the TOML value that `text` is; what is none is a string as it stands."""
+    try:
+        tables = toml.parsed(f"value = {text}", where)
+    except toml.SyntaxFault:
+        return text
+    return tables["value"] if len(tables) == 1 else text  # lines that go on with other keys
+
+
+def _set(tables: Table, table: str, key: str, value: Any) -> None:
+    """Set `key` of a table, or take it away if `value` is None; a table left empty goes with it."""
     entries = tables.setdefault(table, {})
-    if text.strip():
-        entries[key] = _value(text.strip())
+    _must_be_table(table, entries)
+    if value is not None:
+        entries[key] = value
     else:
         entries.pop(key, None)
         if not entries:
             del tables[table]
 
 
-def _value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text  # a bare word is a string
+def _rivals(table: str, key: str) -> list[str]:
+    """Return the keys of `table` that cannot stand beside `key`."""
+    return [rival for pair in RIVALS.get(table, ()) if key in pair for rival in pair if rival != key]
+
+
+def _must_be_table(name: str, table: Any) -> None:
+    if not isinstance(table, Mapping):
+        raise UsageError(f"'{name}' is a table: write [{name}], seen {config.brief(table)}")

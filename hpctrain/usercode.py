@@ -29,7 +29,8 @@ def call(target: str, where: str, *args: Any, **arguments: Any) -> Any:
 
 def is_target(table: Mapping[str, Any]) -> bool:
     """Return whether the table's `kind` names a user's function."""
-    return ":" in str(table.get("kind", ""))
+    kind = table.get("kind")
+    return isinstance(kind, str) and ":" in kind
 
 
 def find(target: str, where: str) -> Callable[..., Any]:

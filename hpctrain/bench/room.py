@@ -6,23 +6,24 @@ from pathlib import Path
 
 from hpctrain.bench.sizes import shown
 from hpctrain.errors import UsageError
+from hpctrain.hardware.memory import available_bytes
+from hpctrain.hardware.pci import ROOT
 from hpctrain.transport import gpus
 from hpctrain.world import World
 
-MEMINFO = Path("/proc/meminfo")
 OWN_BUFFERS = 3  #: the one that is reduced, and the two of the floor
 RIVALS_BUFFERS = 2  #: what other libraries copy into
 
 
-def check(world: World, longest: int, rivals: bool, meminfo: Path = MEMINFO) -> None:
+def check(world: World, longest: int, rivals: bool, root: Path = ROOT) -> None:
     """Raise UsageError on all ranks if buffers of `longest` bytes do not fit; collective."""
-    world.together(lambda: _check(world, longest, rivals, meminfo))
+    world.together(lambda: _check(world, longest, rivals, root))
 
 
-def _check(world: World, longest: int, rivals: bool, meminfo: Path) -> None:
+def _check(world: World, longest: int, rivals: bool, root: Path) -> None:
     ranks = world.hosts.count(world.host)
     each = longest * (OWN_BUFFERS + RIVALS_BUFFERS * rivals)
-    free = available(meminfo)
+    free = available_bytes(root)
     if free is not None and ranks * each > free:
         raise UsageError(
             f"--sizes: {shown(longest)} needs {_gib(each)} in each of {ranks} ranks on "
@@ -51,15 +52,6 @@ def _check_gpu(world: World, longest: int, each: int) -> None:
             f"--sizes: {shown(longest)} needs {_gib(each)} in each of {ranks} ranks on {here.gpu} "
             f"of {here.node}, of which {_gib(free)} are free; take shorter ones, or fewer ranks"
         )
-
-
-def available(meminfo: Path) -> int | None:
-    """Return the bytes that can be had without swapping, None where the system does not say."""
-    for line in meminfo.read_text().splitlines() if meminfo.is_file() else ():
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            return int(rest.split()[0]) << 10
-    return None
 
 
 def _gib(nbytes: int) -> str:

@@ -102,7 +102,7 @@ def _engine(given: dict[str, Any]) -> tuple[str | None, list[str]]:
     servers, engine = given["servers"], given["engine"]
     overrides = [f"engine.kind={engine}"] * (engine is not None)
     if given["epochs"] is not None:
-        overrides += ["run.steps=", f"run.epochs={given['epochs']}"]
+        overrides.append(f"run.epochs={given['epochs']}")
     overrides += given["sets"]
     spec = recipe.load(given["name"], overrides)
     if not servers:

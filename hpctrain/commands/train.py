@@ -68,7 +68,5 @@ def train(
     flags = {"engine.kind": engine, "run.epochs": epochs, "run.device": device}
     given = [f"{key}={value}" for key, value in flags.items() if value is not None]
     given += ["trace.enabled=true"] * trace
-    if epochs is not None:
-        given.insert(0, "run.steps=")
     spec = recipe.load(name, [*given, *sets])
     runs.train(spec, world.init(spec.run.device), out, resume, replay)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from hpctrain import nn, xp
+from hpctrain.errors import UsageError
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.arena import Arena
+from hpctrain.hardware.memory import available_bytes
 from hpctrain.transport.memory import aligned_zeros
+
+
+START_BYTES = 8  #: of a parameter's start value, float64
 
 
 class Batch(NamedTuple):
@@ -58,6 +64,7 @@ class ModelReplica:
         `on_gpu`: on the device that is current; batches may then lie in either memory.
         """
         self.model = model
+        must_fit(model, 0 if on_gpu else np.dtype(dtype).itemsize)
         shapes = {name: p.shape for name, p in model.parameters.items()}
         buffers = {name: p.shape for name, p in model.buffers.items()}
         self.arena = arenas.make(shapes, dtype, buffers, xp.zeros if on_gpu else aligned_zeros)
@@ -111,6 +118,22 @@ def in_pieces(batch: Batch, pieces: int) -> Iterator[tuple[Batch, int]]:
     for i in range(pieces):
         start, stop = n * i // pieces, n * (i + 1) // pieces
         yield Batch(batch.x[start:stop], batch.y[start:stop]), start
+
+
+def must_fit(model: nn.Model, itemsize: int) -> None:
+    """Raise UsageError if the model does not fit into memory, before any of it is made.
+
+    Its start values are float64, and its two planes of `itemsize` lie beside them while they are
+    copied; with 0 they lie on a device, which tells of itself what it lacks. What ranks beside this
+    one and the optimizer take comes on top: what is refused here fits nowhere.
+    """
+    numbers = sum(prod(p.shape) for p in model.parameters.values())
+    needed, free = numbers * (START_BYTES + 2 * itemsize), available_bytes()
+    if free is not None and needed > free:
+        raise UsageError(
+            f"[model] the model has {numbers:,} parameters, which need {needed:,} bytes, but only "
+            f"{free:,} bytes of memory are available here; expected a smaller model"
+        )
 
 
 def more_to_come(name: str) -> None:

@@ -21,17 +21,17 @@ GROUPS = "sys/fs/cgroup"
 
 def cores(root: Path = ROOT) -> float | None:
     """Return how many cores' time this process may use; None where nothing limits it."""
-    limits = [limit for group in _groups(root) if (limit := _limit(group)) is not None]
+    limits = [limit for group in groups("cpu", root) if (limit := _limit(group)) is not None]
     return min(limits, default=None)
 
 
-def _groups(root: Path) -> Iterator[Path]:
+def groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
     """Yield the folders of this process's groups, from the root of all on."""
     for line in read(root / "proc/self/cgroup").splitlines():
         _, kinds, path = line.split(":", 2)
-        if kinds and "cpu" not in kinds.split(","):
+        if kinds and controller not in kinds.split(","):
             continue
-        top = root / GROUPS / "cpu" if kinds else root / GROUPS
+        top = root / GROUPS / controller if kinds else root / GROUPS
         # In a container `path` may be the host's: then `top` is all that is there, and its own.
         parts = Path(path).parts[1:]
         yield from (top.joinpath(*parts[:depth]) for depth in range(len(parts) + 1))

@@ -17,6 +17,7 @@ import numpy as np
 from hpctrain.errors import UsageError
 from hpctrain.xp import Array, namespace
 
+MOST_LAYERS = 10_000  #: of a kind in a model: a larger number is a slip, and takes all memory
 Shape = tuple[int, ...]
 Init = Callable[[np.random.Generator, Shape], np.ndarray]
 

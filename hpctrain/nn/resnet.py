@@ -18,7 +18,7 @@ from hpctrain.nn.activations import ReLU
 from hpctrain.nn.batch_norm import BatchNorm
 from hpctrain.nn.chain import Chain, Recompute, Residual
 from hpctrain.nn.conv import Conv2d
-from hpctrain.nn.layer import Layer, Shape
+from hpctrain.nn.layer import MOST_LAYERS, Layer, Shape
 from hpctrain.nn.linear import Linear
 from hpctrain.nn.model import Model
 from hpctrain.nn.pooling import MeanPool
@@ -35,7 +35,7 @@ class ResNetOptions:
     alone, and compute the rest again on the way back.
     """
 
-    blocks: Count = 3
+    blocks: Annotated[int, pydantic.Field(gt=0, le=MOST_LAYERS)] = 3
     channels: Annotated[list[Count], pydantic.Field(min_length=1)] = pydantic.Field(
         default_factory=lambda: [16, 32, 64]
     )

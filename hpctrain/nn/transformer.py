@@ -21,7 +21,7 @@ from hpctrain.nn.attention import CausalAttention
 from hpctrain.nn.chain import Chain, Recompute, Residual
 from hpctrain.nn.dropout import Dropout
 from hpctrain.nn.embedding import SPREAD, Embedding, Positions, Unembedding
-from hpctrain.nn.layer import Layer, Shape
+from hpctrain.nn.layer import MOST_LAYERS, Layer, Shape
 from hpctrain.nn.layer_norm import LayerNorm
 from hpctrain.nn.linear import Linear
 from hpctrain.nn.model import Model
@@ -38,7 +38,7 @@ class TransformerOptions:
     With `recompute` the blocks keep their input alone, and compute the rest again on the way back.
     """
 
-    layers: Count
+    layers: Annotated[int, pydantic.Field(gt=0, le=MOST_LAYERS)]
     width: Count
     heads: Count
     length: Count | None = None

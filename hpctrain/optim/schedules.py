@@ -12,7 +12,9 @@ import pydantic
 from hpctrain.config import options
 from hpctrain.optim.optimizer import Schedule
 
-Epochs = Annotated[float, pydantic.Field(ge=0)]
+MOST_EPOCHS = 1e9  #: longer than any run; times the steps of an epoch it is still a number
+Epochs = Annotated[float, pydantic.Field(ge=0, le=MOST_EPOCHS)]
+Mark = Annotated[float, pydantic.Field(gt=0, le=MOST_EPOCHS)]
 
 
 def constant(rate: float) -> Schedule:
@@ -72,7 +74,7 @@ class CosineOptions:
 class StepOptions:
     """`[schedule] kind = "step"`: epochs are counted from the start of the run, warm-up too."""
 
-    at_epochs: Annotated[list[Annotated[float, pydantic.Field(gt=0)]], pydantic.Field(min_length=1)]
+    at_epochs: Annotated[list[Mark], pydantic.Field(min_length=1)]
     factor: Annotated[float, pydantic.Field(gt=0, lt=1)] = 0.1
     warm_up_epochs: Epochs = 0.0
 

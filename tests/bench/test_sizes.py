@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.bench.room import available, check
+from hpctrain.bench.room import check
 from hpctrain.bench.sizes import parse, shown
 from hpctrain.errors import UsageError
 from hpctrain.transport.local import run_ranks
@@ -42,15 +42,13 @@ def test_what_is_shown_can_be_typed(size):
 
 
 def test_what_does_not_fit_is_refused_before_it_is_made(tmp_path):
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:    6144 kB\n")
-    assert available(meminfo) == 6 * MIB
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    6144 kB\n")
 
     def fits(nbytes, rivals=False):
-        return run_ranks(2, lambda link: check(over_threads(link), nbytes, rivals, meminfo))
+        return run_ranks(2, lambda link: check(over_threads(link), nbytes, rivals, tmp_path))
 
     fits(MIB)
     for nbytes, rivals in ((MIB + 1, False), (MIB, True)):
         with pytest.raises(UsageError, match=r"in each of 2 ranks on .* available"):
             fits(nbytes, rivals)
-    assert available(tmp_path / "none") is None

@@ -1,0 +1,44 @@
+"""How much memory this process can still have: of the machine, and of its control groups.
+
+    version 2   memory.max, memory.current, memory.stat: file
+    version 1   memory.limit_in_bytes, memory.usage_in_bytes, memory.stat: total_cache
+
+Pages of files count as free: the kernel drops them for whoever needs memory. Each group above a
+process may limit it: the least of them counts. Source: Linux, Documentation/admin-guide/cgroup-v2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpctrain.hardware.pci import ROOT, read
+from hpctrain.hardware.quota import groups
+
+_VERSIONS = (
+    ("memory.max", "memory.current", "file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
+)
+
+
+def available_bytes(root: Path = ROOT) -> int | None:
+    """Return the bytes that can be had without swapping; None where the system does not tell."""
+    free = _fields(root / "proc/meminfo").get("MemAvailable")
+    rooms = [] if free is None else [free << 10]
+    return min([*rooms, *(room for group in groups("memory", root) for room in _room(group))],
+               default=None)  # fmt: skip
+
+
+def _room(group: Path) -> Iterator[int]:
+    """Yield how many bytes a group has left, if it is limited."""
+    for limit, usage, cache in _VERSIONS:
+        words = read(group / limit), read(group / usage)
+        if all(word.isdigit() for word in words):  # "max": no limit
+            used = int(words[1]) - _fields(group / "memory.stat").get(cache, 0)
+            yield max(0, int(words[0]) - used)
+
+
+def _fields(file: Path) -> dict[str, int]:
+    """Return the numbers by their names, one a line, of a file of the kernel."""
+    lines = (line.replace(":", " ").split() for line in read(file).splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
