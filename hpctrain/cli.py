@@ -11,7 +11,14 @@ import click
 
 from hpctrain import ends, launchers, world
 from hpctrain.commands import COMMANDS, LazyGroup
-from hpctrain.errors import HpctrainError, SaveError, Stopped, TrainingError, UsageError
+from hpctrain.errors import (
+    HpctrainError,
+    SaveError,
+    Stopped,
+    TrainingError,
+    UsageError,
+    printable,
+)
 
 #: Errors that all ranks raise together; any other means that this rank leaves the others alone.
 AGREED = (UsageError, TrainingError, SaveError, Stopped)
@@ -79,7 +86,7 @@ def _refuse(error: Exception, message: str, hint: str = "") -> int:
 
 def _signed(who: str, message: str) -> str:
     """Return `message` with `who` before each of its lines, but those that only go on."""
-    lines = message.splitlines()
+    lines = printable(message).splitlines()
     return "\n".join(line if line.startswith(" ") else f"{who}: {line}" for line in lines)
 
 

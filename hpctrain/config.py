@@ -11,11 +11,11 @@ import pydantic.dataclasses
 from typing_extensions import dataclass_transform
 
 from hpctrain.errors import UsageError
+from hpctrain.files import brief
 
 T = TypeVar("T")
 _MISSING = ("missing", "missing_argument")
 _MOST_FAULTS = 10  #: of one table that an error lists: a list may have thousands
-_LONGEST = 120  #: characters of a value that an error shows
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(pydantic.Field,))
@@ -53,12 +53,6 @@ def pick(choices: Mapping[str, T], key: Any, what: str) -> T:
     if not isinstance(key, Hashable) or key not in choices:
         raise UsageError(unknown(what, key, choices))
     return choices[key]
-
-
-def brief(value: Any) -> str:
-    """Return the repr of a value for an error, cut to a length that a terminal can show."""
-    text = repr(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def unknown(what: str, seen: Any, known: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ import traceback
 from pathlib import Path
 
 from hpctrain import launchers, rundir
-from hpctrain.errors import HereError, HungError, UsageError
+from hpctrain.errors import HereError, HungError, UsageError, printable
 from hpctrain.watch import dump_stacks, write_report
 from hpctrain.xp import shortage
 
@@ -103,4 +103,4 @@ def _speak(run: Path | None, report: str) -> None:
 
 
 def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)

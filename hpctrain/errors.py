@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-LONGEST = 8_000  #: characters of a message that are printed
+LONGEST = 4_000  #: characters of a message on bad input, which may repeat what it was given
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters escaped, which a terminal would obey; lines stay."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 class HpctrainError(Exception):
-    """Base of all errors raised on purpose; `exit_code` is what the job ends with."""
+    """Base of all errors raised on purpose; `exit_code` is what the job ends with.
+
+    Its text is safe to print, whatever file or command line it quotes.
+    """
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        """Return the message, printable."""
+        return printable(super().__str__())
 
 
 class UsageError(HpctrainError, ValueError):
     """A wrong command line, recipe, argument or data set; said before any training."""
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        """Return the message, printable and not longer than anybody would read."""
+        text = super().__str__()
+        more = len(text) - LONGEST
+        return text if more <= 0 else f"{text[:LONGEST]}... ({more:,} more characters)"
 
 
 class HereError(UsageError):
@@ -49,16 +69,3 @@ class HungError(HpctrainError):
     """A peer was silent for longer than the time limit."""
 
     exit_code = 86
-
-
-def printable(text: str) -> str:
-    """Return `text` as a terminal may have it: lines of characters that it shows, not obeys."""
-    if not text.isprintable():
-        text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-    return text
-
-
-def shortened(text: str) -> str:
-    """Return the beginning of a message that is longer than anybody would read."""
-    more = len(text) - LONGEST
-    return text if more <= 0 else f"{text[:LONGEST]}... ({more:,} more characters)"

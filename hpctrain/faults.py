@@ -32,9 +32,7 @@ class FaultsOptions:
 
     slow_rank: Annotated[int, Field(ge=0)] | None = None
     slow_factor: Annotated[float, Field(ge=1)] | None = None
-    jitter: Annotated[float, Field(ge=0)] = (
-        0.0  #: 0.5: up to half as long again
-    )
+    jitter: Annotated[float, Field(ge=0)] = 0.0  #: 0.5: up to half as long again
     step_ms: Annotated[float, Field(ge=0)] = 0.0  #: slept for each gradient
 
     @property

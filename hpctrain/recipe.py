@@ -217,7 +217,7 @@ def _init(path: Any) -> Path | None:
     if path is None:
         return None
     if not isinstance(path, str) or not path:
-        raise UsageError(f"[model] init: expected a path, seen {config.brief(path)}")
+        raise UsageError(f"[model] init: expected a path, seen {files.brief(path)}")
     return Path(path).absolute()
 
 
@@ -278,7 +278,7 @@ def _setting(override: str) -> tuple[tuple[str, str], Any]:
     path, equals, text = override.partition("=")
     table, dot, key = path.strip().partition(".")
     if not (equals and dot and key):
-        raise UsageError(f"--set takes TABLE.KEY=VALUE, seen {config.brief(override)}")
+        raise UsageError(f"--set takes TABLE.KEY=VALUE, seen {files.brief(override)}")
     config.pick(dict.fromkeys(TABLES), table, "table")
     return (table, key), _value(text.strip(), f"--set {path.strip()}") if text.strip() else None
 
@@ -306,9 +306,11 @@ def _set(tables: Table, table: str, key: str, value: Any) -> None:
 
 def _rivals(table: str, key: str) -> list[str]:
     """Return the keys of `table` that cannot stand beside `key`."""
-    return [rival for pair in RIVALS.get(table, ()) if key in pair for rival in pair if rival != key]
+    return [
+        rival for pair in RIVALS.get(table, ()) if key in pair for rival in pair if rival != key
+    ]
 
 
 def _must_be_table(name: str, table: Any) -> None:
     if not isinstance(table, Mapping):
-        raise UsageError(f"'{name}' is a table: write [{name}], seen {config.brief(table)}")
+        raise UsageError(f"'{name}' is a table: write [{name}], seen {files.brief(table)}")

@@ -23,7 +23,7 @@ LIMIT_BYTES = 1 << 20  #: of a file: hundreds of times as long as those that peo
 _SMALLEST, _LARGEST = -(1 << 63), (1 << 64) - 1  #: signed, and unsigned for seeds
 _PART = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')"""
 # The parser takes the square of a dotted key's parts: hours for one that fills a file.
-_DEEP_KEY = re.compile(rf"""(?<![\w"'.-])(?:{_PART}[ \t]*\.[ \t]*){{{LEVELS}}}{_PART}[ \t.]*[=\]]""")
+_DEEP_KEY = re.compile(rf"""(?<![\w"'.-])(?:{_PART}[ \t]*\.[ \t]*){{{LEVELS}}}""")
 _LONG_INTEGER = re.compile(r"[0-9_]{1000,}")
 
 

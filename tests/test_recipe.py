@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import resources
 
 import pytest
@@ -23,8 +24,50 @@ REFUSED = {
     "no key": (["run=3"], "--set takes TABLE.KEY=VALUE, seen 'run=3'"),
     "wrong type": (["run.epochs=many"], "[run] epochs: input should be a valid integer"),
     "none of two": (["run.epochs="], "[run] needs exactly one of epochs and steps"),
-    "both of two": (["run.steps=3"], "[run] needs exactly one of epochs and steps"),
-    "both batches": (["optimizer.batch_per_rank=3"], "needs exactly one of batch and batch_per"),
+    "both of two": (["run.steps=3", "run.epochs=3"], "[run] needs exactly one of epochs and steps"),
+    "both batches": (
+        ["optimizer.batch_per_rank=3", "optimizer.batch=3"],
+        "needs exactly one of batch and batch_per",
+    ),
+    "list of kinds": (["model.kind=[]"], "unknown [model] kind '[]'; choose one of: mlp"),
+    "table of kinds": (["data.kind={}"], "unknown [data] kind '{}'; choose one of: digits"),
+    "function in a list": (['data.kind=["a:b"]'], """unknown [data] kind "['a:b']"; choose"""),
+    "function of a model in a list": (['model.kind=["a:b"]'], "unknown [model] kind"),
+    "engine of several kinds": (["engine.kind=[1]"], "unknown [engine] kind"),
+    "long integer": ([f"run.seed={'9' * 5000}"], "--set run.seed, line 1: expected integers of at"),
+    "hexadecimal": ([f"run.seed=0x{'f' * 5000}"], "run.seed: expected an integer of at most 64 bi"),
+    "deep lists": ([f"run.name={'[' * 5000}"], "--set run.name: expected at most 32 levels of tab"),
+    "deep": ([f"run.name={'[' * 40}{']' * 40}"], "expected at most 32 levels of tables and lists"),
+    "long key": ([f"run.name={{{'a.' * 5000}b = 1}}"], "expected at most 32 levels"),
+    "seed": ([f"run.seed={1 << 64}"], "recipe: run.seed: expected an integer of at most 64 bits"),
+    "negative seed": (["run.seed=-1"], "[run] seed: input should be greater than or equal to 0"),
+    "endless warm-up": (["schedule.warm_up_epochs=inf"], "input should be a finite number"),
+    "long warm-up": (["schedule.warm_up_epochs=1e308"], "should be less than or equal to 1000000"),
+    "endless rate": (["optimizer.rate=1e400"], "[optimizer] rate: input should be a finite number"),
+    "no rate": (["optimizer.rate=nan"], "[optimizer] rate: input should be a finite number"),
+    "never": (
+        ["schedule.kind=step", "schedule.warm_up_epochs=", "schedule.at_epochs=[inf]"],
+        "[schedule] at_epochs.0: input should be a finite number",
+    ),
+    "NUL": (['run.name="a\\u0000b"'], "run.name: expected text without NUL, seen one after 1 ch"),
+    "not UTF-8": (["run.name=\udcff"], "recipe: run.name: expected UTF-8 text, seen other bytes"),
+    "key that is not UTF-8": (["run.\udcff=1"], "a key in [run]: expected UTF-8 text"),
+    "two settings": (
+        ["run.epochs=3\nseed = 4"],
+        "epochs: input should be a valid integer, seen '3",
+    ),
+    "too many layers": (
+        [
+            "model.kind=transformer",
+            "model.widths=",
+            "model.layers=1000000000",
+            "model.width=8",
+            "model.heads=1",
+        ],
+        "less than or equal to 10000, seen",
+    ),
+    "many faults": ([f"model.widths={['x'] * 300}"], "[model] and 290 more"),
+    "terminal's codes": (["run.\x1b[2J=1"], "unknown key in [run]: '\\x1b[2J'; choose one of"),
     "micro-batches": (["optimizer.micro_batches=3"], "a divisor of the batch of 128, seen 3"),
     "micro-batches per rank": (
         ["optimizer.batch=", "optimizer.batch_per_rank=10", "optimizer.micro_batches=4"],
@@ -156,7 +199,9 @@ def test_refused(wrong):
     overrides, told = REFUSED[wrong]
     with pytest.raises(UsageError) as error:
         recipe.load("digits", overrides)
-    assert told in str(error.value) and "ArgsKwargs" not in str(error.value)
+    text = str(error.value)
+    assert told in text and "ArgsKwargs" not in text
+    assert len(text) < 5000 and text.replace("\n", "").isprintable()
 
 
 def text_of(name):
@@ -170,7 +215,13 @@ FILES = {
     "newer schema": ("schema = 2\n", "a recipe begins with 'schema = 1'"),
     "empty table": (f"{text_of('digits')}\n[early_stop]\n", "[early_stop] patience is missing"),
     "no table": ("schema = 1\nrun = 3\n", "'run' is a table: write [run], seen 3"),
-    "not text": (b"\xff\xfe", "is not TOML"),
+    "not text": (b"\xff\xfe", "expected UTF-8 text, seen byte 0xff"),
+    "list of tables": ("schema = 1\n[[run]]\n", "'run' is a table: write [run], seen [{}]"),
+    "deep": (f"schema = 1\na = {'[' * 5000}", "expected at most 32 levels"),
+    "deep key": (f"schema = 1\n[run]\n{'a.' * 5000}b = 1", "line 3: expected at most 32 levels"),
+    "deep table": (f"schema = 1\n[run.{'a.' * 5000}b]", "line 2: expected at most 32 levels"),
+    "long integer": (f"schema = 1\n[run]\nseed = {'9' * 5000}", "line 3: expected integers of at"),
+    "long file": (b"#" * (1 << 21), "expected at most 1048576 bytes, seen 2097152"),
 }
 
 
@@ -184,11 +235,22 @@ def test_refused_files(tmp_path, wrong):
     assert told in str(error.value)
 
 
+@pytest.mark.parametrize("setting", ["run.epochs=3", "run.epochs="])
+@pytest.mark.parametrize("text", ["run = 3", "[[run]]", "run = []"])
+def test_set_in_what_is_no_table(text, setting, tmp_path):
+    (tmp_path / "a.toml").write_text(f"schema = 1\n{text}\n")
+    with pytest.raises(UsageError, match=r"'run' is a table: write \[run\], seen"):
+        recipe.load(str(tmp_path / "a.toml"), [setting])
+
+
 def test_missing_files(tmp_path):
-    with pytest.raises(UsageError, match="No such file"):
+    with pytest.raises(UsageError, match="expected a file, seen nothing"):
         recipe.load(str(tmp_path / "a.toml"))
-    with pytest.raises(UsageError, match="Is a directory"):
+    with pytest.raises(UsageError, match="seen a directory"):
         recipe.load(f"{tmp_path}/")
+    os.mkfifo(tmp_path / "fifo.toml")
+    with pytest.raises(UsageError, match="expected a regular file, seen a FIFO"):
+        recipe.load(str(tmp_path / "fifo.toml"))
 
 
 # A --set argument -> the entry of the tables, and its value (None: it is not there)
@@ -217,6 +279,27 @@ def test_a_table_without_its_last_key_is_gone():
 
 def test_the_last_set_counts():
     assert recipe.load("digits", ["run.epochs=3", "run.epochs=4"]).run.epochs == 4
+
+
+# What is set -> keys of the recipe that are gone, and others that stay
+RIVALS = [
+    (["run.steps=3"], {"epochs"}, {"steps"}),
+    (["run.epochs=3"], set(), {"epochs"}),
+    (["run.steps=3", "run.steps="], set(), {"epochs"}),
+    (["run.steps=3", "run.epochs=", "run.name=a"], {"epochs"}, {"steps"}),
+    (["optimizer.batch_per_rank=8"], {"batch"}, {"batch_per_rank"}),
+    (["optimizer.batch_per_rank=8", "optimizer.base_batch=8"], {"batch"}, {"base_batch"}),
+    (["run.evaluate_steps=5"], {"evaluate_epochs"}, {"epochs", "evaluate_steps"}),
+]
+
+
+@pytest.mark.parametrize("given, gone, there", RIVALS)
+def test_what_is_set_takes_its_rival_away(given, gone, there, tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text(recipe.load("digits", ["run.evaluate_epochs=2"]).toml())
+    spec = recipe.load(str(path), given)
+    keys = spec.tables["run"].keys() | spec.tables["optimizer"].keys()
+    assert not keys & gone and there <= keys
 
 
 @pytest.mark.parametrize(
