@@ -16,7 +16,6 @@ from hpctrain.gradients.arena import Arena
 from hpctrain.hardware.memory import available_bytes
 from hpctrain.transport.memory import aligned_zeros
 
-
 START_BYTES = 8  #: of a parameter's start value, float64
 
 
