@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 import pydantic
@@ -50,7 +50,7 @@ def pick(choices: Mapping[str, T], key: Any, what: str) -> T:
     """Return `choices[key]`; raise UsageError that tells the nearest name."""
     if key is None:
         raise UsageError(f"{what} is missing; choose one of: {', '.join(choices)}")
-    if not isinstance(key, Hashable) or key not in choices:
+    if not isinstance(key, str) or key not in choices:
         raise UsageError(unknown(what, key, choices))
     return choices[key]
 
