@@ -26,8 +26,10 @@ def options(cls: type[T]) -> type[T]:
     return cast("type[T]", made)
 
 
-def read(cls: type[T], table: Mapping[str, Any], name: str) -> T:
+def read(cls: type[T], table: Any, name: str) -> T:
     """Return `cls(**table)`; raise UsageError with all faults of table `[name]`, a line each."""
+    if not isinstance(table, Mapping):
+        raise UsageError(f"[{name}] expected a table, seen {brief(table)}")
     try:
         return cls(**table)
     except pydantic.ValidationError as error:

@@ -46,6 +46,14 @@ class Log(Generic[T]):
     torn_bytes: int = 0
 
 
+def expanded(name: str) -> Path:
+    """Return the path that a user calls `name`, where ~ is a home folder."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise FileError(f"{name}: expected the home folder of a user, seen no such user") from None
+
+
 def open_regular(path: str | Path) -> BinaryIO:
     """Open a regular file, or a link to one, for reading; never waits, as a FIFO would.
 

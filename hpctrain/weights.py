@@ -22,6 +22,7 @@ import safetensors.numpy
 from hpctrain import checkpoint, xp
 from hpctrain.checkpoint import Loaded
 from hpctrain.errors import UsageError
+from hpctrain.files import FileError, MissingError, open_regular
 from hpctrain.gradients.arena import Arena, Slot
 from hpctrain.machine import version
 from hpctrain.transport.local import run_ranks
@@ -76,12 +77,15 @@ def read(path: Path) -> Tensors:
     if path.is_dir():
         return named(checkpoint_of(path))
     try:
+        open_regular(path).close()  # a FIFO would let everybody wait
         return safetensors.numpy.load_file(path)
-    except FileNotFoundError:
+    except MissingError:
         raise UsageError(
             f"{path}: expected the folder of a run or of a checkpoint, or a .safetensors file, "
             "seen nothing"
         ) from None
+    except FileError:
+        raise
     except _NONSENSE as error:
         raise UsageError(f"{path} cannot be read as a .safetensors file: {error}") from None
 

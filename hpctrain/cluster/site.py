@@ -10,21 +10,14 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from importlib import resources
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hpctrain import config
+from hpctrain import config, files, toml
 from hpctrain.cluster.sbatch import VARIABLES, must_be_free, must_be_plain
 from hpctrain.errors import UsageError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 KINDS = ("cpu", "gpu")
@@ -146,13 +139,9 @@ def load(name: str) -> Site:
 
     Raises UsageError that tells the nearest name, of a profile or of a key.
     """
-    try:
-        table = tomllib.loads(_text(name))
-    except OSError as error:
-        raise UsageError(f"site {name}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"site {name} is not TOML: {error}") from None
     where = f"site {name}"
+    table = toml.parsed(_text(name), where)
+    toml.must_be_plain(table, where)
     kinds = {k: config.read(Nodes, table.pop(k), f"{where}.{k}") for k in KINDS if k in table}
     site = config.read(Site, table | kinds, where)
     _check(site, where)
@@ -161,7 +150,7 @@ def load(name: str) -> Site:
 
 def _text(name: str) -> str:
     if name.endswith(".toml") or "/" in name:
-        return Path(name).read_text()
+        return files.read_text(name, toml.LIMIT_BYTES)
     if name not in names():
         raise UsageError(config.unknown("site", name, names()) + " (or name a .toml file)")
     return resources.files("hpctrain.cluster").joinpath("sites", f"{name}.toml").read_text()
@@ -187,4 +176,6 @@ def _check(site: Site, where: str) -> None:
     told += [word for p in parts for word in (*p.modules, *p.environment.values())]
     for text in told:
         if not text.isprintable():
-            raise UsageError(f"[{where}] expected text without control characters, seen {text!r}")
+            raise UsageError(
+                f"[{where}] expected text without control characters, seen {files.brief(text)}"
+            )

@@ -18,8 +18,9 @@ import numpy as np
 from hpctrain import config
 from hpctrain.data.augment import AugmentOptions
 from hpctrain.data.dataset import Split, split
-from hpctrain.data.stored import Stored, mapped
+from hpctrain.data.stored import Stored, Stream, mapped, unpacked
 from hpctrain.errors import UsageError
+from hpctrain.files import expanded, open_regular
 
 _DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _GZIP = b"\x1f\x8b"
@@ -74,47 +75,36 @@ def read(name: str) -> np.ndarray:
 
     Raises UsageError, which says what was seen instead.
     """
-    path = Path(name).expanduser()
-    try:
-        with open(path, "rb") as file:
-            zipped = file.read(2) == _GZIP
-        with gzip.open(path) if zipped else open(path, "rb") as file:
-            dtype, shape = _header(path, file.read(4 + 4 * 255))
-            offset = 4 + 4 * len(shape)
-            if not zipped:
-                return mapped(path, dtype, shape, offset)
-            file.seek(0)
-            data = file.read()
-    except OSError as error:
-        raise UsageError(f"{path}: expected an IDX file: {error.strerror or error}") from None
-    except (EOFError, zlib.error) as error:
-        raise UsageError(f"{path}: expected a whole gzip file: {error}; copy it again") from None
-    return _array(path, data, dtype, shape, offset)
+    path = expanded(name)
+    with open_regular(path) as file:
+        zipped = file.read(2) == _GZIP
+        file.seek(0)
+        if not zipped:
+            dtype, shape = _header(path, file)
+            return mapped(file, path, dtype, shape, file.tell())
+        try:
+            with gzip.GzipFile(fileobj=file) as stream:
+                return unpacked(stream, path, *_header(path, stream))
+        except (OSError, EOFError, zlib.error) as error:
+            raise UsageError(
+                f"{path}: expected a whole gzip file: {error}; copy it again"
+            ) from None
 
 
-def _array(
-    path: Path, data: bytes, dtype: np.dtype, shape: tuple[int, ...], offset: int
-) -> np.ndarray:
-    try:
-        return np.frombuffer(data, dtype, offset=offset).reshape(shape)
-    except ValueError:
-        raise UsageError(
-            f"{path}: expected {shape} numbers of {dtype}, as its header says, seen "
-            f"{len(data) - offset} bytes; copy it again"
-        ) from None
-
-
-def _header(path: Path, start: bytes) -> tuple[np.dtype, tuple[int, ...]]:
-    """Return dtype and shape that the first bytes of a file tell."""
+def _header(path: Path, file: Stream) -> tuple[np.dtype, tuple[int, ...]]:
+    """Return the dtype and the shape of the array whose bytes then follow in `file`."""
+    start = file.read(4)
     if start[:2] != b"\0\0" or len(start) < 4 or start[2] not in _DTYPES:
         raise UsageError(
             f"{path}: expected an IDX file, which begins with two zero bytes, a type and the "
-            f"number of dims; seen {_looks(start)}"
+            f"number of dims; seen {_looks(start + file.read(56))}"
         )
-    dims = start[3]
-    if len(start) < 4 + 4 * dims:
-        raise UsageError(f"{path}: expected the sizes of {dims} dims, seen {len(start)} bytes")
-    return np.dtype(_DTYPES[start[2]]), struct.unpack_from(f">{dims}I", start, 4)
+    sizes = file.read(4 * start[3])
+    if len(sizes) < 4 * start[3]:
+        raise UsageError(
+            f"{path}: expected the sizes of {start[3]} dims, seen {4 + len(sizes)} bytes"
+        )
+    return np.dtype(_DTYPES[start[2]]), struct.unpack(f">{start[3]}I", sizes)
 
 
 def _looks(start: bytes) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from tokenize import TokenError
-from typing import Annotated
+import io
+import struct
+import warnings
+from collections.abc import Callable
+from typing import IO, Annotated, Any
 
 import numpy as np
 import pydantic
@@ -14,13 +16,13 @@ from hpctrain.data.augment import AugmentOptions
 from hpctrain.data.dataset import Split, split
 from hpctrain.data.stored import Stored, mapped
 from hpctrain.errors import UsageError
+from hpctrain.files import brief, expanded, open_regular
 
 _HINT = "write it with numpy.save(path, array)"
-# What NumPy raises on headers whose bytes were changed: they are read as Python's own literals.
-_DAMAGE = (ValueError, KeyError, TypeError, SyntaxError, TokenError)
-_HEADERS = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
+MOST_BYTES = 10_000  #: of a header, as in NumPy: they are parsed as Python's own literals
+_FORMATS: dict[tuple[int, int], tuple[str, Callable[..., Any]]] = {
+    (1, 0): ("<H", np.lib.format.read_array_header_1_0),
+    (2, 0): ("<I", np.lib.format.read_array_header_2_0),
 }
 
 
@@ -52,20 +54,46 @@ class NpyOptions(AugmentOptions):
 
 def _mapped(name: str) -> np.ndarray:
     """Return the array of a file; only its header is read."""
-    path = Path(name).expanduser()
+    path = expanded(name)
+    with open_regular(path) as file:
+        shape, fortran, dtype = header(file, f"{path}: expected an .npy file", _HINT)
+        if fortran and len(shape) > 1:
+            raise UsageError(
+                f"{path}: expected rows that lie together (C order), seen Fortran order; write it "
+                "with numpy.save(path, numpy.ascontiguousarray(array))"
+            )
+        return mapped(file, path, dtype, shape, file.tell())
+
+
+def header(file: IO[bytes], where: str, hint: str) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Return shape, Fortran order and dtype of the array whose bytes then follow in `file`.
+
+    Raises UsageError, which begins with `where`, for what is no header, or not one of numbers.
+    """
     try:
-        with open(path, "rb") as file:
-            shape, fortran, dtype = _HEADERS[np.lib.format.read_magic(file)](file)
-            offset = file.tell()
-    except OSError as error:
-        raise UsageError(f"{path}: expected an .npy file: {error.strerror or error}") from None
-    except _DAMAGE as error:
-        raise UsageError(f"{path}: expected an .npy file, seen: {error}; {_HINT}") from None
-    if fortran and len(shape) > 1:
-        raise UsageError(
-            f"{path}: expected rows that lie together (C order), seen Fortran order; write it with "
-            "numpy.save(path, numpy.ascontiguousarray(array))"
-        )
+        shape, fortran, dtype = _parsed(file)
+    except Exception as error:  # NumPy promises none; RecursionError and MemoryError come too
+        seen = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(f"{where}, seen: {seen}; {hint}") from None
     if dtype.hasobject:
-        raise UsageError(f"{path}: expected an array of numbers, seen Python objects; {_HINT}")
-    return mapped(path, dtype, shape, offset)
+        raise UsageError(f"{where} of numbers, seen Python objects; {hint}")
+    if dtype.names or dtype.subdtype or not dtype.itemsize:
+        raise UsageError(f"{where} of numbers, seen {brief(dtype)}; {hint}")
+    if any(dim < 0 for dim in shape):
+        raise UsageError(f"{where} with dims of 0 or more, seen {brief(shape)}; {hint}")
+    return tuple(map(int, shape)), fortran, dtype
+
+
+def _parsed(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    version = np.lib.format.read_magic(file)
+    if version not in _FORMATS:
+        raise ValueError(f"version {version}, which this hpctrain does not read")
+    layout, parse = _FORMATS[version]
+    size = file.read(struct.calcsize(layout))
+    (length,) = struct.unpack(layout, size)
+    if length > MOST_BYTES:
+        raise ValueError(f"a header of {length} bytes, which has {MOST_BYTES} at most")
+    with warnings.catch_warnings():  # of Python 2's numbers, of backslashes in damaged text
+        warnings.simplefilter("ignore")
+        shape, fortran, dtype = parse(io.BytesIO(size + file.read(length)))
+    return shape, fortran, dtype

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import struct
 import zipfile
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -13,20 +11,14 @@ import numpy as np
 from hpctrain import config
 from hpctrain.data.augment import AugmentOptions
 from hpctrain.data.dataset import Dataset, Split, checked, split
+from hpctrain.data.npy import header
+from hpctrain.data.stored import unpacked
 from hpctrain.errors import UsageError
+from hpctrain.files import expanded, open_regular
 
 _KEYS = ("x", "y", "x_test", "y_test")
 _HINT = "write it with numpy.savez(path, x=..., y=...)"
-# What NumPy and zipfile raise on files whose bytes were cut or changed at random.
-_DAMAGE = (
-    OSError,
-    EOFError,
-    ValueError,
-    RuntimeError,
-    struct.error,
-    zipfile.BadZipFile,
-    zlib.error,
-)
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  #: those that NumPy writes
 
 
 @config.options
@@ -37,7 +29,7 @@ class NpzOptions(AugmentOptions):
 
     def load(self, seed: int) -> Split:
         """Return what the file holds; UsageError names the file, what was expected and seen."""
-        arrays = _read(Path(self.path).expanduser())
+        arrays = _read(expanded(self.path))
         train = _pair(arrays, "x", "y", self.path)
         test = _pair(arrays, "x_test", "y_test", self.path) if "x_test" in arrays else None
         return self.augmented(split(train, test, self.path), seed)
@@ -48,18 +40,30 @@ def _pair(arrays: dict[str, np.ndarray], x: str, y: str, path: str) -> Dataset:
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
-    if not path.is_file():
-        seen = "a directory" if path.is_dir() else "nothing"
-        raise UsageError(f"{path}: expected an .npz file, seen {seen}; check [data] path")
-    try:
-        # Asked first, since NumPy takes any other file for pickled objects and says so.
-        if not zipfile.is_zipfile(path):
-            raise zipfile.BadZipFile("no end of a zip file is in it")
-        # Pickled objects would run code of whoever wrote the file.
-        with np.load(path, allow_pickle=False) as file:
-            return {key: file[key] for key in _keys(path, file.files)}
-    except _DAMAGE as error:
-        raise UsageError(_damage(path, error)) from None
+    with open_regular(path) as file:
+        try:
+            if not zipfile.is_zipfile(file):
+                raise zipfile.BadZipFile("no end of a zip file is in it")
+            with zipfile.ZipFile(file) as archive:
+                names = {name.removesuffix(".npy"): name for name in archive.namelist()}
+                return {key: _array(path, archive, names[key]) for key in _keys(path, list(names))}
+        except UsageError:
+            raise
+        except Exception as error:  # zipfile and zlib promise none for bytes changed at random
+            raise UsageError(
+                f"{path}: expected a whole .npz file, seen: {error}; copy it again, or {_HINT}"
+            ) from None
+
+
+def _array(path: Path, archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    """Return an array of the archive, of which no more is unpacked than its header tells."""
+    if archive.getinfo(name).compress_type not in _METHODS:
+        raise UsageError(f"{path}: expected '{name}' stored or deflated, seen otherwise; {_HINT}")
+    with archive.open(name) as stream:
+        shape, fortran, dtype = header(stream, f"{path}: expected '{name}' to be an array", _HINT)
+        if not fortran:
+            return unpacked(stream, f"{path}: {name}", dtype, shape)
+        return unpacked(stream, f"{path}: {name}", dtype, shape[::-1]).transpose()
 
 
 def _keys(path: Path, seen: list[str]) -> list[str]:
@@ -76,10 +80,5 @@ def _missing(path: Path, key: str, seen: list[str]) -> str:
     folded = {name.casefold(): name for name in seen if name not in _KEYS}
     near = difflib.get_close_matches(key, folded, n=1, cutoff=0.2)
     hint = f"is it '{folded[near[0]]}'? then rename that" if near else _HINT
-    return f"{path}: expected an array '{key}', seen: {', '.join(seen) or 'none'}; {hint}"
-
-
-def _damage(path: Path, error: Exception) -> str:
-    if "allow_pickle" in str(error):
-        return f"{path}: expected arrays of numbers, seen Python objects; {_HINT}"
-    return f"{path}: expected a whole .npz file, seen: {error}; copy it again, or {_HINT}"
+    listed = ", ".join(seen[:10]) + f" and {len(seen) - 10} more" * (len(seen) > 10)
+    return f"{path}: expected an array '{key}', seen: {listed or 'none'}; {hint}"

@@ -10,31 +10,83 @@ import mmap
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import BinaryIO, Protocol
 
 import numpy as np
 
 from hpctrain.data.dataset import beyond, faults_of
 from hpctrain.errors import UsageError
+from hpctrain.files import brief
+from hpctrain.hardware.memory import available_bytes
+
+BLOCK = 1 << 20  #: bytes unpacked at once
 
 
-def mapped(path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int) -> np.ndarray:
+class Stream(Protocol):
+    """What bytes are read from in order, unpacked or not."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return `size` bytes, fewer at the end alone."""
+
+
+def mapped(
+    file: BinaryIO, path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int
+) -> np.ndarray:
     """Return the array that begins at byte `offset` of a file, read when it is looked at.
 
     Raises UsageError if the file is not as long as that takes.
     """
-    with open(path, "rb") as file:
-        expected, seen = offset + prod(shape) * dtype.itemsize, file.seek(0, 2)
-        if seen != expected:
-            raise UsageError(
-                f"{path}: expected {expected} bytes, as its header says ({dtype}, {shape}), "
-                f"seen {seen}; copy it again"
-            )
-        if not prod(shape):  # there is nothing to map
-            return np.zeros(shape, dtype)
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    expected, seen = offset + nbytes(dtype, shape), file.seek(0, 2)
+    if seen != expected:
+        raise UsageError(
+            f"{path}: expected {expected} bytes, as its header says ({dtype}, {_shown(shape)}), "
+            f"seen {seen}; copy it again"
+        )
+    if not prod(shape):  # there is nothing to map
+        return shaped(path, np.empty(0, dtype), shape)
+    memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(memory, "madvise"):
         memory.madvise(mmap.MADV_RANDOM)  # or the neighbours of each row, others' rows, come along
-    return np.ndarray(shape, dtype, memory, offset)
+    return shaped(path, np.frombuffer(memory, dtype, prod(shape), offset), shape)
+
+
+def unpacked(
+    stream: Stream, path: Path | str, dtype: np.dtype, shape: tuple[int, ...]
+) -> np.ndarray:
+    """Return the array that follows in `stream`, which unpacks; no byte more than that is unpacked.
+
+    A header can promise any number: memory is taken as bytes arrive. Raises UsageError if there are
+    fewer or more, or if memory cannot hold them.
+    """
+    expected, free, data = nbytes(dtype, shape), available_bytes(), bytearray()
+    promise = f"{path}: expected {expected} bytes, as its header says ({dtype}, {_shown(shape)})"
+    if free is not None and expected > free:
+        raise UsageError(f"{promise}; only {free} bytes of memory are available")
+    while len(data) < expected and (block := stream.read(min(BLOCK, expected - len(data)))):
+        data += block
+    if len(data) < expected or stream.read(1):  # at the end checksums are compared
+        seen = f"{len(data)} bytes" if len(data) < expected else "more"
+        raise UsageError(f"{promise}, seen {seen}; copy it again")
+    return shaped(path, np.frombuffer(data, dtype), shape)
+
+
+def nbytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
+    """Return the bytes of an array."""
+    return prod(shape) * dtype.itemsize
+
+
+def shaped(path: Path | str, numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return `numbers` in the shape that a header tells; UsageError for one that no array has."""
+    try:
+        return numbers.reshape(shape)
+    except (ValueError, OverflowError, MemoryError) as error:
+        raise UsageError(
+            f"{path}: expected the shape of an array, seen {_shown(shape)}: {error}"
+        ) from None
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return brief(shape) if len(shape) < 100 else f"{len(shape)} dims"
 
 
 @dataclass(frozen=True, eq=False)

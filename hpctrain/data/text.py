@@ -22,6 +22,7 @@ import pydantic
 from hpctrain import config
 from hpctrain.data.dataset import Split
 from hpctrain.errors import UsageError
+from hpctrain.files import expanded, unreadable
 
 BYTES = 256
 #: Folders beside the standard library proper: not everywhere there, or not of Python.
@@ -97,9 +98,12 @@ class Windows:
         while len(data) < size:
             at = start + len(data)
             i = int(np.searchsorted(self.ends, at, side="right"))
-            with open(self.paths[i], "rb", buffering=0) as file:
-                file.seek(at - (int(self.ends[i - 1]) if i else 0))
-                more = file.read(min(size - len(data), int(self.ends[i]) - at))
+            try:
+                with open(self.paths[i], "rb", buffering=0) as file:
+                    file.seek(at - (int(self.ends[i - 1]) if i else 0))
+                    more = file.read(min(size - len(data), int(self.ends[i]) - at))
+            except OSError as error:
+                raise unreadable(self.paths[i], error) from None
             if not more:
                 raise UsageError(f"{self.paths[i]} has become shorter since the start of the run")
             data += more
@@ -117,7 +121,7 @@ def _matching(patterns: Sequence[str]) -> list[Path]:
     """Return the files that `patterns` name, each once: in their order, then in order of name."""
     found: dict[Path, None] = {}
     for pattern in patterns:
-        names = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
+        names = sorted(glob.glob(str(expanded(pattern)), recursive=True))
         files = [path for path in map(Path, names) if path.is_file()]
         if not files:
             raise UsageError(f"[data] files: expected a file, seen none that is named {pattern!r}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import secrets
 import time
@@ -26,12 +27,14 @@ import pydantic
 
 from hpctrain import collectives, machine
 from hpctrain.collectives import Group
-from hpctrain.errors import UsageError
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.files import FileError, brief, read_bytes
 from hpctrain.tuning import choose, cost
 from hpctrain.tuning.gpus import Gpus
 
 log = logging.getLogger(__name__)
 SCHEMA = 1
+LIMIT_BYTES = 64 << 20  #: of a file; a row has some hundred bytes
 FILE = "HPCTRAIN_TUNING"  #: environment: another file, or another folder of them
 CPU = "cpu"
 ADVICE = "make one with: mpirun -n RANKS hpctrain tune"
@@ -91,7 +94,7 @@ class Table:
     schema: int = SCHEMA
 
 
-class Unfit(Exception):
+class Unfit(HpctrainError):
     """This table cannot be used; the text says why."""
 
 
@@ -185,7 +188,9 @@ def fitting(table: Table, here: Fingerprint) -> Table:
     for one in fields(Fingerprint):
         theirs, ours = (getattr(of, one.name) for of in (table.fingerprint, here))
         if theirs != ours:
-            raise Unfit(f"its {one.name} is '{theirs}', here it is '{ours}'; {here.advice}")
+            raise Unfit(
+                f"its {one.name} is {brief(theirs)}, here it is {brief(ours)}; {here.advice}"
+            )
     if table.algorithms != sources():
         raise Unfit(f"it was made for other algorithms than this hpctrain's; {here.advice}")
     return table
@@ -194,9 +199,9 @@ def fitting(table: Table, here: Fingerprint) -> Table:
 def read(path: Path) -> Table:
     """Return the table in file `path`; raise Unfit where there is none, or no good one."""
     try:
-        return parsed(path.read_bytes())
-    except OSError as error:
-        raise Unfit(f"it cannot be read: {error.strerror}; {ADVICE}") from None
+        return parsed(read_bytes(path, LIMIT_BYTES))
+    except FileError as error:
+        raise Unfit(f"{error}; {ADVICE}") from None
 
 
 def parsed(text: bytes) -> Table:
@@ -207,13 +212,23 @@ def parsed(text: bytes) -> Table:
     except (ValueError, AttributeError, RecursionError):
         raise Unfit(f"it is damaged; {ADVICE}") from None
     if schema != SCHEMA:
-        raise Unfit(f"its schema is {schema}, this hpctrain reads {SCHEMA}; {ADVICE}")
+        raise Unfit(f"its schema is {brief(schema)}, this hpctrain reads {SCHEMA}; {ADVICE}")
     try:
-        return _READER.validate_json(text, strict=True)
+        table = _READER.validate_json(text, strict=True)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        where = brief(".".join(map(str, first["loc"]))).strip("'")
         raise Unfit(f"it is damaged: {where}: {first['msg'].lower()}; {ADVICE}") from None
+    for name in ("node", "across"):
+        _must_be_real(getattr(table, name), name)
+    return table
+
+
+def _must_be_real(machine: cost.Machine | None, name: str) -> None:
+    """Raise Unfit for times of a `machine` that no clock has measured."""
+    for key, value in asdict(machine).items() if machine else ():
+        if not 0 <= value < math.inf:
+            raise Unfit(f"it is damaged: {name}.{key}: expected seconds, seen {value}; {ADVICE}")
 
 
 def write(table: Table, path: Path) -> None:

@@ -32,6 +32,11 @@ SITES = {
     f'{HEAD}modules = ["a\\nb"]': "without control characters",
     'title = "x"': "expected a table [cpu] or [gpu]",
     "title = ": "is not TOML",
+    'title = "x"\ncpu = 1': "[site s.toml.cpu] expected a table, seen 1",
+    'title = "x"\n[[cpu]]': "[site s.toml.cpu] expected a table, seen [{}]",
+    f"{HEAD}cpus_per_task = {'9' * 5000}": "site s.toml, line 3: expected integers of at most 64",
+    f"{HEAD}modules = {'[' * 5000}": "site s.toml: expected at most 32 levels of tables",
+    'title = "a\\u0000"\n[cpu]': "site s.toml: title: expected text without NUL",
     "[cpu]": "title is missing",
 }
 
@@ -103,7 +108,7 @@ def test_cores_of_servers():
 def test_unknown_site():
     with pytest.raises(UsageError, match=r"unknown site 'cpus'; did you mean 'cpu'\?"):
         site.load("cpus")
-    with pytest.raises(UsageError, match=r"site no/such\.toml: No such file"):
+    with pytest.raises(UsageError, match=r"no/such\.toml: expected a file, seen nothing"):
         site.load("no/such.toml")
 
 

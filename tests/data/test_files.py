@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import os
 import struct
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -76,8 +78,18 @@ WRONG_IMAGES = {
     "too long": (GOOD + b"\0", "seen 417"),
     "cut, gzipped": (gzip.compress(GOOD)[:-9], "expected a whole gzip file"),
     "cut before it was gzipped": (gzip.compress(GOOD[:-1]), "seen 399 bytes; copy it again"),
-    "damaged gzip": (gzip.compress(GOOD)[:20] + b"\xff" * 40, "gzip|IDX"),
+    "damaged gzip": (gzip.compress(GOOD)[:20] + b"\xff" * 40, "gzip|IDX|as its header says"),
     "labels": (idx(LABELS), r"x is of shape \(20,\)"),
+    "255 dims": (b"\0\0\x08\xff" + b"\0\0\0\x01" * 255 + b"\1", "seen 255 dims"),
+    "255 dims, gzipped": (
+        gzip.compress(b"\0\0\x08\xff" + b"\0\0\0\x01" * 255 + b"\1"),
+        "seen 255 dims",
+    ),
+    "more than there is": (
+        gzip.compress(b"\0\0\x08\x03" + b"\xff" * 12),
+        "expected 79228162458924105385300197375 b",
+    ),
+    "longer, gzipped": (gzip.compress(GOOD + b"\0"), "expected 400 bytes, .* seen more; copy"),
     "fewer": (idx(IMAGES[:19]), "19 samples but y has 20 labels"),
 }
 
@@ -87,6 +99,26 @@ def test_files_that_are_no_images_are_refused(mnist_like, name):
     content, message = WRONG_IMAGES[name]
     Path(mnist_like["images"]).write_bytes(content)
     refused(lambda: load("idx", **mnist_like), message, mnist_like["images"])
+
+
+def test_no_more_is_unpacked_than_the_header_says(mnist_like):
+    """64 MiB of zeros behind a good file take 64 KiB when they are packed."""
+    packed = gzip.compress(GOOD) + gzip.compress(bytes(64 << 20), 9)
+    Path(mnist_like["images"]).write_bytes(packed)
+    tracemalloc.start()
+    refused(lambda: load("idx", **mnist_like), "expected 400 bytes, .* seen more")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 << 20
+
+
+@pytest.mark.parametrize("kind, keys", [("npy", ("x", "y")), ("idx", ("images", "labels"))])
+def test_homes_of_nobody(kind, keys):
+    more = {"classes": 3} if kind == "npy" else {}
+    refused(
+        lambda: load(kind, **dict.fromkeys(keys, "~nobody-of-that-name/x"), **more),
+        "expected the home folder of a user",
+    )
 
 
 WRONG_LABELS = {
@@ -112,8 +144,8 @@ def test_idx_test_sets_that_do_not_fit_are_refused(tmp_path, mnist_like):
     refused(
         lambda: load("idx", **keys, test_labels=str(tmp_path / "t")), "t: label 3 of sample 2 is"
     )
-    refused(lambda: load("idx", **keys, test_labels=str(tmp_path / "no")), "No such file")
-    refused(lambda: load("idx", **keys, test_labels=str(tmp_path)), "Is a directory")
+    refused(lambda: load("idx", **keys, test_labels=str(tmp_path / "no")), "seen nothing")
+    refused(lambda: load("idx", **keys, test_labels=str(tmp_path)), "seen a directory")
 
 
 # --- npy -----------------------------------------------------------------------------------------
@@ -142,7 +174,34 @@ def test_npy(arrays, dtype, version):
     assert [len(part) for part in train.rows(np.array([], np.int64))] == [0, 0]
 
 
+def npy(header: str, version: bytes = b"\x01\x00") -> bytes:
+    """Return an npy file of that header and one byte."""
+    return b"\x93NUMPY" + version + struct.pack("<H", len(header)) + header.encode() + b"\0"
+
+
+def described(descr: str = "'|u1'", shape: str = "(1, 1)") -> str:
+    return f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}"
+
+
 WRONG_ARRAYS = {
+    "deep header": (lambda p: p.write_bytes(npy("(" * 9000)), "expected an .npy file"),
+    "long header": (lambda p: p.write_bytes(npy(" " * 20000)), "seen: a header of 20000 bytes"),
+    "unknown version": (lambda p: p.write_bytes(npy("", b"\x09\0")), r"seen: version \(9, 0\)"),
+    "negative dims": (
+        lambda p: p.write_bytes(npy(described(shape="(-1, -1)"))),
+        "dims of 0 or more, seen",
+    ),
+    "many dims": (
+        lambda p: p.write_bytes(npy(described(shape=str((1,) * 99)))),
+        "expected the shape of an",
+    ),
+    "huge and empty": (
+        lambda p: p.write_bytes(npy(described(shape=str((0, 1 << 70))))[:-1]),
+        "the shape of an ar",
+    ),
+    "records": (lambda p: np.save(p, np.zeros(3, "i4,f4")), "of numbers, seen dtype"),
+    "numbers without bytes": (lambda p: p.write_bytes(npy(described("'|V0'"))), "of numbers, seen"),
+    "FIFO": (lambda p: (p.unlink(), os.mkfifo(p)), "expected a regular file, seen a FIFO"),
     "text": (lambda p: p.write_text("1,2\n"), "expected an .npy file"),
     "npz": (lambda p: p.write_bytes(b"PK\x03\x04" + b"0" * 400), "expected an .npy file"),
     "empty": (lambda p: p.write_bytes(b""), "expected an .npy file"),
@@ -152,7 +211,7 @@ WRONG_ARRAYS = {
     "words": (lambda p: np.save(p, IMAGES.astype(str)), "expected real numbers"),
     "fewer": (lambda p: np.save(p, IMAGES[:3]), "3 samples but y has 20 labels"),
     "vectors": (lambda p: np.save(p, LABELS), r"x is of shape \(20,\)"),
-    "nothing": (lambda p: p.unlink(), "No such file"),
+    "nothing": (lambda p: p.unlink(), "seen nothing"),
 }
 
 

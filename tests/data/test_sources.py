@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
+import tracemalloc
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -129,8 +133,26 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-30])
 
 
+def write_lzma(path: Path) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("x.npy", bytes(1000))
+        archive.writestr("y.npy", bytes(1000))
+
+
+def write_bomb(path: Path) -> None:
+    """Write a sample, and 64 MiB of zeros that its header does not tell of."""
+    head = io.BytesIO()
+    np.save(head, X)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x.npy", head.getvalue() + bytes(64 << 20))
+        archive.writestr("y.npy", b"")
+
+
 FILES = {
-    "missing": (lambda path: None, "seen nothing; check"),
+    "FIFO": (os.mkfifo, "seen a FIFO"),
+    "LZMA": (write_lzma, "expected 'x.npy' stored or deflated"),
+    "bomb": (write_bomb, "x.npy: expected .* bytes, as its header says .* seen more"),
+    "missing": (lambda path: None, "seen nothing"),
     "a directory": (Path.mkdir, "seen a directory"),
     "empty": (Path.touch, "expected a whole .npz file"),
     "text": (lambda path: path.write_text("x,y\n1,2\n"), "expected a whole .npz file"),
@@ -143,9 +165,12 @@ FILES = {
 def test_files_that_are_no_npz_are_refused(tmp_path, name):
     make, message = FILES[name]
     make(tmp_path / "d.npz")
+    tracemalloc.start()
     with pytest.raises(UsageError, match=message) as caught:
         load(tmp_path / "d.npz")
-    assert str(tmp_path / "d.npz") in str(caught.value)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert str(tmp_path / "d.npz") in str(caught.value) and peak < 8 << 20
 
 
 def test_whatever_byte_of_an_npz_is_wrong_nothing_but_a_refusal_comes(tmp_path):

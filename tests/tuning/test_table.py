@@ -50,8 +50,18 @@ BAD = {
     "not a number": (lambda found: written(found).replace("1e-06", "NaN", 1), "damaged"),
     "a word": (lambda found: written(found).replace("1e-06", '"fast"', 1), "damaged"),
     "algorithms": (lambda found: written(replace(found, algorithms="old")), "other algorithms"),
+    "endless": (
+        lambda found: written(replace(found, node=Machine(alpha=1e400))),
+        "node.alpha: expected sec",
+    ),
+    "before": (
+        lambda found: written(replace(found, node=Machine(beta=-1.0))),
+        "node.beta: expected sec",
+    ),
+    "terminal's codes": (lambda found: changed(found, cpu="\x1b[2J" * 999), "cpu is '\\x1b[2J"),
+    "long": (lambda found: '{"schema": ' + "9" * 5000 + "}", "damaged"),
     "cpu": (lambda found: changed(found, cpu="abacus"), "cpu is 'abacus'"),
-    "cores": (lambda found: changed(found, cores=10_000), "cores is '10000'"),
+    "cores": (lambda found: changed(found, cores=10_000), "cores is 10000"),
     "pinned": (lambda found: changed(found, cores_per_rank=10_000), "cores_per_rank"),
     "mpi": (lambda found: changed(found, mpi="LAM 7"), "mpi is 'LAM 7'"),
     "ranks": (lambda found: changed(found, layout="2 ranks on 1 node: 0 1"), "layout is '2 ranks"),
@@ -105,7 +115,7 @@ def test_where_tables_lie(where, tmp_path, monkeypatch, caplog):
         table.write(found, path)
     taken = usual if where == "missing" else "tree"
     assert set(run_on("threads", RANKS, told)) == {taken} != {usual, "tree"}
-    assert ("cannot be read" in caplog.text) == (where == "missing")
+    assert ("expected a file, seen nothing" in caplog.text) == (where == "missing")
 
 
 @on_ranks(RANKS, mpi=(RANKS,))
