@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,9 @@ REDONE = ".redone"
 WHY = ".why"
 #: Where a job script writes, before it starts the ranks, which job of Slurm it is.
 BEGAN = ".began"
-#: The variable in which `hpctrain launch` names a file; rank 0 writes the run's folder there.
-ANNOUNCE = "HPCTRAIN_ANNOUNCE"
+#: The variable in which `hpctrain launch` names a file; rank 0 writes the run's folder there. It
+#: lies in launch's memory, under this name: so it ends with launch, in whatever way.
+ANNOUNCE, NOTE = "HPCTRAIN_ANNOUNCE", "hpctrain-announce"
 
 
 def default_path(recipe_name: str) -> Path:
@@ -99,8 +100,15 @@ def begin(run: Path) -> None:
     """Drop what was said of an earlier part; tell `hpctrain launch`, if it started us, of `run`."""
     (run / SUMMARY).unlink(missing_ok=True)
     (run / WHY).unlink(missing_ok=True)
-    if ANNOUNCE in os.environ:
-        Path(os.environ[ANNOUNCE]).write_text(str(run.absolute()))
+    _announce(run)
+
+
+def _announce(run: Path) -> None:
+    """Tell `hpctrain launch` where the run lies, if it started us and still runs on this host."""
+    file = os.environ.get(ANNOUNCE, "")
+    with suppress(OSError):
+        if os.readlink(file).startswith(f"/memfd:{NOTE}"):  # not a file of some other process
+            Path(file).write_bytes(os.fsencode(run.absolute()))
 
 
 def why(run: Path) -> str:

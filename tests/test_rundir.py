@@ -83,10 +83,21 @@ def test_begin_drops_the_old_summary_and_tells_where(tmp_path, monkeypatch):
     run = tmp_path / "run"
     run.mkdir()
     rundir.write_summary(run, {"status": "stopped"})
-    monkeypatch.setenv(rundir.ANNOUNCE, str(tmp_path / "note"))
-    rundir.begin(run)
+    with open(os.memfd_create(rundir.NOTE), "rb") as note:
+        monkeypatch.setenv(rundir.ANNOUNCE, f"/proc/{os.getpid()}/fd/{note.fileno()}")
+        rundir.begin(run)
+        assert note.read() == str(run).encode()
     assert rundir.read_summary(run) is None
-    assert (tmp_path / "note").read_text() == str(run)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_where_launch_is_gone_nothing_is_announced(tmp_path, monkeypatch, there):
+    file = tmp_path / "of another process"
+    if there:
+        file.write_text("its own")
+    monkeypatch.setenv(rundir.ANNOUNCE, str(file))
+    rundir.begin(tmp_path)
+    assert (file.read_text() if there else file.exists()) == ("its own" if there else False)
 
 
 @pytest.mark.parametrize(

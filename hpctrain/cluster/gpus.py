@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 
 from hpctrain import launchers
 from hpctrain.hardware import nvidia
+from hpctrain.interpreter import module_command
 
 log = logging.getLogger(__name__)
 LIMIT_S = 240.0  # each of three trials ends within a minute
@@ -30,7 +30,7 @@ def wanted(arguments: Sequence[str]) -> bool:
 
 def verdict(again: bool = False) -> str:
     """Return the line of JSON about GPU memory here, "" if none was found in time."""
-    line = [sys.executable, "-m", "hpctrain.transport.verdicts", *["--again"] * again]
+    line = [*module_command("hpctrain.transport.verdicts"), *["--again"] * again]
     process = subprocess.Popen(
         line,
         env=launchers.scrubbed(os.environ),

@@ -1,7 +1,8 @@
 """`hpctrain launch`: the mpiexec of the MPI that mpi4py loads, watched until it ends.
 
 Which MPI that is, is asked of a child: this process stays free of MPI. What came of the job is
-read from its summary.json: launchers lose exit codes, and some end with 0 when a node dies.
+read from its summary.json: launchers lose exit codes, and some end with 0 when a node dies. Where
+this process is killed, a guard ends the ranks (guard.py).
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpctrain import launchers, rundir
-from hpctrain.cluster import gpus
+from hpctrain.cluster import gpus, guard
 from hpctrain.errors import UsageError
+from hpctrain.interpreter import module_command
 from hpctrain.progress import TERMINAL
 
 _OURS = (0, 1, 2, 3, 75, 86, 130)  # the exit codes that mean what we agreed on
@@ -32,7 +34,8 @@ _STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 #: Open MPI sends so much over TCP unasked: a segment of the ring, and MPI's header.
 EAGER_BYTES = (1 << 20) + 4096
 PROBE_S = 120  # a cold shared file system takes its time
-_GRACE_S = 5.0
+#: After mpiexec has ended, or a second Ctrl-C: (seconds, signal to all that are left).
+_LEFT = ((5.0, signal.SIGKILL), (5.5, signal.SIGKILL))
 _FULL = ": a bus error; is /dev/shm full? See `hpctrain doctor`"
 _SAME_TIME_S = 0.05  # file times come from a clock that ticks more coarsely than time.time()
 
@@ -66,7 +69,7 @@ def launch(n: int, arguments: Sequence[str]) -> int:
     _refuse(n, launchers.launched(os.environ))
     if gpus.wanted(arguments):
         gpus.verdict()
-    return launch_argv(n, [sys.executable, "-m", "hpctrain", *arguments])
+    return launch_argv(n, [*module_command("hpctrain"), *arguments])
 
 
 def launch_argv(n: int, argv: Sequence[str]) -> int:
@@ -75,11 +78,12 @@ def launch_argv(n: int, argv: Sequence[str]) -> int:
     mpi, started = find_mpi(), time.time()
     slots = launchers.slots(os.environ) or _physical_cores()
     line, extra = command(mpi, n, argv, n > slots, os.geteuid() == 0)
-    with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
-        note = Path(folder, "run")
-        environ = eager_defaults() | launchers.scrubbed(os.environ) | extra | _for_ranks(note)
+    job = uuid.uuid4().hex
+    with open(os.memfd_create(rundir.NOTE), "rb") as note, _guarded(job):
+        ours = _for_ranks(f"/proc/{os.getpid()}/fd/{note.fileno()}", job)
+        environ = eager_defaults() | launchers.scrubbed(os.environ) | extra | ours
         ended = _supervise(line, environ)
-        return _outcome(ended, _announced(note), started)
+        return _outcome(ended, _announced(note.read()), started)
 
 
 def command(
@@ -124,7 +128,7 @@ def find_mpi() -> Mpi:
     """Ask a child which MPI mpi4py loads; raise UsageError where there is none, or no answer."""
     try:
         child = subprocess.run(
-            [sys.executable, "-m", "hpctrain.transport.probe"],
+            module_command("hpctrain.transport.probe"),
             env=launchers.scrubbed(os.environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -152,11 +156,22 @@ def _physical_cores() -> int:
         return len(cores)
 
 
-def _for_ranks(note: Path) -> dict[str, str]:
-    """Return the variables that tell rank 0 where to announce its folder, and who watches."""
+def _for_ranks(note: str, job: str) -> dict[str, str]:
+    """Return the variables of the ranks of `job`: where to announce their folder, who watches."""
     # A terminal that was never told its size says 0 columns.
     shown = {TERMINAL: str(os.get_terminal_size(2).columns or 80)} if os.isatty(2) else {}
-    return {rundir.ANNOUNCE: str(note), **shown}
+    return {rundir.ANNOUNCE: note, guard.JOB: job, **shown}
+
+
+@contextmanager
+def _guarded(job: str) -> Iterator[None]:
+    """Keep a guard beside us, which ends the processes of `job` if this one is killed."""
+    line = [sys.executable, "-I", "-S", guard.__file__, job]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 def _supervise(line: Sequence[str], environ: Mapping[str, str]) -> Ended:
@@ -176,7 +191,7 @@ def _supervise(line: Sequence[str], environ: Mapping[str, str]) -> Ended:
                 process.send_signal(signal.SIGTERM if again else signal.SIGUSR1)
             if seen.count(signal.SIGINT) > 1:
                 break
-        _clear(process, environ[rundir.ANNOUNCE])
+        guard.end(environ[guard.JOB], _LEFT)
     return Ended(process.wait(), tuple(seen))
 
 
@@ -207,39 +222,8 @@ def stop_signals() -> Iterator[Callable[[], list[int]]]:
         os.close(outbox)
 
 
-def _clear(process: subprocess.Popen[bytes], mark: str) -> None:
-    """Wait for all processes of the job to end, and kill those that do not."""
-    deadline = time.monotonic() + _GRACE_S
-    while (left := _members(mark)) and time.monotonic() < deadline + 1:
-        process.poll()
-        for pid in left if time.monotonic() > deadline else ():
-            _kill(pid)
-        time.sleep(0.05)
-
-
-def _members(mark: str) -> list[int]:
-    """Return the processes here that have `mark` in their environment; zombies have none.
-
-    Neither process group nor session holds them all: Hydra's proxies and PRRTE's ranks leave.
-    """
-    variable = f"{rundir.ANNOUNCE}={mark}".encode()
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if variable in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-        except OSError:  # it has ended, or is not ours
-            continue
-    return found
-
-
-def _kill(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _announced(note: Path) -> Path | None:
-    run = Path(note.read_text().strip()) if note.exists() else None
+def _announced(note: bytes) -> Path | None:
+    run = Path(os.fsdecode(note)) if note else None
     return run if run and run.is_dir() else None
 
 

@@ -34,6 +34,7 @@ from hpctrain import launchers
 from hpctrain.cluster.launch import Mpi, eager_defaults, find_mpi, stop_signals
 from hpctrain.cluster.netns import INTERFACE, NETWORK, SHM, SSH, address, trial
 from hpctrain.errors import UsageError
+from hpctrain.interpreter import module_command
 
 MOST_HOSTS = 64
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mount", "hostname", "taskset")
@@ -91,7 +92,7 @@ def netlab(lab: Lab, argv: Sequence[str]) -> int:
     """
     _refuse()
     mpi = find_mpi()
-    inner = [sys.executable, "-m", "hpctrain.cluster.netns", json.dumps(asdict(lab))]
+    inner = [*module_command("hpctrain.cluster.netns"), json.dumps(asdict(lab))]
     line = [*namespaces(), *inner, *command(mpi, lab, argv)]
     return _until_it_ends(line, environment(mpi, lab.ranks, os.environ))
 

@@ -6,13 +6,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.cluster.launch import Mpi, command
 from hpctrain.doctor.check import Check
+from hpctrain.interpreter import module_command
 from hpctrain.launchers import launched, scrubbed
 
 LIMIT_S = 60.0
@@ -50,8 +50,7 @@ def start(mpi: Mpi) -> Started | None:
     """Start two ranks as `hpctrain launch` would, with ULFM if the launcher knows it."""
     if mpi.mpiexec is None:
         return None
-    child = [sys.executable, "-m", RANKS]
-    line, extra = command(mpi, 2, child, True, os.geteuid() == 0)
+    line, extra = command(mpi, 2, module_command(RANKS), True, os.geteuid() == 0)
     tries = [[line[0], *FT, *line[1:]], line] if mpi.vendor == "Open MPI" else [line]
     said = [_run(one, extra) for one in tries]
     return next((one for one in said if not one.fault), said[-1])

@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from hpctrain import launchers, progress
 from hpctrain.cluster import netlab
 from hpctrain.cluster.launch import Mpi, find_mpi
 from hpctrain.errors import UsageError
+from hpctrain.interpreter import module_command
 from hpctrain.scaling.sizes import Size
 from hpctrain.scaling.study import Study
 
@@ -64,7 +64,7 @@ def must_work(on: str, sizes: Sequence[Size], link: str | None) -> Mpi | None:
 
 def line(study: Study, size: Size, arguments: Sequence[str]) -> list[str]:
     """Return the command that runs `hpctrain ARGUMENTS` on the ranks of `size`."""
-    ours = [sys.executable, "-m", "hpctrain"]
+    ours = module_command("hpctrain")
     if study.on == "local":
         return [*ours, "launch", "-n", str(size.ranks), *arguments]
     hosts = ["--hosts", str(size.nodes), "--ranks-per-host", str(size.per_node)]

@@ -12,12 +12,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain.interpreter import module_command
 from hpctrain.launchers import scrubbed
 from hpctrain.transport import claims
 
@@ -95,7 +95,7 @@ def jobs(
     mpiexec: str | None, vendor: str, visible: int, nodes: int, environ: Mapping[str, str]
 ) -> dict[str, list[str]]:
     """Return the command of the trial of each class that can be tried here."""
-    child = [sys.executable, "-m", "hpctrain.transport.trial"]
+    child = module_command("hpctrain.transport.trial")
     pairs = {"same_gpu": "0,0", "same_node": "0,1" if visible > 1 else "", "across": "0,0"}
     found = {}
     for name, numbers in pairs.items():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import psutil
@@ -13,6 +15,7 @@ from click.testing import CliRunner
 
 from hpctrain import rundir
 from hpctrain.cli import hpctrain as whole_command
+from hpctrain.cluster import guard
 from hpctrain.cluster import launch as module
 from hpctrain.cluster.launch import Ended, Mpi, command
 from hpctrain.commands.launch import launch as launch_command
@@ -142,11 +145,12 @@ def test_what_this_job_did_not_end_with_is_no_outcome(tmp_path, capsys, age_s, s
 
 
 @pytest.mark.parametrize("watched", [True, False])
-def test_ranks_learn_whether_somebody_watches(monkeypatch, tmp_path, watched):
+def test_ranks_learn_whether_somebody_watches(monkeypatch, watched):
     monkeypatch.setattr(os, "isatty", lambda descriptor: watched and descriptor == 2)
     monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((97, 40)))
-    told = {"HPCTRAIN_ANNOUNCE": str(tmp_path), **({"HPCTRAIN_TERMINAL": "97"} if watched else {})}
-    assert module._for_ranks(tmp_path) == told
+    told = {"HPCTRAIN_ANNOUNCE": "/proc/7/fd/3", "HPCTRAIN_JOB": "f00d"}
+    told |= {"HPCTRAIN_TERMINAL": "97"} if watched else {}
+    assert module._for_ranks("/proc/7/fd/3", "f00d") == told
 
 
 # ---- with real ranks ----
@@ -263,8 +267,66 @@ def test_ranks_left_by_a_killed_mpiexec_are_killed(job):
     launch, _ = job
     running = launch("stubborn")
     running.until("ready")
-    psutil.Process(running.process.pid).children()[0].kill()
+    names = {child.name(): child for child in psutil.Process(running.process.pid).children()}
+    assert len(names) == 2  # the other one is mpiexec, or prterun, which takes its place
+    next(child for name, child in names.items() if name != "hpctrain-guard").kill()
     assert running.finish(20).returncode == 1
+
+
+LIMIT_S = 10.0  # from the death of launch to that of its last process
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("mode", ["polite", "stubborn", "suspended"])
+def test_a_killed_launch_takes_its_ranks_along(job, mode):
+    launch, _ = job
+    running = launch("polite" if mode == "polite" else "stubborn")
+    running.until("ready")
+    of_job = [process.pid for process in running.ranks()] + [
+        process.pid for process in psutil.Process(running.process.pid).children(recursive=True)
+    ]
+    if mode == "suspended":
+        running.ranks()[-1].suspend()
+    running.process.kill()
+    deadline = time.monotonic() + LIMIT_S
+    while left := [pid for pid in of_job if alive(pid)]:
+        assert time.monotonic() < deadline, [psutil.Process(pid).cmdline() for pid in left]
+        time.sleep(0.05)
+    asked = [f"rank {rank} of 3 was asked" in running.output() for rank in range(3)]
+    assert asked == [mode == "polite"] * 3
+    assert "launch was killed: its ranks are stopped" in running.output()
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_the_guard_waits_for_a_process_that_is_just_being_started(tmp_path):
+    line = [sys.executable, "-I", "-S", guard.__file__, "a job"]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdin.close()
+        time.sleep(0.3)
+        own = {**os.environ, guard.JOB: "a job"}
+        late = subprocess.Popen(["sleep", "60"], env=own)
+        other = subprocess.Popen(["sleep", "60"], env={**own, guard.JOB: "another job"})
+        try:
+            assert late.wait(LIMIT_S) == -signal.SIGUSR1
+            assert process.wait(LIMIT_S) == 0
+            assert other.poll() is None
+        finally:
+            late.kill(), other.kill()
+            late.wait(), other.wait()
+
+
+@pytest.mark.parametrize("ignored, number", [("", "TERM"), ("TERM", "KILL"), ("TERM HUP", "KILL")])
+def test_who_does_not_end_is_ended(ignored, number):
+    trap = f"trap '' {ignored}; " if ignored else ""
+    line = ["sh", "-c", f"{trap}echo up; while :; do sleep 0.1; done"]
+    own = {**os.environ, guard.JOB: "stubborn"}
+    with subprocess.Popen(line, env=own, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        guard.end("stubborn", ((0.1, signal.SIGTERM), (0.4, signal.SIGKILL)))
+        assert process.wait(0) == -signal.Signals[f"SIG{number}"]
 
 
 @pytest.mark.processes

@@ -17,6 +17,7 @@ from ranks import on_ranks
 from hpctrain.cluster import gpus as before
 from hpctrain.errors import UsageError
 from hpctrain.hardware.gdr import Gdr
+from hpctrain.interpreter import module_command
 from hpctrain.transport import claims, gpus, trial, trials, verdicts
 from hpctrain.transport.claims import Claims
 from hpctrain.transport.paths import STAGED, Verdict
@@ -204,7 +205,7 @@ def test_jobs(case, tmp_path):
     environ = {"PATH": str(tmp_path), **({"SLURM_JOB_ID": "7"} if slurm else {})}
     (tmp_path / "srun").touch(0o755)
     found = trials.jobs("mpiexec", vendor, count, nodes, environ)
-    child = f"{sys.executable} -m hpctrain.transport.trial"
+    child = " ".join(module_command("hpctrain.transport.trial"))
     assert {name: " ".join(line) for name, line in found.items()} == {
         name: line.replace("*", child) for name, line in expected.items()
     }
@@ -336,7 +337,7 @@ def test_launch_ends_trials_that_take_too_long(monkeypatch, tmp_path, caplog):
     python = tmp_path / "python"
     python.write_text(f"#!{sys.executable}\n{CHILD.format(str(ended), str(up))}")
     python.chmod(0o755)
-    monkeypatch.setattr(before.sys, "executable", str(python))
+    monkeypatch.setattr(sys, "executable", str(python))
     interrupted(monkeypatch, up, subprocess.TimeoutExpired("child", 1))
     assert before.verdict() == "" and ended.exists()
     assert "did not end within 240 s" in caplog.text
