@@ -7,23 +7,28 @@
     broadcast, root 0     a      a   a        scatter, root 0   a0         a1         a2
     all_gather            (a b c) on all      gather, root 0    (a b c)    -          -
 
-Arrays are contiguous, of NumPy or CuPy, in float16, bfloat16 (of ml_dtypes), float32, float64,
-int32 or int64. All ranks must call with the same shape, dtype and arguments, and all with arrays of
-the host or all of GPUs: with `check` they first compare these (Bruck, 64 bytes a rank); without it,
-ranks that differ get a TransportError or wrong numbers. Results on a GPU are there for what its
-current stream does next.
+Arrays are contiguous, of NumPy or CuPy, in bool, uint8, int8, int16, int32, int64, float16,
+bfloat16 (of ml_dtypes), float32, float64, complex64 or complex128. `op` is sum, prod, min or max
+(not of complex numbers), mean (not of integers), and, or, xor (of integers bitwise, of bools
+logical): see `hpctrain.collectives.operations`.
+
+All ranks must call with the same shape, dtype and arguments, and all with arrays of the host or all
+of GPUs: with `check` they first compare these (Bruck, 64 bytes a rank); without it, ranks that
+differ get a TransportError or wrong numbers. Results on a GPU are there for what its current stream
+does next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 from hpctrain import collectives, ready
 from hpctrain.collectives import linear
+from hpctrain.collectives.mean import mean
 from hpctrain.collectives.ring import all_gather as ring_all_gather
 from hpctrain.collectives.ring import reduce_scatter as ring_reduce_scatter
 from hpctrain.collectives.tree import broadcast as tree_broadcast
@@ -50,9 +55,9 @@ def allreduce(
 ) -> None:
     """Reduce `x` in place over all ranks; all must call.
 
-    `x`: any shape. `op`: sum, mean, min or max. `algorithm`: auto, or a name of
-    `hpctrain.collectives.ALLREDUCE`. Cost: see the file of the algorithm. Raises UsageError if an
-    argument does not fit, or if ranks differ.
+    `x`: any shape. `op`: as above, for the dtype of `x`. `algorithm`: auto, or a name of
+    `hpctrain.collectives.ALLREDUCE`. Cost: see the file of the algorithm; of a mean also that of
+    `hpctrain.collectives.mean`. Raises UsageError if an argument does not fit, or if ranks differ.
     """
     if not check:
         # The quickest way in Python to an array's call: at few bytes every 10 ns are seen. Words
@@ -70,13 +75,14 @@ def allreduce(
 
 def _allreduce(x: np.ndarray, op: str, algorithm: str, given: World | None, check: bool) -> None:
     world, function = given or init(), allreduce_named(algorithm)
-    flat, operation = _flat(x), _operation(x, op)
+    flat, operation = _flat(x), collectives.operation(op, x.dtype)
     if check:
         _compare(world, check, f"allreduce {op} {algorithm}", x)
-    function(world.main, flat, operation)
     if op == "mean":
-        flat /= world.size
-    elif function is auto and not check and isinstance(x, np.ndarray) and ready.met_before(x):
+        mean(world.main, flat, operation, function)
+        return
+    function(world.main, flat, operation)
+    if function is auto and not check and isinstance(x, np.ndarray) and ready.met_before(x):
         found = prepared(world.main, flat, operation)
         if found is not None:
             call, about = found
@@ -93,14 +99,16 @@ def bind(
     """Return a call that reduces `x`, as it is then, over all ranks; nothing is looked up again.
 
     All ranks must call here, and then the bound calls in the same order. `x` as in `allreduce`; in
-    `world.zeros` it is reduced fastest. `op`: sum, min or max. With `result` "shared" the call
-    returns the flat array that holds the sum, which may be a node neighbour's: it is for reading,
-    until all ranks meet again (any collective call); `x` may be left as it is. With "in-place" the
-    sum is in `x`. Raises as `allreduce`.
+    `world.zeros` it is reduced fastest. `op`: as in `allreduce`, but for the mean. With `result`
+    "shared" the call returns the flat array that holds the sum, which may be a node neighbour's: it
+    is for reading, until all ranks meet again (any collective call); `x` may be left as it is. With
+    "in-place" the sum is in `x`. Raises as `allreduce`.
     """
     world, flat = world or init(), _flat(x)
     if result not in RESULTS:
         raise UsageError(f"expected a result of {', '.join(RESULTS)}, seen {result!r}")
+    if op == "mean":
+        raise UsageError("op 'mean' cannot be bound: bind 'sum' and divide, or call ht.allreduce")
     operation = collectives.operation(op, x.dtype)
     _compare(world, True, f"bind {op} {algorithm} {result}", x)
     return bound(world.main, flat, operation, algorithm, result == "shared")
@@ -114,11 +122,13 @@ def reduce(
     `x`: any shape. Binomial tree: ceil(log2 P) steps. Raises as `allreduce`.
     """
     world = world or init()
-    flat, operation = _flat(x), _operation(x, op)
+    flat, operation = _flat(x), collectives.operation(op, x.dtype)
     _compare(world, check, f"reduce {op} {_rank(root, world)}", x)
-    tree_reduce(world.main, flat, operation, root)
+    function = partial(tree_reduce, root=root)
     if op == "mean":
-        flat /= world.size
+        mean(world.main, flat, operation, function)
+    else:
+        function(world.main, flat, operation)
 
 
 def broadcast(x: np.ndarray, root: int = 0, world: World | None = None, check: bool = True) -> None:
@@ -136,11 +146,12 @@ def reduce_scatter(
     Ring: P-1 steps, n(P-1)/P bytes sent. Raises as `allreduce`.
     """
     world = world or init()
-    flat, operation = _flat(_rows(x, world)), _operation(x, op)
+    flat, operation = _flat(_rows(x, world)), collectives.operation(op, x.dtype)
     _compare(world, check, f"reduce_scatter {op}", x)
-    mine = ring_reduce_scatter(world.main, flat, operation)
     if op == "mean":
-        mine /= world.size
+        mean(world.main, flat, operation, ring_reduce_scatter)
+    else:
+        ring_reduce_scatter(world.main, flat, operation)
     return x[world.rank]
 
 
@@ -185,19 +196,6 @@ def all_to_all(x: np.ndarray, world: World | None = None, check: bool = True) ->
     _compare(world, check, "all_to_all", x)
     linear.all_to_all(world.main, flat, out.reshape(-1))
     return out
-
-
-def _operation(x: np.ndarray, op: str) -> collectives.Operation:
-    return _operation_of(op, x.dtype)
-
-
-@lru_cache
-def _operation_of(op: str, dtype: np.dtype) -> collectives.Operation:
-    if op != "mean":
-        return collectives.operation(op, dtype)
-    if dtype.kind in "iu":
-        raise UsageError(f"op 'mean' needs floating point, seen {dtype}; use 'sum'")
-    return collectives.operation("sum", dtype)
 
 
 def _checked(x: Any) -> np.ndarray:

@@ -35,14 +35,32 @@ __device__ unsigned short narrow(float x) {
     return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 """
+#: Of a product's parts each operation is rounded by itself: the compiler may not fuse them.
+_COMPLEX = """
+struct Complex { PART real, imag; };
+__device__ Complex wide(Complex x) { return x; }
+__device__ Complex narrow(Complex x) { return x; }
+__device__ Complex operator*(Complex a, Complex b) {
+    return {__?sub_rn(__?mul_rn(a.real, b.real), __?mul_rn(a.imag, b.imag)),
+            __?add_rn(__?mul_rn(a.real, b.imag), __?mul_rn(a.imag, b.real))};
+}
+"""
+_SINGLE = _COMPLEX.replace("PART", "float").replace("?", "f")
+_DOUBLE = _COMPLEX.replace("PART", "double").replace("?", "d")
 #: dtype -> its type in memory, the type it is computed in, and how to come to one from the other
 KINDS = {
+    "bool": ("unsigned char", "unsigned char", _SAME),
+    "uint8": ("unsigned char", "unsigned char", _SAME),
+    "int8": ("signed char", "signed char", _SAME),
+    "int16": ("short", "short", _SAME),
     "float32": ("float", "float", _SAME),
     "float64": ("double", "double", _SAME),
     "int32": ("int", "int", _SAME),
     "int64": ("long long", "long long", _SAME),
     "float16": ("unsigned short", "float", _HALF),
     "bfloat16": ("unsigned short", "float", _BRAIN),
+    "complex64": ("struct Complex", "struct Complex", _SINGLE),
+    "complex128": ("struct Complex", "struct Complex", _DOUBLE),
 }
 #: The sum of what all threads of a block have, which are a power of two; in one order.
 ADDED = """

@@ -52,6 +52,12 @@ template <class T> static inline T atomicAdd(T* at, T more) {
     return __atomic_fetch_add(at, more, __ATOMIC_RELAXED); }
 static inline float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, 4); return y; }
 static inline unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return y; }
+#define ROUNDED(type, letter) \\
+    static inline type __##letter##add_rn(type x, type y) { return x + y; } \\
+    static inline type __##letter##sub_rn(type x, type y) { return x - y; } \\
+    static inline type __##letter##mul_rn(type x, type y) { return x * y; }
+ROUNDED(float, f)
+ROUNDED(double, d)
 static inline unsigned long long __umul64hi(unsigned long long x, unsigned long long y) {
     return (unsigned __int128)x * y >> 64; }
 """

@@ -91,7 +91,7 @@ def test_unchecked_calls(ranks, taken, length):
 
 @pytest.mark.parametrize("options, told", [
     ({"result": "there"}, "expected a result of in-place, shared, seen 'there'"),
-    ({"op": "mean"}, "unknown op 'mean'"),
+    ({"op": "mean"}, "op 'mean' cannot be bound: bind 'sum' and divide"),
     ({"algorithm": "tre"}, "did you mean 'tree'?"),
 ])  # fmt: skip
 def test_bind_refuses(options, told):
@@ -104,11 +104,16 @@ def test_bind_refuses(options, told):
 # x of a rank, further arguments -> what every rank is told
 WRONG = {
     "no array": (lambda rank: [1.0], {}, "expected an array of NumPy or CuPy, seen list"),
-    "dtype": (lambda rank: np.ones(3, complex), {}, "seen complex128"),
+    "dtype": (lambda rank: np.ones(3, "m8[s]"), {}, "seen timedelta64[s]"),
     "strided": (lambda rank: np.ones((4, 4))[:, ::2], {}, "use numpy.ascontiguousarray"),
     "transposed": (lambda rank: np.ones((2, 3)).T, {}, "use numpy.ascontiguousarray"),
     "op": (lambda rank: np.ones(3), {"op": "summ"}, "unknown op 'summ'; did you mean 'sum'?"),
-    "mean of integers": (lambda rank: np.ones(3, int), {"op": "mean"}, "use 'sum'"),
+    "op of another library": (lambda rank: np.ones(3), {"op": "avg"},
+                              "unknown op 'avg'; float64 has: sum, prod, min, max, mean"),
+    "mean of integers": (lambda rank: np.ones(3, int), {"op": "mean"},
+                         "op 'mean' is not defined for int64; int64 has: sum, prod, min, max, and"),
+    "order of complex numbers": (lambda rank: np.ones(3, complex), {"op": "max"},
+                                 "op 'max' is not defined for complex128; complex128 has: sum, "),
     "algorithm": (lambda rank: np.ones(3), {"algorithm": "tre"}, "did you mean 'tree'?"),
     "lengths": (lambda rank: np.ones(3 + (rank == 1)), {}, "rank 1 has 4 float64 allreduce"),
     "dtypes": (lambda rank: np.ones(3, "f4" if rank else "f8"), {},

@@ -1,4 +1,4 @@
-"""Random data of which the right result is known in float64, whatever the length.
+"""Random data of which the right result is known, of floats in float64, whatever the length.
 
 Each rank has a block of a prime number of random values, repeated to the length of the vector: so
 a chunk that lands in the wrong place is seen, and no rank needs the vectors of the others.
@@ -13,8 +13,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hpctrain.collectives import OPERATIONS
+from hpctrain.collectives import operation
 from hpctrain.collectives.chunks import bounds
+from hpctrain.collectives.operations import ufunc_of
 
 PERIOD = 65_537  # a prime: no chunk's place is a multiple of it
 BFLOAT16_EPS = 2.0**-7  # NumPy's finfo does not know it
@@ -23,9 +24,17 @@ BFLOAT16_EPS = 2.0**-7  # NumPy's finfo does not know it
 def block(rank: int, dtype: np.dtype) -> np.ndarray:
     """Return the random values of `rank`: (PERIOD,) of `dtype`."""
     rng = np.random.default_rng((rank, 2026))
-    if dtype.kind == "i":
+    if dtype.kind in "biu":
         return rng.integers(-1000, 1000, PERIOD).astype(dtype)
-    return rng.standard_normal(PERIOD).astype(dtype)
+    parts = rng.standard_normal((2, PERIOD))
+    return (parts[0] + 1j * parts[1] if dtype.kind == "c" else parts[0]).astype(dtype)
+
+
+def wide(values: np.ndarray) -> np.ndarray:
+    """Return `values` in the dtype in which they are compared: int64, float64 or complex128."""
+    if values.dtype.kind in "biu":
+        return values.astype(np.int64)
+    return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
 
 
 def fill(x: np.ndarray, values: np.ndarray, start: int = 0) -> None:
@@ -35,24 +44,29 @@ def fill(x: np.ndarray, values: np.ndarray, start: int = 0) -> None:
 
 
 def agrees(x: np.ndarray, wanted: np.ndarray, margin: np.ndarray, start: int = 0) -> bool:
-    """Return whether each element of `x` lies within `margin` of `wanted`, blocks of float64."""
+    """Return whether each element of `x` lies within `margin` of `wanted`, blocks as of `wide`."""
     return all(
-        bool(np.all(np.abs(x[here].astype(np.float64) - wanted[there]) <= margin[there]))
+        bool(np.all(np.abs(wide(x[here]) - wanted[there]) <= margin[there]))
         for here, there in _places(start, x.size)
     )
 
 
 def reduced(op: str, ranks: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Return the block of the reduction over `ranks` and its margin, both float64.
+    """Return the block of the reduction over `ranks`, as of `wide`, and its margin, float64.
 
     A sum of P values has at most P - 1 roundings on the way of each value, in any order: an error
-    of (P - 1) u sum|v| (Higham 2002, section 4.2), here with the whole spacing for u, for slack.
+    of (P - 1) u sum|v| (Higham 2002, section 4.2), here with the whole spacing for u, for slack. So
+    has a product, each of up to sqrt(5) u where numbers are complex (Brent et al., 2007).
     """
-    values = [block(rank, dtype).astype(np.float64) for rank in range(ranks)]
-    wanted = OPERATIONS[op].reduce(values)
-    exact = op != "sum" or dtype.kind == "i"
-    margin = np.zeros(PERIOD) if exact else ranks * eps(dtype) * np.sum(np.abs(values), axis=0)
-    return wanted, margin
+    values = [wide(block(rank, dtype)) for rank in range(ranks)]
+    ufunc = ufunc_of(operation(op, dtype))
+    wanted = ufunc.reduce(values)
+    if dtype.kind in "biu":  # what overflows wraps around
+        return wide(wanted.astype(dtype)), np.zeros(PERIOD)
+    if op in ("min", "max"):
+        return wanted, np.zeros(PERIOD)
+    factor = np.sqrt(5) if op == "prod" and dtype.kind == "c" else 1.0
+    return wanted, factor * ranks * eps(dtype) * ufunc.reduce(np.abs(values))
 
 
 def eps(dtype: np.dtype) -> float:

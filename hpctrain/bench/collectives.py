@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain import config
+from hpctrain import collectives, config
 from hpctrain.bench import output, rivals, room, sizes, sweep
 from hpctrain.bench.operations import COLLECTIVES, NATIVE, NATIVE_PLAIN
 from hpctrain.collectives import DTYPES, OPERATIONS
+from hpctrain.collectives.operations import reduced_by_mpi
 from hpctrain.errors import UsageError
 from hpctrain.world import World
 
@@ -23,6 +24,8 @@ TIMED = (
     "calls back to back; the slowest rank's time / calls counts; contenders and floor take "
     "turns; buffers hold zeros"
 )
+RIVALS_OPERATIONS = ("sum", "min", "max")
+RIVALS_DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 MATPLOTLIB = "--plot needs matplotlib; run: pip install 'hpctrain[report]'"
 
 
@@ -54,12 +57,15 @@ def check(
     wanted = list(listed(algorithms))
     for name in wanted:
         config.pick(dict.fromkeys(collective.names), name, "algorithm")
+    kind = dtype_named(dtype)
+    config.pick(dict.fromkeys(OPERATIONS), op, "op")
+    collectives.operation(op, kind)
     plan = sweep.Plan(
         collective,
         sizes.parse(sizes_text),
         wanted,
-        dtype_named(dtype),
-        config.pick({name: name for name in OPERATIONS}, op, "op"),
+        kind,
+        op,
         rounds_of("--iterations", iterations, 1),
         rounds_of("--warm-up", warm_up, 0),
         config.pick(BUFFERS, buffers, "--buffers"),
@@ -132,19 +138,20 @@ def must_draw(plot: Path | None) -> None:
 
 
 def _impossible(plan: sweep.Plan) -> dict[str, str]:
-    """Return why MPI's own collective is left out: it knows no 16-bit floats."""
-    if plan.dtype.itemsize > 2:
+    """Return why MPI's own collective is left out, where its operation is another one, or none."""
+    if reduced_by_mpi(np.empty(0, plan.dtype), collectives.operation(plan.op, plan.dtype)):
         return {}
     natives = [name for name in (NATIVE, NATIVE_PLAIN) if name in plan.algorithms]
-    return dict.fromkeys(natives, f"MPI reduces no {plan.dtype.name}")
+    return dict.fromkeys(natives, f"MPI has not the same {plan.op} of {plan.dtype.name}")
 
 
 def _offered(plan: sweep.Plan, library: rivals.Rival) -> bool:
-    return library.offers(plan.collective.name, plan.dtype)
+    known = plan.op in RIVALS_OPERATIONS and plan.dtype.name in RIVALS_DTYPES
+    return known and library.offers(plan.collective.name, plan.dtype)
 
 
 def _offers_not(plan: sweep.Plan) -> str:
-    return f"offers no {plan.collective.name} of {plan.dtype.name} in place"
+    return f"offers no {plan.collective.name} ({plan.op}) of {plan.dtype.name} in place"
 
 
 def _buffers(world: World, plan: sweep.Plan) -> str:

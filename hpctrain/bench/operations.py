@@ -123,7 +123,7 @@ def _reduced(case: Case, where: slice) -> list[Part]:
 
 
 def _copy_of(case: Case, rank: int, where: slice) -> Part:
-    values = checks.block(rank, case.dtype).astype(np.float64)
+    values = checks.wide(checks.block(rank, case.dtype))
     return Part(where.start, where.stop, values, np.zeros(checks.PERIOD))
 
 

@@ -7,7 +7,8 @@
     out   [ y0 ..... ]  [ y1 ..... ]  ...                             each written once
 
 The order of additions is that of NumPy in `direct`, and each is one operation of IEEE 754, 16-bit
-floats being added in float32 and rounded after each: the same bytes as on the CPU. An array that is
+floats being added in float32 and rounded after each: the same bytes as on the CPU, but for the bits
+of a NaN that comes out of a sum or a product. An array that is
 written may be one that is read, since a thread reads all of a place before it writes there. Arrays
 of neighbours, even on another GPU, are read as the own ones: no cache holds them between kernels.
 
@@ -21,18 +22,36 @@ from functools import lru_cache
 
 import numpy as np
 
-from hpctrain.kernels import PACK_BYTES, launch, written
+from hpctrain.kernels import KINDS, PACK_BYTES, launch, written
 from hpctrain.xp import Array
 
-#: As NumPy: what is not a number stays that.
+#: What is made of numbers `a` and `b`.
 HOW = {
     "add": "a + b",
-    "minimum": "(a < b || a != a) ? a : b",
-    "maximum": "(a > b || a != a) ? a : b",
+    "multiply": "a * b",
+    "minimum": "a < b ? a : b",
+    "maximum": "a > b ? a : b",
+    "bitwise_and": "a & b",
     "bitwise_or": "a | b",
+    "bitwise_xor": "a ^ b",
+    "logical_and": "a && b",
+    "logical_or": "a || b",
+    "logical_xor": "!a != !b",
 }
+BOTH = "__device__ T both(T x, T y) { REAL a = wide(x), b = wide(y); return narrow(HOW); }"
+#: Floats are ordered by integers that lie in their place, see extremum.py.
+KEYED = """
+__device__ T key(T x) {
+    const T last = 8 * sizeof(T) - 1, most = (UNSIGNED)-1 >> 1;
+    return (T)((UNSIGNED)(x ^ ((x >> last) & most)) + (UNSIGNED)(ROTATION));
+}
+__device__ T both(T x, T y) { return key(x) COMPARED key(y) ? x : y; }
+"""
+COMPARED = {"minimum": "<", "maximum": ">"}
+#: Of the floats that have an order, how many of their bits are a NaN's own.
+FRACTION_BITS = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}
 SOURCE = """
-__device__ T both(T x, T y) { REAL a = wide(x), b = wide(y); return narrow(HOW); }
+BOTH
 struct __align__(16) Pack { T at[16 / sizeof(T)]; };
 
 extern "C" __global__
@@ -64,6 +83,9 @@ def combine(
     numbers of that dtype, or of `kind`; each of `outs` may be one of `arrays`. The kernel is put
     into the current stream, nobody waits for it.
     """
+    if arrays[0].dtype.kind == "c" and ufunc is np.add:  # part by part
+        real = np.dtype(f"f{arrays[0].itemsize // 2}")
+        arrays, outs = [x.view(real) for x in arrays], [x.view(real) for x in outs]
     first, pointers = arrays[0], [x.data.ptr for x in (*arrays, *outs)]
     if not first.size:
         return
@@ -87,9 +109,23 @@ def source(name: str, count: int, outs: int, dtype: str, ufunc: np.ufunc) -> str
         "STORES": " ".join(f"((Pack*){y})[i] = px0;" for y in ys),
         "SINGLES": " ".join(f"sum = both(sum, {x}[i]);" for x in xs[1:]),
         "NAME": name,
-        "HOW": HOW[ufunc.__name__],
     }
     text = SOURCE
     for word, line in lines.items():
         text = text.replace(word, line)
-    return written(text, dtype)
+    if ufunc.__name__ in COMPARED and dtype in FRACTION_BITS:
+        return written(text.replace("BOTH", _keyed(ufunc, dtype)), integer_of(dtype))
+    return written(text.replace("BOTH", BOTH.replace("HOW", HOW[ufunc.__name__])), dtype)
+
+
+def _keyed(ufunc: np.ufunc, dtype: str) -> str:
+    """Return how the lesser or the greater of two floats is found."""
+    nans = (1 << FRACTION_BITS[dtype]) - 1
+    rotation = f"{nans}LL" if ufunc is np.minimum else f"-{nans}LL"
+    text = KEYED.replace("ROTATION", rotation).replace("COMPARED", COMPARED[ufunc.__name__])
+    return text.replace("UNSIGNED", f"unsigned {KINDS[integer_of(dtype)][0]}")
+
+
+def integer_of(dtype: str) -> str:
+    """Return the name of the signed integer that is as wide as floats of `dtype`."""
+    return f"int{dtype.removeprefix('bfloat').removeprefix('float')}"

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from hpctrain.collectives.agree import all_gather_bytes
+from hpctrain.collectives.extremum import Extremum
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.operations import Operation
 from hpctrain.collectives.recursive_doubling import recursive_doubling
@@ -28,7 +29,13 @@ _made: WeakKeyDictionary[Link, Communicator] = WeakKeyDictionary()
 
 def nccl(group: Group, x: Array, op: Operation) -> None:
     """Reduce flat `x` in place over all ranks of `group`."""
-    if x.size:
+    if x.size == 0:
+        return
+    if isinstance(op, Extremum):
+        keys = op.encode(x)
+        communicator(group, x).allreduce(keys, op.ufunc)
+        op.decode(keys)
+    else:
         communicator(group, x).allreduce(x, op)
 
 

@@ -1,12 +1,21 @@
-"""What is done with two numbers: the operations by their names, and how each dtype does them.
+"""The reductions by their names: which dtype has which, and how two arrays are combined.
 
-16-bit floats have too few digits to add many of them, and NumPy adds them slowly. Each hop adds in
-float32, block by block, and rounds once.
+    dtype                          sum       prod          min and max   and  or  xor   mean
+    bool                           or        and           and and or    logical        -
+    uint8 int8 ... int64           wraps around            yes           bitwise        -
+    float16 bfloat16               in float32, rounded once    exact     -              yes
+    float32 float64                yes       yes           exact         -              yes
+    complex64 complex128           yes       yes           -             -              yes
+
+What overflows an integer wraps around, as in NumPy. The sum of bools is whether any is true, as in
+NumPy and PyTorch. Minimum and maximum of floats are those of IEEE 754-2019: extremum.py. 16-bit
+floats have too few digits to add many of them, and NumPy adds them slowly: each hop computes in
+float32, block by block, and rounds once. The mean is a sum that is divided: mean.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,32 +24,96 @@ import numpy as np
 
 from hpctrain import config
 from hpctrain.collectives import bfloat16, fused
+from hpctrain.collectives.extremum import Extremum, extremum
 from hpctrain.errors import UsageError
 from hpctrain.xp import Array, on_device
 
 #: (accumulator, what came, out=accumulator), as NumPy's ufuncs are called.
 Operation = Callable[..., Any]
 
-#: The operations by the names that people type.
-OPERATIONS: dict[str, np.ufunc] = {"sum": np.add, "min": np.minimum, "max": np.maximum}
+_LOGICAL: dict[str, np.ufunc] = {
+    "sum": np.logical_or,
+    "prod": np.logical_and,
+    "min": np.logical_and,
+    "max": np.logical_or,
+    "and": np.logical_and,
+    "or": np.logical_or,
+    "xor": np.logical_xor,
+}
+_COMPLEX: dict[str, np.ufunc] = {"sum": np.add, "prod": np.multiply}
+_FLOAT: dict[str, np.ufunc] = {**_COMPLEX, "min": np.minimum, "max": np.maximum}
+_INTEGER: dict[str, np.ufunc] = {
+    **_FLOAT,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+_BY_DTYPE: dict[str, Mapping[str, np.ufunc]] = {
+    "bool": _LOGICAL,
+    **dict.fromkeys(("uint8", "int8", "int16", "int32", "int64"), _INTEGER),
+    **dict.fromkeys(("float16", "bfloat16", "float32", "float64"), _FLOAT),
+    **dict.fromkeys(("complex64", "complex128"), _COMPLEX),
+}
+MEAN = "mean"
 #: What may be reduced; bfloat16 is that of ml_dtypes.
-DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
-BLOCK = 32_768  # elements that are held in float32 at once
+DTYPES = tuple(_BY_DTYPE)
+#: The operations by the names that people type, beside the mean; not every dtype has all of them.
+OPERATIONS = tuple(_INTEGER)
+BLOCK = 32_768  # elements that are computed at once: they stay in the cache
 
 
-def operation(name: str, dtype: np.dtype) -> Operation:
-    """Return the operation `name` for arrays of `dtype`; raise UsageError if either is unknown."""
-    ufunc = OPERATIONS.get(name) or config.pick(OPERATIONS, name, "op")
-    if dtype.name not in DTYPES:
+def names(dtype: np.dtype) -> tuple[str, ...]:
+    """Return the names of the operations that `dtype` has; raise UsageError if it has none."""
+    if dtype.name not in _BY_DTYPE:
         raise UsageError(f"a reduction needs one of {', '.join(DTYPES)}, seen {dtype}")
-    return ufunc if dtype.itemsize > 2 else in_float32(ufunc)
+    of_dtype = _BY_DTYPE[dtype.name]
+    return (*of_dtype, MEAN) if of_dtype in (_FLOAT, _COMPLEX) else tuple(of_dtype)
+
+
+@lru_cache
+def operation(name: str, dtype: np.dtype) -> Operation:
+    """Return the operation `name` for arrays of `dtype`, of the mean its sum.
+
+    Raises UsageError that names all operations of `dtype` if it is none of them.
+    """
+    known = names(dtype)
+    if name not in known:
+        raise UsageError(_refusal(name, dtype, known))
+    ufunc = _BY_DTYPE[dtype.name]["sum" if name == MEAN else name]
+    if name in ("min", "max") and dtype.name in fused.FRACTION_BITS:
+        return extremum(ufunc, dtype)
+    if dtype.name in ("float16", "bfloat16"):
+        return in_float32(ufunc)
+    return complex_product if dtype.kind == "c" and ufunc is np.multiply else ufunc
+
+
+def _refusal(name: str, dtype: np.dtype, known: Sequence[str]) -> str:
+    expected = f"{dtype.name} has: {', '.join(known)}"
+    if name in (*OPERATIONS, MEAN):
+        return f"op '{name}' is not defined for {dtype.name}; {expected}"
+    return f"{config.unknown('op', name, known).partition('; choose')[0]}; {expected}"
+
+
+def reduced_by_mpi(x: Array, op: Operation) -> bool:
+    """Return whether MPI's own reduction of `x` by `op` has the same result as ours.
+
+    It knows no 16-bit floats, and which minimum it takes of zeros and NaNs is its own affair.
+    """
+    return (
+        type(op) is np.ufunc
+        and type(x) is np.ndarray
+        and (x.itemsize > 2 or x.dtype.kind in "biu")
+        and (op is np.add or op not in (np.minimum, np.maximum) or x.dtype.kind in "iu")
+    )
 
 
 def ufunc_of(op: Operation) -> Any:
     """Return what `op` does with two numbers."""
     if op is bfloat16.add:
         return np.add
-    return op.ufunc if isinstance(op, InFloat32) else op
+    if op is complex_product:
+        return np.multiply
+    return op.ufunc if isinstance(op, (InFloat32, Extremum)) else op
 
 
 def combine(arrays: Sequence[Array], op: Operation, outs: Sequence[Array]) -> None:
@@ -70,3 +143,19 @@ class InFloat32:
 def in_float32(ufunc: np.ufunc) -> InFloat32:
     """Return `ufunc` for 16-bit floats."""
     return InFloat32(ufunc)
+
+
+def complex_product(a: Array, b: Array, out: Array) -> Array:
+    """Multiply flat complex `a` and `b` into `out`, which may be one of them.
+
+    Each product and each sum is rounded: NumPy's own product is fused or not as the length has it.
+    """
+    if on_device(out):
+        fused.combine([a, b], np.multiply, [out])
+        return out
+    for start in range(0, a.size, BLOCK):
+        x, y, z = (array[start : start + BLOCK] for array in (a, b, out))
+        real = x.real * y.real - x.imag * y.imag
+        z.imag = x.real * y.imag + x.imag * y.real
+        z.real = real
+    return out

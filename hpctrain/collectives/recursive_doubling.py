@@ -14,7 +14,9 @@ receive the result in the end (folding).
 
 Cost: ceil(log2 P) steps, n bytes sent and added at each; folding adds two steps. The fewest
 steps there are: right for short vectors. A vector travels in segments, so the scratch is one
-segment. Addition commutes bit for bit, so partners hold the same bytes after every step.
+segment. Of two partners the lower one's vector is the first operand on both, and takes the result:
+both do the same, and hold the same bytes after every step. (Addition commutes but for the bits of
+a NaN; and NumPy adds one element in another way where the result replaces the second operand.)
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
 MPICH", 2005.
@@ -43,16 +45,20 @@ def recursive_doubling(group: Group, x: np.ndarray, op: Operation) -> None:
 def _reduce_segment(
     group: Group, segment: np.ndarray, op: Operation, core: int, extra: int | None
 ) -> None:
-    link, inbox = group.link, group.scratch.like(segment)
+    link, own, inbox = group.link, segment, group.scratch.like(segment)
     if extra is not None:
         link.irecv(inbox, extra).wait()
-        op(segment, inbox, out=segment)
+        op(own, inbox, out=own)
     distance = 1
     while distance < core:
         partner = link.rank ^ distance
-        link.sendrecv(segment, partner, inbox, partner)
-        op(segment, inbox, out=segment)
+        link.sendrecv(own, partner, inbox, partner)
+        if partner < link.rank:
+            own, inbox = inbox, own
+        op(own, inbox, out=own)
         distance *= 2
+    if own is not segment:
+        segment[...] = own
     if extra is not None:
         link.isend(segment, extra).wait()
 

@@ -3,8 +3,8 @@
 Short ones are copied as a whole, and every rank adds all of them: one exchange (`|`) is enough, in
 which no rank waits for another's sum. Two short slots are used in turn.
 
-    rank 0    [ copy x0 ] | [ x0 + slot 1 ]
-    rank 1    [ copy x1 ] | [ slot 0 + x1 ]
+    rank 0    [ copy x0 ] | [ slot 0 + slot 1 ]
+    rank 1    [ copy x1 ] | [ slot 0 + slot 1 ]
 
 Long ones go in segments that fit a slot of P rows, one for each part as in direct.py. Rank r sums
 part r of all ranks and leaves the sum in row r of its own slot, from where the others copy it:
@@ -13,8 +13,9 @@ part r of all ranks and leaves the sum in row r of its own slot, from where the 
     rank 1    [ copy 0, 2, 3 ] | [ sum 1 of all ] | [ take 0, 2, 3 ]
 
 One slot is enough: with the next segment, row r of rank r's slot is not touched before the first
-exchange, and then all have copied it. A part is summed by one rank, the short ones by all in the
-order of ranks: all ranks end with the same bytes.
+exchange, and then all have copied it. A part is summed by one rank. The short ones are summed by
+all in the order of ranks and out of slots alone, since NumPy does not always add in place as it
+adds into another array: all ranks end with the same bytes.
 
 Cost: short, one exchange, nP read and n (P-1) added per rank; long, two exchanges per segment,
 2n copied and n (P-1)/P added per rank. No bytes are sent.
@@ -52,7 +53,7 @@ def short_call(near: Near, x: np.ndarray, op: Operation, said: int) -> Callable[
     `said` is the same on all ranks if lengths are; where it is not, the call raises TransportError.
     """
     flags, rank = near.flags, near.link.rank
-    turns = [_turn(near.short(x.nbytes, x.dtype, odd), rank, x) for odd in (0, 1)]
+    turns = [_turn(near.short(x.nbytes, x.dtype, odd), rank) for odd in (0, 1)]
 
     def call() -> np.ndarray:
         own, first, second, others = turns[flags.round & 1]
@@ -70,7 +71,7 @@ def short_call(near: Near, x: np.ndarray, op: Operation, said: int) -> Callable[
 def short(near: Near, x: np.ndarray, op: Operation, said: int) -> None:
     """Reduce flat `x`, no longer than SHORT_BYTES, in place; see `short_call`."""
     slots = near.short(x.nbytes, x.dtype, near.flags.round & 1)
-    own, first, second, others = _turn(slots, near.link.rank, x)
+    own, first, second, others = _turn(slots, near.link.rank)
     own[...] = x
     if not near.flags.agree(said):
         must_be_one_length(near, x)
@@ -100,11 +101,10 @@ def must_be_one_length(near: Near, x: np.ndarray) -> None:
 
 
 def _turn(
-    slots: list[np.ndarray], rank: int, x: np.ndarray
+    slots: list[np.ndarray], rank: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Return our slot, and what is to be added up into `x`: itself where that is still possible."""
-    first, second = x if rank == 0 else slots[0], x if rank == 1 else slots[1]
-    return slots[rank], first, second, slots[2:]
+    """Return our slot, and what is to be added up."""
+    return slots[rank], slots[0], slots[1], slots[2:]
 
 
 def _segment(near: Near, slots: list[np.ndarray], x: np.ndarray, op: Operation) -> None:

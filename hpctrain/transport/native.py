@@ -16,24 +16,40 @@ from hpctrain.errors import UsageError
 from hpctrain.transport.link import NativeCall
 
 LONGEST_BYTES = (1 << 31) - 1  # what Open MPI takes in one call
-OPERATIONS: dict[np.ufunc, MPI.Op] = {
-    np.add: MPI.SUM,
+_Operations = dict[np.ufunc, MPI.Op]
+_LOGICAL: _Operations = {np.logical_and: MPI.LAND, np.logical_or: MPI.LOR, np.logical_xor: MPI.LXOR}
+#: No minimum of floats: it is for each library which one it takes of zeros and NaNs.
+_FLOAT: _Operations = {np.add: MPI.SUM, np.multiply: MPI.PROD}
+_INTEGER: _Operations = {
+    **_FLOAT,
     np.minimum: MPI.MIN,
     np.maximum: MPI.MAX,
+    np.bitwise_and: MPI.BAND,
     np.bitwise_or: MPI.BOR,
+    np.bitwise_xor: MPI.BXOR,
+}
+#: NumPy's code of a dtype -> its ufunc -> MPI's operation with the same result.
+OPERATIONS: dict[str, _Operations] = {
+    "?": _LOGICAL,
+    **dict.fromkeys("bBhHiIlLqQ", _INTEGER),
+    **dict.fromkeys("fdFD", _FLOAT),
 }
 
 
 def able(x: np.ndarray, op: Any) -> bool:
     """Return whether MPI reduces `x` by `op` in one call; arrays of GPUs it is never given."""
-    return op in OPERATIONS and x.nbytes <= LONGEST_BYTES and isinstance(x, np.ndarray)
+    return isinstance(x, np.ndarray) and x.nbytes <= LONGEST_BYTES and op in _operations(x)
 
 
 def operation(x: np.ndarray, op: Any) -> MPI.Op:
     """Return MPI's `op`; raise UsageError where it has none."""
-    if op not in OPERATIONS:
-        raise UsageError(f"MPI reduces no arrays of {x.dtype}; take an algorithm of ours")
-    return OPERATIONS[op]
+    if op not in _operations(x):
+        raise UsageError(f"MPI reduces no arrays of {x.dtype} so; take an algorithm of ours")
+    return _operations(x)[op]
+
+
+def _operations(x: np.ndarray) -> _Operations:
+    return OPERATIONS.get(x.dtype.char, {})
 
 
 def at_once(comm: MPI.Comm, x: np.ndarray, op: Any) -> Callable[[], Any]:
@@ -43,22 +59,22 @@ def at_once(comm: MPI.Comm, x: np.ndarray, op: Any) -> Callable[[], Any]:
     is not bound to its object yet saves a call in C.
     """
     spec = [MPI.memory.frombuffer(x), x.size, MPI.Datatype.fromcode(x.dtype.char)]
-    return partial(MPI.Comm.Allreduce, comm, MPI.IN_PLACE, spec, OPERATIONS[op])
+    return partial(MPI.Comm.Allreduce, comm, MPI.IN_PLACE, spec, operation(x, op))
 
 
-def bound(comm: MPI.Comm, operation: str, x: np.ndarray, op: Any) -> NativeCall:
-    """Return a call of MPI's own `operation` on flat `x`; see Link.native_call.
+def bound(comm: MPI.Comm, collective: str, x: np.ndarray, op: Any) -> NativeCall:
+    """Return a call of MPI's own `collective` on flat `x`; see Link.native_call.
 
     Raises UsageError for a dtype that MPI does not reduce, and above what Open MPI takes at once.
     """
     if not able(x, op):
         raise UsageError(
-            f"MPI's own {operation}: expected int or float of 32 or 64 bits and at most "
+            f"MPI's own {collective}: expected a dtype and an operation that it has, and at most "
             f"{LONGEST_BYTES} bytes, seen {x.nbytes} bytes of {x.dtype}"
         )
     chunk, kind = x.size // comm.size, MPI.Datatype.fromcode(x.dtype.char)
     whole, chunks = [x, x.size, kind], [x, chunk, kind]
-    here, by = MPI.IN_PLACE, OPERATIONS[op]
+    here, by = MPI.IN_PLACE, operation(x, op)
     calls: dict[str, Callable[[], Any]] = {
         "allreduce": partial(comm.Allreduce, here, whole, by),
         "allreduce plain": lambda: comm.Allreduce(MPI.IN_PLACE, x, by),
@@ -66,4 +82,4 @@ def bound(comm: MPI.Comm, operation: str, x: np.ndarray, op: Any) -> NativeCall:
         "all-gather": partial(comm.Allgather, here, chunks),
         "broadcast": partial(comm.Bcast, whole, 0),
     }
-    return NativeCall(calls[operation], x[:chunk] if operation == "reduce-scatter" else x)
+    return NativeCall(calls[collective], x[:chunk] if collective == "reduce-scatter" else x)

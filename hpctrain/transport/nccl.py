@@ -19,8 +19,15 @@ import numpy as np
 from hpctrain.errors import UsageError
 from hpctrain.xp import Array, on_device
 
-OPERATIONS = {np.add: "NCCL_SUM", np.minimum: "NCCL_MIN", np.maximum: "NCCL_MAX"}
+OPERATIONS = {
+    np.add: "NCCL_SUM",
+    np.multiply: "NCCL_PROD",
+    np.minimum: "NCCL_MIN",
+    np.maximum: "NCCL_MAX",
+}
 DTYPES = {
+    "int8": "NCCL_INT8",
+    "uint8": "NCCL_UINT8",
     "float32": "NCCL_FLOAT32",
     "float64": "NCCL_FLOAT64",
     "int32": "NCCL_INT32",

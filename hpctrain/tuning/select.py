@@ -27,7 +27,7 @@ from hpctrain.collectives.gathers import ALL_GATHERS, AllGather, joined_by
 from hpctrain.collectives.native import native
 from hpctrain.collectives.nccl import nccl
 from hpctrain.collectives.null import null
-from hpctrain.collectives.operations import Operation
+from hpctrain.collectives.operations import Operation, reduced_by_mpi
 from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.errors import UsageError
 from hpctrain.ready import alias
@@ -57,11 +57,7 @@ def taken(group: Group, x: np.ndarray, op: Operation) -> AllReduceFunction:
     function = pick.plain
     if pick.kept is not function and _seen_by_all(group, x):
         function = pick.kept
-    if function is native and (
-        not (type(op) is np.ufunc and x.itemsize > 2) or type(x) is not np.ndarray
-    ):
-        return pick.ours  # MPI reduces neither 16-bit floats, nor by functions of ours, nor on GPUs
-    return function
+    return pick.ours if function is native and not reduced_by_mpi(x, op) else function
 
 
 def _choices(group: Group, x: Array) -> Choices:
@@ -108,7 +104,7 @@ def bound(
     if function is direct:
         return direct_bound(group, x, op, shared)
     ours = partial(function, group, x, op)
-    by_mpi = function is native and isinstance(x, np.ndarray)
+    by_mpi = function is native and reduced_by_mpi(x, op)
     call = group.link.bind_native(x, op) if by_mpi else ours
     return partial(_then, call, x) if shared else call
 

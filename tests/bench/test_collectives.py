@@ -50,8 +50,11 @@ def test_every_algorithm_is_right(ranks, operation):
         assert {row["calls"] for row in rows} == {64}
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "int32"])
-@pytest.mark.parametrize("op", ["sum", "max"])
+ROWS = [(d, op) for d in ("float16", "bfloat16", "float64", "int32") for op in ("sum", "max")]
+ROWS += [("bool", "sum"), ("uint8", "prod"), ("int64", "xor"), ("complex64", "prod")]
+
+
+@pytest.mark.parametrize("dtype, op", ROWS)
 def test_every_dtype_is_right(dtype, op):
     plan = asked(dtype=dtype, op=op, algorithms="ring,tree", buffers="private").plan
     for groups in run_on("threads", 4, lambda world: list(sweep.run(world, plan, {}))):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cases import dtype_of, expected, vector
+from cases import DTYPES, OPERATIONS, dtype_of, expected, vector
 from clocked import alike, clocks, over_hosts
 
-from hpctrain.collectives import ALLREDUCE, DTYPES, OPERATIONS, all_gather_bytes, operation
+from hpctrain.collectives import ALLREDUCE, all_gather_bytes, operation
 from hpctrain.collectives.group import over_nodes
 from hpctrain.collectives.ring import (
     AHEAD,

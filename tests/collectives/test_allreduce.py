@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cases import INEXACT, LENGTHS, dtype_of, expected, length, vector
+from cases import (
+    DTYPES,
+    INEXACT,
+    LENGTHS,
+    OPERATIONS,
+    dtype_of,
+    expected,
+    length,
+    vector,
+)
 from ranks import THREAD_RANKS, on_ranks, run_on
 
 from hpctrain.collectives import (
     ALLREDUCE,
-    DTYPES,
-    OPERATIONS,
     all_gather_bytes,
     broadcast,
     operation,
@@ -36,8 +43,8 @@ def test_exact_on_integers(ranks, name, word):
     def body(world):
         group = world.main
         for dtype, op, told in rows:
-            if name == "native" and world.transport == "mpi" and dtype in INEXACT:
-                continue  # MPI knows no 16-bit floats
+            if name == "native" and world.transport == "mpi" and dtype in INEXACT and op == "sum":
+                continue  # MPI adds no 16-bit floats
             x = vector(world.rank, n, dtype).copy()
             EVERY[name](group, x, operation(op, x.dtype))
             assert x.tobytes() == told.tobytes(), (dtype, op)

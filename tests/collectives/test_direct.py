@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import dtype_of, expected, length, vector
+from cases import DTYPES, OPERATIONS, dtype_of, expected, length, vector
 from ranks import THREAD_RANKS, on_ranks, run_on
 
-from hpctrain.collectives import DTYPES, OPERATIONS, direct, operation
+from hpctrain.collectives import direct, operation
 from hpctrain.collectives.direct import (
     _say_that_messages_do,
     all_gather,

@@ -20,10 +20,11 @@ from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.tuning.select import allreduce_named
 
 ID = tuple(range(-128, 0))
-CONSTANTS = {"NCCL_SUM": 0, "NCCL_MAX": 2, "NCCL_MIN": 3, "NCCL_INT32": 2, "NCCL_INT64": 4,
-             "NCCL_FLOAT32": 7, "NCCL_FLOAT64": 8}  # fmt: skip
-UFUNCS = {0: np.add, 2: np.maximum, 3: np.minimum}
-KINDS = {2: np.int32, 4: np.int64, 7: np.float32, 8: np.float64}
+CONSTANTS = {"NCCL_SUM": 0, "NCCL_PROD": 1, "NCCL_MAX": 2, "NCCL_MIN": 3, "NCCL_INT8": 0,
+             "NCCL_UINT8": 1, "NCCL_INT32": 2, "NCCL_INT64": 4, "NCCL_FLOAT32": 7,
+             "NCCL_FLOAT64": 8}  # fmt: skip
+UFUNCS = {0: np.add, 1: np.multiply, 2: np.maximum, 3: np.minimum}
+KINDS = {0: np.int8, 1: np.uint8, 2: np.int32, 4: np.int64, 7: np.float32, 8: np.float64}
 
 
 class DeviceArray:
@@ -59,7 +60,8 @@ class Cuda:
         assert source == target and count == x.size and x.dtype == KINDS[kind] and stream == 77
         self.joined[rank] = x.copy()
         self.barrier.wait(10)
-        total = UFUNCS[op].reduce([self.joined[r] for r in sorted(self.joined)])
+        rows = [self.joined[r] for r in sorted(self.joined)]
+        total = UFUNCS[op].reduce(rows, axis=0, dtype=x.dtype)
         self.barrier.wait(10)
         x[...] = total
         self.calls.append((rank, count))
@@ -123,18 +125,19 @@ def cuda(monkeypatch):
     return install
 
 
-@pytest.mark.parametrize("op", ["sum", "min", "max"])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
+@pytest.mark.parametrize("op", ["sum", "prod", "min", "max"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64", "int8", "uint8"])
 def test_sums_over_ranks(cuda, dtype, op):
     fake = cuda(3, 4)
+    ufunc = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}[op]
 
     def body(world):
         function, group = allreduce_named("nccl"), world.main
         for n in (1, 100, 0):
             x = (np.arange(n) * (world.rank + 1) - 40).astype(dtype)
-            function(group, x, collectives.OPERATIONS[op])
+            function(group, x, collectives.operation(op, x.dtype))
             rows = [(np.arange(n) * (r + 1) - 40).astype(dtype) for r in range(3)]
-            assert (x == collectives.OPERATIONS[op].reduce(rows)).all()
+            assert (x == ufunc.reduce(rows, axis=0, dtype=dtype)).all()
 
     run_on("threads", 3, body)
     assert fake.ids == 1  # one communicator for all calls, of rank 0's id

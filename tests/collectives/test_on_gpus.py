@@ -10,11 +10,11 @@ from contextlib import contextmanager
 import fakes
 import numpy as np
 import pytest
-from cases import length, vector
+from cases import DTYPES, OPERATIONS, length, vector
 from ranks import STAGED, on_gpus, on_ranks, run_on
 
 from hpctrain import arrays
-from hpctrain.collectives import ALLREDUCE, DTYPES, OPERATIONS, broadcast, operation
+from hpctrain.collectives import ALLREDUCE, broadcast, operation
 from hpctrain.collectives.direct import all_gather, bound, direct, direct_shared, reduce_scatter
 from hpctrain.collectives.gathers import broadcasts, doubling, joined_by
 from hpctrain.collectives.linear import all_to_all, gather, scatter

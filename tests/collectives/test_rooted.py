@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cases import LENGTHS, expected, length, vector
+from cases import DTYPES, LENGTHS, OPERATIONS, expected, length, vector
 from ranks import THREAD_RANKS, on_ranks
 
-from hpctrain.collectives import DTYPES, OPERATIONS, Group, broadcast, chunks, operation, reduce
+from hpctrain.collectives import Group, broadcast, chunks, operation, reduce
 from hpctrain.collectives.linear import all_to_all, gather, scatter
 from hpctrain.collectives.ring import all_gather, reduce_scatter
 

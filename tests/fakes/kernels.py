@@ -7,6 +7,8 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 
+from hpctrain.collectives.operations import names, operation, ufunc_of
+
 
 def squares(grid, block, x, starts, stops, sums) -> None:
     """Add squares as the threads of a block do: each its own, then in a tree."""
@@ -28,10 +30,11 @@ def combine(ufunc, count, outs, grid, block, *args) -> None:
     ys, (total, *others) = arrays[:outs], arrays[outs:]
     assert len(others) == count - 1 and all(len(x) == n for x in arrays)
     assert packs in (0, total.nbytes // 16) and grid[0] * block[0] > 0
-    wide = np.float32 if total.itemsize == 2 else total.dtype
+    of_dtype = [operation(name, total.dtype) for name in names(total.dtype)]
+    op = next(op for op in of_dtype if ufunc_of(op) is ufunc)
     total = total.copy()
     for other in others:
-        total = ufunc(total.astype(wide), other.astype(wide)).astype(total.dtype)
+        op(total, other, out=total)
     for y in ys:
         y[...] = total
 
@@ -213,9 +216,11 @@ def nothing(grid, block, *args) -> None:
     """What only another kernel has use for."""
 
 
+UFUNCS = (np.add, np.multiply, np.minimum, np.maximum, np.bitwise_and, np.bitwise_or,
+          np.bitwise_xor, np.logical_and, np.logical_or, np.logical_xor)  # fmt: skip
 COMBINED = {
     f"{ufunc.__name__}_{count}_into_{outs}": partial(combine, ufunc, count, outs)
-    for ufunc in (np.add, np.minimum, np.maximum, np.bitwise_or)
+    for ufunc in UFUNCS
     for count in range(2, 10)
     for outs in range(1, 10)
 }

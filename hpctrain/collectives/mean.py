@@ -1,0 +1,86 @@
+"""Mean: the sum over all ranks, divided by their number; finite wherever the exact mean is.
+
+A sum of P finite numbers may overflow where their mean does not: twice 40,000 in float16. Numbers
+scaled by 2^-k, 2^k >= 2P, cannot overflow, but small ones would lose digits. So ranks vote whether
+any of them has a number from which a sum could overflow, and only then sum both:
+
+    x         sum of x         divided by P                    where that sum is finite,
+    x 2^-k    sum of x 2^-k    divided by P 2^-k, exactly      elsewhere this one
+
+Cost beside that of the sum: x is read once more, and one vote (vote.py). Where the vote says so, a
+second sum and a copy of x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from hpctrain.collectives.group import Group
+from hpctrain.collectives.operations import BLOCK, Operation
+from hpctrain.collectives.vote import largest
+from hpctrain.xp import Array, namespace, on_device, to_host, wide
+
+#: Sums in place, and returns what this rank has of the sum; None: all of it.
+Sum = Callable[[Group, Array, Operation], Array | None]
+BFLOAT16_LARGEST = 2.0**128 - 2.0**120  # NumPy's finfo does not know it
+
+
+def mean(group: Group, x: Array, op: Operation, reduce: Sum) -> None:
+    """Reduce flat `x`, float or complex, by `reduce`, and divide what it leaves on this rank.
+
+    All ranks must call. `op` adds.
+    """
+    ranks, exponent = group.link.size, -group.link.size.bit_length() - 1
+    if ranks == 1 or x.size == 0:
+        return
+    if not largest(group, (int(_may_overflow(x, ranks)), 0))[0]:
+        _divide(_sum(group, x, op, reduce), ranks)
+        return
+    scaled = (_parts(x) * _parts(x).dtype.type(2.0**exponent)).view(x.dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = _sum(group, x, op, reduce)
+        instead = _quotients(_sum(group, scaled, op, reduce), ranks * 2.0**exponent)
+        whole = namespace(x).isfinite(total)
+        _divide(total, ranks)
+        total[...] = namespace(x).where(whole, total, instead)
+
+
+def _sum(group: Group, x: Array, op: Operation, reduce: Sum) -> Array:
+    """Return what `reduce` leaves on this rank: of complex numbers the parts, one by one."""
+    total = reduce(group, x, op)
+    return _parts(x if total is None else total)
+
+
+def _parts(x: Array) -> Array:
+    """Return flat `x`, complex numbers as twice as many real ones."""
+    return x.view(f"f{x.itemsize // 2}") if x.dtype.kind == "c" else x
+
+
+def _may_overflow(x: Array, ranks: int) -> bool:
+    """Return whether numbers as large as those of `x` may have no finite sum over `ranks`."""
+    parts = _parts(x)
+    ends = to_host(namespace(x).stack([parts.min(), parts.max()])).astype(np.float64)
+    return not abs(ends).max() < _limit(x.dtype) / (2 * ranks)
+
+
+def _limit(dtype: np.dtype) -> float:
+    """Return the largest finite number of `dtype`, or of its parts."""
+    return BFLOAT16_LARGEST if dtype.name == "bfloat16" else float(np.finfo(dtype).max)
+
+
+def _divide(total: Array, ranks: int) -> None:
+    """Divide real `total` in place; 16-bit floats in float32."""
+    step = total.size if on_device(total) else BLOCK
+    for start in range(0, total.size, step):
+        part = total[start : start + step]
+        part[...] = wide(part) / ranks
+
+
+def _quotients(total: Array, divisor: float) -> Array:
+    """Return finite real `total` / `divisor`, not beyond the largest number by a last rounding."""
+    limit, wider = _limit(total.dtype), wide(total)
+    xp = namespace(total)
+    quotients = xp.clip(wider / divisor, -limit, limit)
+    return xp.where(xp.isfinite(total), quotients, wider).astype(total.dtype)
