@@ -7,41 +7,41 @@
     broadcast, root 0     a      a   a        scatter, root 0   a0         a1         a2
     all_gather            (a b c) on all      gather, root 0    (a b c)    -          -
 
-Arrays are contiguous, of NumPy or CuPy, in bool, uint8, int8, int16, int32, int64, float16,
-bfloat16 (of ml_dtypes), float32, float64, complex64 or complex128. `op` is sum, prod, min or max
-(not of complex numbers), mean (not of integers), and, or, xor (of integers bitwise, of bools
-logical): see `hpctrain.collectives.operations`.
+Arrays are C-contiguous, of NumPy or CuPy, in native byte order, in bool, uint8, int8, int16, int32,
+int64, float16, bfloat16 (of ml_dtypes), float32, float64, complex64 or complex128; those written to
+must be writable. `op` is sum, prod, min or max (not of complex numbers), mean (not of integers),
+and, or, xor (of integers bitwise, of bools logical): see `hpctrain.collectives.operations`.
 
 All ranks must call with the same shape, dtype and arguments, and all with arrays of the host or all
-of GPUs: with `check` they first compare these (Bruck, 64 bytes a rank); without it, ranks that
-differ get a TransportError or wrong numbers. Results on a GPU are there for what its current stream
-does next.
+of GPUs. With `check` ranks first compare a digest of these (collectives/signature.py): what does
+not fit on any rank is one UsageError on all ranks, before any data moves. Without it the rank that
+finds a wrong argument raises alone, and ranks that differ get an error, or wrong numbers. Results
+on a GPU are there for what its current stream does next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from hpctrain import collectives, ready
+from hpctrain import ready
+from hpctrain.arguments import accepted
 from hpctrain.collectives import linear
 from hpctrain.collectives.mean import mean
 from hpctrain.collectives.ring import all_gather as ring_all_gather
 from hpctrain.collectives.ring import reduce_scatter as ring_reduce_scatter
+from hpctrain.collectives.signature import faulty, must_match
 from hpctrain.collectives.tree import broadcast as tree_broadcast
 from hpctrain.collectives.tree import reduce as tree_reduce
 from hpctrain.errors import UsageError
 from hpctrain.tuning.select import allreduce_named, auto, bound, prepared
 from hpctrain.watch import noticed
 from hpctrain.world import World, init
-from hpctrain.xp import Array, namespace, on_device
+from hpctrain.xp import namespace
 
-SIGNATURE_BYTES = 64
-ELSEWHERE = " of GPU "  # in what is said of an array that lies on another than its rank computes on
-RESULTS = ("in-place", "shared")  # of a bound call
 _calls = ready.calls
 
 
@@ -74,10 +74,9 @@ def allreduce(
 
 
 def _allreduce(x: np.ndarray, op: str, algorithm: str, given: World | None, check: bool) -> None:
-    world, function = given or init(), allreduce_named(algorithm)
-    flat, operation = _flat(x), collectives.operation(op, x.dtype)
-    if check:
-        _compare(world, check, f"allreduce {op} {algorithm}", x)
+    world = given or init()
+    flat, operation = _matched(world, check, "allreduce", x, op=op, algorithm=algorithm)
+    function = allreduce_named(algorithm)
     if op == "mean":
         mean(world.main, flat, operation, function)
         return
@@ -104,13 +103,8 @@ def bind(
     is for reading, until all ranks meet again (any collective call); `x` may be left as it is. With
     "in-place" the sum is in `x`. Raises as `allreduce`.
     """
-    world, flat = world or init(), _flat(x)
-    if result not in RESULTS:
-        raise UsageError(f"expected a result of {', '.join(RESULTS)}, seen {result!r}")
-    if op == "mean":
-        raise UsageError("op 'mean' cannot be bound: bind 'sum' and divide, or call ht.allreduce")
-    operation = collectives.operation(op, x.dtype)
-    _compare(world, True, f"bind {op} {algorithm} {result}", x)
+    world = world or init()
+    flat, operation = _matched(world, True, "bind", x, op=op, algorithm=algorithm, result=result)
     return bound(world.main, flat, operation, algorithm, result == "shared")
 
 
@@ -122,8 +116,7 @@ def reduce(
     `x`: any shape. Binomial tree: ceil(log2 P) steps. Raises as `allreduce`.
     """
     world = world or init()
-    flat, operation = _flat(x), collectives.operation(op, x.dtype)
-    _compare(world, check, f"reduce {op} {_rank(root, world)}", x)
+    flat, operation = _matched(world, check, "reduce", x, op=op, root=root)
     function = partial(tree_reduce, root=root)
     if op == "mean":
         mean(world.main, flat, operation, function)
@@ -132,10 +125,13 @@ def reduce(
 
 
 def broadcast(x: np.ndarray, root: int = 0, world: World | None = None, check: bool = True) -> None:
-    """Copy `root`'s `x` into every rank's `x`; binomial tree, ceil(log2 P) steps."""
+    """Copy `root`'s `x` into every rank's `x`; binomial tree, ceil(log2 P) steps.
+
+    `root`'s own may be read-only. Raises as `allreduce`.
+    """
     world = world or init()
-    _compare(world, check, f"broadcast {_rank(root, world)}", x)
-    tree_broadcast(world.main, _flat(x), root)
+    flat, _ = _matched(world, check, "broadcast", x, root=root, root_sends=True)
+    tree_broadcast(world.main, flat, root)
 
 
 def reduce_scatter(
@@ -146,8 +142,7 @@ def reduce_scatter(
     Ring: P-1 steps, n(P-1)/P bytes sent. Raises as `allreduce`.
     """
     world = world or init()
-    flat, operation = _flat(_rows(x, world)), collectives.operation(op, x.dtype)
-    _compare(world, check, f"reduce_scatter {op}", x)
+    flat, operation = _matched(world, check, "reduce_scatter", x, op=op, rows=True)
     if op == "mean":
         mean(world.main, flat, operation, ring_reduce_scatter)
     else:
@@ -156,9 +151,12 @@ def reduce_scatter(
 
 
 def all_gather(x: np.ndarray, world: World | None = None, check: bool = True) -> np.ndarray:
-    """Return a new array (P, *x.shape) of every rank's `x`; ring, P-1 steps, x.nbytes each."""
+    """Return a new array (P, *x.shape) of every rank's `x`; ring, P-1 steps, x.nbytes each.
+
+    `x` may be read-only. Raises as `allreduce`.
+    """
     world = world or init()
-    _compare(world, check, "all_gather", _checked(x))
+    _matched(world, check, "all_gather", x, written=False)
     rows = _room_for(x, world)
     ring_all_gather(world.main, rows.reshape(-1))
     return rows
@@ -167,11 +165,14 @@ def all_gather(x: np.ndarray, world: World | None = None, check: bool = True) ->
 def gather(
     x: np.ndarray, root: int = 0, world: World | None = None, check: bool = True
 ) -> np.ndarray | None:
-    """Return a new array (P, *x.shape) of every rank's `x` on `root`, None elsewhere."""
+    """Return a new array (P, *x.shape) of every rank's `x` on `root`, None elsewhere.
+
+    `x` may be read-only. Raises as `allreduce`.
+    """
     world = world or init()
-    _compare(world, check, f"gather {_rank(root, world)}", _checked(x))
+    flat, _ = _matched(world, check, "gather", x, root=root, written=False)
     if world.rank != root:
-        world.link.isend(x, root).wait()
+        world.link.isend(flat, root).wait()
         return None
     rows = _room_for(x, world)
     linear.gather(world.main, rows.reshape(-1), root)
@@ -181,50 +182,45 @@ def gather(
 def scatter(
     x: np.ndarray, root: int = 0, world: World | None = None, check: bool = True
 ) -> np.ndarray:
-    """Return row r of `root`'s `x` (P, ...) on rank r: a view of its own `x`, which receives it."""
+    """Return row r of `root`'s `x` (P, ...) on rank r: a view of its own `x`, which receives it.
+
+    `root`'s own may be read-only. Raises as `allreduce`.
+    """
     world = world or init()
-    flat = _flat(_rows(x, world))
-    _compare(world, check, f"scatter {_rank(root, world)}", x)
+    flat, _ = _matched(world, check, "scatter", x, root=root, rows=True, root_sends=True)
     linear.scatter(world.main, flat, root)
     return x[world.rank]
 
 
 def all_to_all(x: np.ndarray, world: World | None = None, check: bool = True) -> np.ndarray:
-    """Return a new array like `x` (P, ...): on rank r, row s is row r of rank s."""
+    """Return a new array like `x` (P, ...): on rank r, row s is row r of rank s.
+
+    `x` may be read-only. Raises as `allreduce`.
+    """
     world = world or init()
-    flat, out = _flat(_rows(x, world)), namespace(x).empty_like(x)
-    _compare(world, check, "all_to_all", x)
+    flat, _ = _matched(world, check, "all_to_all", x, rows=True, written=False)
+    out = namespace(x).empty(x.shape, x.dtype)
     linear.all_to_all(world.main, flat, out.reshape(-1))
     return out
 
 
-def _checked(x: Any) -> np.ndarray:
-    if not isinstance(x, np.ndarray) and not on_device(x):
-        raise UsageError(f"expected an array of NumPy or CuPy, seen {type(x).__name__}")
-    if not _reducible(x.dtype):
-        raise UsageError(f"expected one of {', '.join(collectives.DTYPES)}, seen {x.dtype}")
-    if not x.flags.c_contiguous:
-        raise UsageError(
-            f"expected a C-contiguous array, seen shape {x.shape} with strides {x.strides}; "
-            "use numpy.ascontiguousarray, or CuPy's"
-        )
-    return x
+def _matched(
+    world: World, check: bool, name: str, x: Any, **arguments: Any
+) -> tuple[np.ndarray, Any]:
+    """Return flat `x` and the operation; with `check` once all ranks are known to call alike.
 
-
-@lru_cache
-def _reducible(dtype: np.dtype) -> bool:
-    return dtype.name in collectives.DTYPES  # to be named takes a dtype a microsecond
-
-
-def _flat(x: Any) -> np.ndarray:
-    return x if _checked(x).ndim == 1 else x.reshape(-1)
-
-
-def _rows(x: Any, world: World) -> np.ndarray:
-    """Return `x` if it has a row for each rank."""
-    if _checked(x).ndim == 0 or len(x) != world.size:
-        raise UsageError(f"expected {world.size} rows, one for each rank, seen shape {x.shape}")
-    return x
+    Raises UsageError on all ranks where an argument fits none of them, or not on one; without
+    `check` on that one.
+    """
+    try:
+        flat, operation, call = accepted(world, name, x, **arguments)
+    except UsageError as error:
+        if check:
+            must_match(world.main, faulty(str(error)))
+        raise
+    if check:
+        must_match(world.main, call)
+    return flat, operation
 
 
 def _room_for(x: np.ndarray, world: World) -> np.ndarray:
@@ -232,44 +228,3 @@ def _room_for(x: np.ndarray, world: World) -> np.ndarray:
     rows = namespace(x).empty((world.size, *x.shape), x.dtype)
     rows[world.rank] = x
     return rows
-
-
-def _rank(root: int, world: World) -> int:
-    if not 0 <= root < world.size:
-        raise UsageError(f"expected a root in 0 .. {world.size - 1}, seen {root}")
-    return root
-
-
-def _compare(world: World, check: bool, call: str, x: np.ndarray) -> None:
-    """Compare call, shape and dtype over all ranks; raise UsageError that names whoever differs."""
-    if not check:
-        return
-    text = f"{x.size} {x.dtype.name}{_where(x, world)} {call}".encode()
-    said = text[:SIGNATURE_BYTES].ljust(SIGNATURE_BYTES)
-    rows = collectives.all_gather_short(world.link, np.frombuffer(said, np.uint8))
-    if ELSEWHERE.encode() not in rows.tobytes() and (rows == rows[0]).all():
-        return
-    words = [bytes(row).decode().strip() for row in rows]
-    elsewhere = [f"rank {rank} has {one}" for rank, one in enumerate(words) if ELSEWHERE in one]
-    if elsewhere:
-        raise UsageError(
-            f"expected arrays on the GPU of their rank, and that one current; "
-            f"{', '.join(elsewhere[:8])}: make them where ht.init() has made the GPU current, or "
-            "under `with cupy.cuda.Device(world.gpu.ordinal):`"
-        )
-    wrong = [f"rank {rank} has {one}" for rank, one in enumerate(words) if one != words[0]]
-    raise UsageError(
-        "length, dtype and call must be the same on all ranks; "
-        f"rank 0 has {words[0]}, but {', '.join(wrong[:8])}"
-    )
-
-
-def _where(x: Array, world: World) -> str:
-    """Return in which memory `x` lies, in a few words; ELSEWHERE in them if not in the rank's."""
-    if not on_device(x):
-        return ""
-    there, current = x.data.device_id, namespace(x).cuda.runtime.getDevice()
-    own = current if world.gpu is None else world.gpu.ordinal
-    if there == own == current:
-        return " of a GPU"
-    return f"{ELSEWHERE}{there}, not of its own {own}" + f", current {current}" * (own != current)

@@ -10,7 +10,9 @@ import pytest
 from ranks import on_ranks, run_on
 
 from hpctrain import arrays, ready
+from hpctrain.arguments import RESULTS
 from hpctrain.arrays import allreduce
+from hpctrain.collectives import ALLREDUCE
 from hpctrain.errors import UsageError
 from hpctrain.tuning.choose import Plan, choices
 
@@ -49,7 +51,7 @@ def test_bound_calls(ranks, algorithm, length):
     sizes = ranks.size * (ranks.size + 1) // 2
 
     def body(world):
-        for result in arrays.RESULTS:
+        for result in RESULTS:
             for x in (world.zeros(length), np.zeros(length, np.float32)):
                 call = arrays.bind(x, algorithm=algorithm, result=result, world=world)
                 for factor in (1, 2):
@@ -101,10 +103,22 @@ def test_bind_refuses(options, told):
     assert all(told in said for said in run_on("threads", 2, body))
 
 
+def read_only(x):
+    x.flags.writeable = False
+    return x
+
+
 # x of a rank, further arguments -> what every rank is told
 WRONG = {
     "no array": (lambda rank: [1.0], {}, "expected an array of NumPy or CuPy, seen list"),
     "dtype": (lambda rank: np.ones(3, "m8[s]"), {}, "seen timedelta64[s]"),
+    "masked": (lambda rank: np.ma.ones(3), {}, "seen a MaskedArray"),
+    "byte order": (lambda rank: np.ones(3, ">f4"), {}, "expected an array in native byte order"),
+    "read-only": (lambda rank: read_only(np.ones(3)), {}, "seen a read-only one"),
+    "op is no name": (lambda rank: np.ones(3), {"op": ["sum"]}, "expected a name, seen ['sum']"),
+    "no Unicode": (lambda rank: np.ones(3), {"op": "s\ud800"}, "unknown op 's\\ud800'"),
+    "algorithm is no name": (
+        lambda rank: np.ones(3), {"algorithm": None}, "algorithm: expected a name, seen None"),
     "strided": (lambda rank: np.ones((4, 4))[:, ::2], {}, "use numpy.ascontiguousarray"),
     "transposed": (lambda rank: np.ones((2, 3)).T, {}, "use numpy.ascontiguousarray"),
     "op": (lambda rank: np.ones(3), {"op": "summ"}, "unknown op 'summ'; did you mean 'sum'?"),
@@ -115,9 +129,14 @@ WRONG = {
     "order of complex numbers": (lambda rank: np.ones(3, complex), {"op": "max"},
                                  "op 'max' is not defined for complex128; complex128 has: sum, "),
     "algorithm": (lambda rank: np.ones(3), {"algorithm": "tre"}, "did you mean 'tree'?"),
-    "lengths": (lambda rank: np.ones(3 + (rank == 1)), {}, "rank 1 has 4 float64 allreduce"),
+    "lengths": (lambda rank: np.ones(3 + (rank == 1)), {},
+        "ranks 0, 2 have allreduce sum auto of float64 (3,), but "
+        "rank 1 has allreduce sum auto of float64 (4,)"),
+    "shapes": (lambda rank: np.ones((3, 2) if rank == 2 else (2, 3)), {},
+               "but rank 2 has allreduce sum auto of float64 (3, 2)"),
     "dtypes": (lambda rank: np.ones(3, "f4" if rank else "f8"), {},
-               "rank 0 has 3 float64 allreduce sum auto, but rank 1 has 3 float32"),
+               "rank 0 has allreduce sum auto of float64 (3,), but "
+               "ranks 1, 2 have allreduce sum auto of float32 (3,)"),
 }  # fmt: skip
 
 
@@ -192,13 +211,141 @@ def test_calls(ranks, name):
         (lambda x, w: arrays.all_to_all(x[0, 0], w), "seen int|expected an array of NumPy"),
         (lambda x, w: arrays.broadcast(x, 3, w), r"root in 0 \.\. 2, seen 3"),
         (lambda x, w: arrays.scatter(x[:, ::2], 0, w), "ascontiguousarray"),
-        (lambda x, w: arrays.reduce(x, root=w.rank, world=w), "rank 1 has 9 float64 reduce sum 1"),
+        (
+            lambda x, w: arrays.reduce(x, root=w.rank, world=w),
+            r"rank 1 has reduce sum 1 of float64 \(3, 3\)",
+        ),
     ],
 )
 def test_calls_refuse(ranks, call, told):
     def body(world):
         with pytest.raises(UsageError, match=told):
             call(rows(3)[world.rank].copy(), world)
+
+    ranks(body)
+
+
+# every function of `ht.*` with the arguments that it has; x (P, 3), float64
+FUNCTIONS = {
+    "allreduce": (arrays.allreduce, {"op", "algorithm"}),
+    "bind": (arrays.bind, {"op", "algorithm", "result"}),
+    "reduce": (arrays.reduce, {"op", "root"}),
+    "broadcast": (arrays.broadcast, {"root"}),
+    "reduce_scatter": (arrays.reduce_scatter, {"op"}),
+    "all_gather": (arrays.all_gather, set()),
+    "gather": (arrays.gather, {"root"}),
+    "scatter": (arrays.scatter, {"root"}),
+    "all_to_all": (arrays.all_to_all, set()),
+}
+READS = ("all_gather", "gather", "all_to_all")  # never writes to `x`
+# argument -> what one rank gives in its place -> what is said of it
+FAULTS = {
+    "x": [
+        (lambda x: x.tolist(), "expected an array of NumPy or CuPy, seen list"),
+        (lambda x: None, "seen NoneType"),
+        (lambda x: x.astype(object), "seen object"),
+        (lambda x: x.astype(">f8"), "native byte order, seen dtype '>f8'"),
+        (lambda x: np.asfortranarray(np.ones((len(x), 3))), "C-contiguous"),
+        (lambda x: x.astype("f4"), "of float32 "),
+        (lambda x: x.reshape(-1), " of float64 (6,)|expected 2 rows"),
+        (lambda x: x[..., None], " of float64 (2, 3, 1)"),
+    ],
+    "op": [("summ", "did you mean 'sum'?"), (0, "op: expected a name, seen 0"), ("max", " max "),
+           ("avg", "float64 has: ")],
+    "algorithm": [("tre", "did you mean 'tree'?"), (b"ring", "expected a name"), ("ring", "ring")],
+    "result": [("there", "expected a result of in-place, shared"), (1, "result: expected a name")],
+    "root": [(0.5, "root in 0 .. 1, seen 0.5"), ("0", "seen '0'"), (True, "seen True"),
+             (None, "seen None"), (-1, "seen -1"), (np.zeros(2), "seen array"), (1, " 1 of ")],
+}  # fmt: skip
+
+
+@on_ranks(2, mpi=(2,))
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_one_rank_is_wrong(ranks, name):
+    """All ranks raise the same text and none waits, whichever rank and argument; then all go on."""
+    function, takes = FUNCTIONS[name]
+    faults = [(wrong, *fault) for wrong in ("x", *takes) for fault in FAULTS[wrong]]
+
+    def body(world):
+        for argument, value, told in faults:
+            for culprit in range(2):
+                x, options = np.ones((2, 3)), {}
+                if world.rank == culprit and argument == "x":
+                    x = value(x)
+                elif world.rank == culprit:
+                    options = {argument: value}
+                text = refusal(lambda: function(x, world=world, **options))[1]  # noqa: B023
+                assert any(part in text for part in told.split("|")), (argument, text)
+                assert f"rank {culprit}" in text
+                assert set(world.gather(text)) == {text}
+        function(np.ones((2, 3)), world=world)
+
+    ranks(body)
+
+
+@on_ranks(2, mpi=(2,))
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_read_only_array_on_one_rank(ranks, name):
+    """Refused on all ranks where it would be written to, taken where it is only read."""
+    function, _ = FUNCTIONS[name]
+
+    def body(world):
+        for culprit in range(2):
+            x = np.ones((2, 3))
+            x.flags.writeable = world.rank != culprit
+            sends = name in READS or (name in ("broadcast", "scatter") and culprit == 0)
+            if sends:
+                function(x, world=world)
+            else:
+                assert f"rank {culprit}: " in refusal(lambda: function(x, world=world))[1]  # noqa: B023
+            assert (x == 1).all()
+
+    ranks(body)
+
+
+def misaligned(x):
+    """Return a copy of `x` whose elements lie 4 bytes off, or, of 4 bytes, 2."""
+    skip = x.itemsize // 2
+    found = np.zeros(x.nbytes + skip, np.uint8)[skip:].view(x.dtype).reshape(x.shape)
+    found[...] = x
+    assert not found.flags.aligned
+    return found
+
+
+@on_ranks(3, mpi=(3,))
+@pytest.mark.parametrize("algorithm", ["auto", *(name for name in ALLREDUCE if name != "null")])
+def test_misaligned_arrays(ranks, algorithm):
+    """The right sum, whoever's array is misaligned, in every way to call."""
+
+    def body(world):
+        for length in (3, 40_000):
+            for culprits in ((0, 1, 2), (0,), (2,)):
+                x = np.full(length, world.rank + 1.0, "f8" if length > 3 else "f4")
+                x = misaligned(x) if world.rank in culprits else x
+                for check in (True, False, False, False):
+                    x[:] = world.rank + 1
+                    allreduce(x, algorithm=algorithm, world=world, check=check)
+                    assert (x == 6).all()
+                x[:] = world.rank + 1
+                arrays.bind(x, algorithm=algorithm, world=world)()
+                assert (x == 6).all()
+
+    ranks(body)
+
+
+@on_ranks(2, mpi=(2,))
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_with_misaligned_arrays(ranks, name):
+    call, expected = CALLS[name]
+    everything = rows(ranks.size)
+
+    def body(world):
+        for culprits in ((0, 1), (0,), (1,)):
+            x = everything[world.rank].copy()
+            found = call(misaligned(x) if world.rank in culprits else x, world)
+            wanted = expected(everything, world.rank)
+            assert (found is None) == (wanted is None)
+            assert wanted is None or np.array_equal(found, wanted)
 
     ranks(body)
 

@@ -37,3 +37,18 @@ def all_gather_bytes(link: Link, payload: bytes) -> list[bytes]:
     padded[: len(payload)] = np.frombuffer(payload, np.uint8)
     rows = all_gather_short(link, padded)
     return [row[:n].tobytes() for row, n in zip(rows, lengths)]  # noqa: B905
+
+
+def maximum(link: Link, numbers: np.ndarray) -> None:
+    """Replace each of `numbers` (n,) by its largest value on any rank; ceil(log2 P) steps.
+
+    After step k a rank holds the maximum of its own and the 2^k - 1 ranks before it. That steps
+    overlap where P is no power of two does no harm to a maximum.
+    Source: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988.
+    """
+    rank, size, distance = link.rank, link.size, 1
+    inbox = np.empty_like(numbers)
+    while distance < size:
+        link.sendrecv(numbers, (rank + distance) % size, inbox, (rank - distance) % size)
+        np.maximum(numbers, inbox, out=numbers)
+        distance *= 2

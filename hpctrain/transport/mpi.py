@@ -161,6 +161,11 @@ class MpiLink:
     @noticed(lambda seen: About(seen["self"], b"MPI_Allreduce", seen["x"].nbytes))
     def native_allreduce(self, x: np.ndarray, op: Any) -> None:
         """Reduce `x` in place by the MPI library's own `MPI_Allreduce`; the watch notices it."""
+        if not x.flags.aligned:  # mpi4py knows no datatype for it, and MPI adds aligned numbers
+            aligned = x.copy()
+            self.native_allreduce(aligned, op)
+            x[...] = aligned
+            return
         by = native.operation(x, op)
         for piece in [x] if x.nbytes <= self.cut_bytes else cuts(x, self.cut_bytes):
             self._comm.Allreduce(MPI.IN_PLACE, piece, by)
@@ -173,7 +178,9 @@ class MpiLink:
     def bare_native(self, x: np.ndarray, op: Any) -> tuple[Callable[[], Any], About] | None:
         """Return the call alone, and what whoever makes it is to let the watch notice."""
         about = About(self, b"MPI_Allreduce", x.nbytes)
-        return (native.at_once(self._comm, x, op), about) if native.able(x, op) else None
+        # Longer ones are cut as in `native_allreduce`, which other ranks may call.
+        able = x.flags.aligned and x.nbytes <= self.cut_bytes and native.able(x, op)
+        return (native.at_once(self._comm, x, op), about) if able else None
 
     def native_call(self, operation: str, x: np.ndarray, op: Any) -> NativeCall:
         """Return a call of MPI's own `operation` on `x`, unseen by the watch; see native.py."""

@@ -165,7 +165,9 @@ def test_arrays_of_both_kinds_are_refused():
         def body(plain):
             world = on_gpus(plain)
             x = np.ones(4) if world.rank else here(np.ones(4))
-            with pytest.raises(UsageError, match="rank 0 has 4 float64 of a GPU"):
+            with pytest.raises(
+                UsageError, match=r"rank 0 has allreduce sum auto of float64 \(4,\) of a GPU"
+            ):
                 arrays.allreduce(x, world=world)
 
         run_on("threads", 2, body)

@@ -1,0 +1,145 @@
+"""Collective matching: all ranks compare a digest of their call before any of its data moves.
+
+    rank 0   allreduce sum auto of float32 (3,)   8a1c..   |  all alike: go on
+    rank 1   allreduce sum auto of float32 (3,)   8a1c..   |
+    rank 2   allreduce sum auto of float64 (3,)   07e3..   |  else texts follow: one error, on all
+
+A rank that cannot make the call at all, because an argument is wrong there, takes part too: its
+text says what is wrong, its digest matches no call, and so all ranks raise and none waits.
+
+Inside a node the digest is the payload of one exchange of flags; `direct` sends it along with its
+own (`direct.py`). Between nodes the leaders, or where nothing is shared all ranks, take the maximum
+of (digest, complement): 16 bytes, ceil(log2 nodes) messages. It equals what each has given only if
+all gave the same.
+
+In a node's first exchange a payload may also depend on where an array lies. So where it differs, a
+second exchange, of digests alone, tells different calls from different places.
+
+Source: Falzone, Chan, Lusk and Gropp, "Collective error detection for MPI collective operations",
+2005.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+
+from hpctrain.collectives.agree import all_gather_bytes, maximum
+from hpctrain.collectives.group import Group
+from hpctrain.collectives.near import LENGTHS_KEPT, Near
+from hpctrain.errors import UsageError
+from hpctrain.transport.flags import MASK
+from hpctrain.transport.link import Link
+
+RANKS_NAMED = 8
+_FAULT, _CALL = b"!", b" "  # before a text that is exchanged
+
+
+class Signature(NamedTuple):
+    """A collective call as one rank makes it."""
+
+    text: str  #: the call in words; of a faulty one, what is wrong
+    digest: int  #: 64 bits
+    faulty: bool = False  #: whether this rank cannot make the call
+
+    @property
+    def payload(self) -> int:
+        """The digest as the flags of a node carry it."""
+        return self.digest & MASK
+
+
+def signature(text: str) -> Signature:
+    """Return the signature of the call that `text` describes."""
+    return Signature(text, _digest(text))
+
+
+def faulty(text: str) -> Signature:
+    """Return the signature of a call that this rank cannot make, because of what `text` says."""
+    return Signature(text, _digest("fault: " + text), True)
+
+
+@lru_cache(LENGTHS_KEPT)
+def of_length(nbytes: int) -> Signature:
+    """Return the signature of a call of which only the length of its array is compared."""
+    return signature(f"an array of {nbytes} bytes")
+
+
+def must_match(group: Group, call: Signature) -> None:
+    """Raise UsageError on all ranks, naming those that differ, unless all make the same `call`."""
+    near = group.near
+    if len(group.nodes) == 1 and near is not None:
+        if not near.flags.agree(call.payload) or call.faulty:
+            must_match_in_node(near, call)
+    elif not _matches(group, near, call.digest) or call.faulty:
+        _explain(group.link, call)
+
+
+def must_match_in_node(near: Near, call: Signature) -> None:
+    """Raise as `must_match`, after an exchange of flags that may have differed by place alone."""
+    if not near.flags.agree(call.payload) or call.faulty:
+        _explain(near.link, call)
+
+
+def _matches(group: Group, near: Near | None, digest: int) -> bool:
+    """Return whether all ranks gave the same `digest`: in each node, then among the leaders."""
+    if group.node is None or group.across is None or len(group.nodes) < 2:
+        return _equal(group.link, None, digest)
+    numbers = _with_complement(digest)
+    if not _equal(group.node, near, digest):
+        numbers[:] = np.iinfo(np.uint64).max  # which no digest and its complement are
+    if group.node.rank == 0:
+        maximum(group.across, numbers)
+    same = np.array_equal(numbers, _with_complement(digest))
+    return _equal(group.node, near, int(same)) and same
+
+
+def _equal(link: Link, near: Near | None, number: int) -> bool:
+    """Return whether all ranks of `link` gave the same `number`."""
+    if near is not None:
+        return near.flags.agree(number & MASK)
+    numbers = _with_complement(number)
+    maximum(link, numbers)
+    return np.array_equal(numbers, _with_complement(number))
+
+
+def _with_complement(number: int) -> np.ndarray:
+    words = np.array([number, number], np.uint64)
+    np.invert(words[1:], out=words[1:])
+    return words
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(blake2b(_encoded(text), digest_size=8).digest(), "little")
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode(errors="backslashreplace")  # a user's string may be no Unicode
+
+
+def _explain(link: Link, call: Signature) -> None:
+    """Exchange texts; raise UsageError on all ranks of `link`."""
+    mark = _FAULT if call.faulty else _CALL
+    rows = all_gather_bytes(link, mark + _encoded(call.text))
+    texts = [row[1:].decode() for row in rows]
+    faults = [rank for rank, row in enumerate(rows) if row[:1] == _FAULT]
+    if len(faults) == link.size and len(set(texts)) == 1:
+        raise UsageError(texts[0])
+    if faults:
+        raise UsageError("; ".join(f"rank {rank}: {texts[rank]}" for rank in faults[:RANKS_NAMED]))
+    first, *others = dict.fromkeys(texts)
+    differing = [f"{_ranks_with(text, texts)} {text}" for text in others[:RANKS_NAMED]]
+    raise UsageError(
+        "shape, dtype and call must be the same on all ranks; "
+        f"{_ranks_with(first, texts)} {first}, but {', '.join(differing)}"
+    )
+
+
+def _ranks_with(text: str, texts: Sequence[str]) -> str:
+    """Return "rank 1 has", or "ranks 1, 2, 5 have", of those whose text is `text`."""
+    ranks = [str(rank) for rank, other in enumerate(texts) if other == text]
+    named = ", ".join(ranks[:RANKS_NAMED]) + ", ..." * (len(ranks) > RANKS_NAMED)
+    return f"rank {named} has" if len(ranks) == 1 else f"ranks {named} have"
