@@ -10,6 +10,7 @@ what a write leaves that a crash or a full disk cut off: it does not count. Any 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -110,6 +111,50 @@ def read_log(
                     raise
                 return Log(entries, len(line))
     return Log(entries)
+
+
+def append_lines(path: str | Path, text: str) -> None:
+    """Add whole lines to a log, all or none, behind its last whole line; raise OSError.
+
+    What a write left that was cut off before, with no room even to take it back, goes first.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
+    handle = os.open(path, flags, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        end = _end_of_lines(handle)
+        os.ftruncate(handle, end)
+        data = text.encode()
+        try:
+            if os.write(handle, data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            os.ftruncate(handle, end)
+            raise
+    finally:
+        os.close(handle)
+
+
+def sync(path: str | Path) -> None:
+    """Write what a file holds through to the disk; raise OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _end_of_lines(handle: int) -> int:
+    """Return the length of a file up to the end of its last whole line."""
+    end = os.fstat(handle).st_size
+    while end:
+        start = max(end - _BLOCK, 0)
+        newline = os.pread(handle, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
 
 
 def decoded(data: bytes, where: str) -> str:

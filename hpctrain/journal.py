@@ -20,6 +20,7 @@ from hpctrain.data import Sampler, TextOptions
 from hpctrain.engines import Engine
 from hpctrain.engines import staleness as stale
 from hpctrain.engines.staleness import Staleness
+from hpctrain.errors import SaveError
 from hpctrain.gradients.arena import params_sha256
 from hpctrain.machine import blas_threads, versions
 from hpctrain.metrics import idle, means
@@ -56,6 +57,7 @@ class Journal:
         self.name = recipe.run.name if recipe else "training"
         self.steps_redone = 0
         self._timeline = Timeline(world, run, trace)
+        self._bar = progress.Bar(self.name, 0, total_steps, shown=False)  # until training begins
         self._last: dict[str, Any] = {}  # the latest row
         self._due: list[dict[str, Any]] = []  # rows that could not be written yet
         self._whole: dict[str, Any] | None = None  # the summary of a run that was done before
@@ -73,16 +75,11 @@ class Journal:
             log.warning("batch was %s before, now %s", about["batch"], self.sampler.batch)
         if about.get("staleness"):
             self._stale_before = Staleness.from_json(about["staleness"])
-        rows: list[dict[str, Any]] = []
-        whole: dict[str, Any] | None = None
         open_row = about.get("open_row") or {"since_step": step, "sums": NOTHING}
         self._row_step = open_row["since_step"]
         if self.world.rank == 0:  # they are the sums of all ranks
             self._sums = Sums(*open_row["sums"])
-        if self.run is not None and self.world.rank == 0:
-            self.steps_redone = rundir.go_back(self.run, step, about.get("steps_redone", 0))
-            rows = rundir.rows(self.run)
-            whole = rundir.read_summary(self.run)
+        rows, whole = self.world.together(lambda: self._before(step, about))
         rows, whole = json.loads(self.world.gather(json.dumps([rows, whole]))[0])
         if whole and (whole["status"], whole.get("steps")) == ("done", step):
             self._whole = whole
@@ -93,18 +90,34 @@ class Journal:
             self._tell("resumed at step %d of %d", step, self.total_steps)
         return rows
 
+    def _before(
+        self, step: int, about: dict[str, Any]
+    ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+        """Return the rows up to `step` and the summary, where there is one, on rank 0."""
+        if self.run is None or self.world.rank:
+            return [], None
+        with rundir.writable(self.run):
+            self.steps_redone = rundir.go_back(self.run, step, about.get("steps_redone", 0))
+            # Rows that the part before could not write, though it could save a checkpoint.
+            rows = rundir.add_missing(self.run, about.get("rows_due", []))
+        return rows, rundir.read_summary(self.run)
+
     def begin(self, step: int) -> None:
-        """Start the clocks and the bar."""
+        """Write what the run is, start the clocks and the bar; raise UsageError; collective."""
         self._first_step = step
-        if self.run is not None and self.world.rank == 0:
-            rundir.begin(self.run)
-            if self.recipe is not None:
-                rundir.write_recipe(self.run, self.recipe.toml())
+        self.world.together(self._begin_files)
         shown = self.world.rank == 0 and log.isEnabledFor(logging.INFO)
         self._timeline.begin()
         self._bar = progress.Bar(self.name, step, self.total_steps, shown)
         self._times_before = dict(vars(self.engine.times))
         self._began = perf_counter()
+
+    def _begin_files(self) -> None:
+        if self.run is not None and self.world.rank == 0:
+            with rundir.writable(self.run):
+                rundir.begin(self.run)
+                if self.recipe is not None:
+                    rundir.write_recipe(self.run, self.recipe.toml())
 
     def step(self, step: int, sums: Sums) -> None:
         """Take note of this rank's share of a step that is done."""
@@ -154,6 +167,11 @@ class Journal:
             self._write_row()
         return self._last
 
+    def sync(self) -> None:
+        """Write the rows through to the disk: no checkpoint is to tell of rows that are lost."""
+        if self.run is not None and self.world.rank == 0:
+            rundir.sync_rows(self.run)
+
     def about_now(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint made after `step` steps keeps beside the arrays; collective."""
         epoch, index = self.sampler.place(step)
@@ -169,6 +187,7 @@ class Journal:
             "updates_per_step": self.engine.updates_per_step,
             "staleness": self._staleness and self._staleness.to_json(),
             "steps_redone": self.steps_redone,
+            "rows_due": self._due,
             "recipe": self.name,
             "recipe_sha256": self.recipe and self.recipe.sha256,
         }
@@ -186,14 +205,45 @@ class Journal:
             summary = self._whole  # nothing was done: what was measured stands
         self._bar.close(self._row_step)
         self._timeline.end()  # summary.json is the last of all files
-        if self.world.rank == 0:
-            if self.run is not None:
-                rundir.write_summary(self.run, summary)
-            if status == "done" and log.isEnabledFor(logging.INFO):
-                where = str(self.run or "(not kept: no folder was given)")
-                text = self.recipe is not None and isinstance(self.recipe.data, TextOptions)
-                progress.console().print(progress.closing_table(summary, where, text))
+        self._write_end(summary)
+        if self.world.rank == 0 and status == "done" and log.isEnabledFor(logging.INFO):
+            where = str(self.run or "(not kept: no folder was given)")
+            text = self.recipe is not None and isinstance(self.recipe.data, TextOptions)
+            progress.console().print(progress.closing_table(summary, where, text))
         return summary
+
+    def _write_end(self, summary: dict[str, Any]) -> None:
+        """Write the rows that are still due, and the summary; collective.
+
+        Where that fails, a run that is done raises SaveError; one that has failed only says so.
+        """
+        fault = self.world.gather(self._fault_at_end(summary))[0]
+        if fault and summary["status"] == "done":
+            raise SaveError(fault)
+        if fault and self.world.rank == 0:
+            log.warning("%s", fault)
+
+    def _fault_at_end(self, summary: dict[str, Any]) -> str:
+        if self.run is None or self.world.rank:
+            return ""
+        try:
+            if self._due:
+                rundir.append_row(self.run, *self._due)
+                self._due = []
+        except OSError as error:
+            missing = ", ".join(str(row["step"]) for row in self._due)
+            fault = (
+                f"{self.run / rundir.METRICS} lacks the rows of steps {missing}: {error.strerror}. "
+                "The last checkpoint has them: make room, and go on with --resume"
+            )
+            if summary["status"] == "done":
+                return fault
+            log.warning("%s", fault)
+        try:
+            rundir.write_summary(self.run, summary)
+        except OSError as error:
+            return f"{self.run / rundir.SUMMARY} cannot be written: {error.strerror}"
+        return ""
 
     def fail_alone(self, error: BaseException) -> bool:
         """Write what can be told by a rank that fails while the others know nothing of it.

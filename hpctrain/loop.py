@@ -167,13 +167,24 @@ class Loop:
         self.keeper = Keeper(world, engine, replica, journal, plan.checkpoints, plan.about)
         self.ended = ""  # why to end before the last step
 
+    def begin(self) -> None:
+        """Make the files of the run ready for what comes after `step`; collective.
+
+        Raises UsageError on all ranks where one cannot be read or written.
+        """
+        self.world.together(self._begin_log)
+        self.journal.begin(self.step)
+
+    def _begin_log(self) -> None:
+        with rundir.writable(self.journal.run or Path()):
+            self.order.begin(self.step)
+
     def run(self, request: StopRequest) -> dict[str, Any]:
         """Train from `step` to the end, or to the step at which somebody asked to stop."""
-        self.journal.begin(self.step)
-        self.order.begin(self.step)
         self.ended = self.callbacks.begin(self.rows)
         with _Work(self.world, self.engine, self.plan, self.journal, request) as work:
             self._train(work)
+        self.order.end()
         early = self.step < self.journal.total_steps
         return self.journal.finish("done", 0, self.ended if early else None)
 
@@ -191,6 +202,7 @@ class Loop:
             if last:
                 self.engine.settle()  # what is left in the arena is what was trained
             if last or self.keeper.due(self.step, self.row):
+                self.order.sync()
                 self.keeper.save(self.step, self.row, must=last)
             if stopped and not self.ended:
                 raise Stopped(self._stopped(flags.stop))

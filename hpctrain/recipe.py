@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from hpctrain import config, data, engines, files, nn, optim, toml
 from hpctrain.callbacks import EarlyStop
@@ -38,11 +38,18 @@ Positive = Annotated[int, Field(ge=1)]
 Table = dict[str, Any]
 
 
+def _file_name(name: str) -> str:
+    """Return a run's name, which becomes part of a folder's and is shown on terminals."""
+    if "/" in name or name.startswith(".") or not name.isprintable():
+        raise ValueError("expected a name without '/', control characters and a dot in front")
+    return name
+
+
 @config.options
 class RunOptions:
     """`[run]`: exactly one of `epochs` and `steps`."""
 
-    name: str
+    name: Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_file_name)]
     seed: Annotated[int, Field(ge=0, lt=1 << 64)] = 0
     epochs: Positive | None = None
     steps: Positive | None = None

@@ -11,12 +11,12 @@ DIR/watch/           what each rank is doing, while it runs
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import logging
 import os
-import threading
+import re
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,7 +24,9 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from hpctrain import atomic, files, schemas
 from hpctrain.errors import UsageError
+from hpctrain.files import FileError, MissingError, brief
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ REDONE = ".redone"
 WHY = ".why"
 #: Where a job script writes, before it starts the ranks, which job of Slurm it is.
 BEGAN = ".began"
+NOTE_BYTES, RECIPE_BYTES, SUMMARY_BYTES = 4096, files.MIB, 16 * files.MIB
 #: The variable in which `hpctrain launch` names a file; rank 0 writes the run's folder there. It
 #: lies in launch's memory, under this name: so it ends with launch, in whatever way.
 ANNOUNCE, NOTE = "HPCTRAIN_ANNOUNCE", "hpctrain-announce"
@@ -77,22 +80,46 @@ class HeldError(UsageError):
 
 def locked(run: Path) -> int:
     """Hold a folder until what is returned is closed; raise HeldError where another holds it."""
-    lock = os.open(run / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    lock = _opened(run / LOCK)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.read(lock, 200).decode()
+        holder = os.read(lock, 200).decode(errors="replace")
         os.close(lock)
-        raise HeldError(f"--out {run} is being written by {holder}") from None
+        raise HeldError(f"--out {run} is being written by {brief(holder)[1:-1]}") from None
     except OSError as error:  # some parallel file systems have no locks
         log.warning("%s cannot be locked (%s): let no other job write there", run, error.strerror)
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {os.uname().nodename}".encode())
+    for folder in (run, run / "replay"):
+        atomic.sweep(folder)
     return lock
 
 
+def _opened(path: Path) -> int:
+    """Open a lock's file, which is written: no link to another one, symbolic or hard."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+        os.close(handle)
+        raise UsageError(f"{path}: expected a file of its own, seen a link or no file; remove it")
+    return handle
+
+
+@contextmanager
+def writable(run: Path) -> Iterator[None]:
+    """Turn OSErrors into UsageError: before training begins there is nothing to be saved."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or run
+        raise UsageError(f"{where} cannot be written: {error.strerror or error}") from None
+
+
 def _names(run: Path) -> str:
-    names = sorted(path.name for path in run.iterdir() if path.name != LOCK)
+    names = sorted(
+        path.name for path in run.iterdir() if path.name != LOCK and not atomic.is_left(path)
+    )
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
@@ -113,14 +140,20 @@ def _announce(run: Path) -> None:
 
 def why(run: Path) -> str:
     """Return why a job script says that the run is to stop; empty if it says nothing."""
-    path = run / WHY
-    return path.read_text().strip() if path.exists() else ""
+    return _note(run / WHY)
 
 
 def begun_by(run: Path) -> str:
     """Return the job of Slurm that was the last to begin with the run; empty if none says so."""
-    path = run / BEGAN
-    return path.read_text().strip() if path.exists() else ""
+    return _note(run / BEGAN)
+
+
+def _note(path: Path) -> str:
+    """Return the text of a file of one line; empty where there is none that can be read."""
+    try:
+        return files.read_text(path, NOTE_BYTES).strip()
+    except FileError:
+        return ""
 
 
 def ended_by(run: Path, job: str) -> bool:
@@ -134,22 +167,18 @@ def ended_by(run: Path, job: str) -> bool:
 def write_recipe(run: Path, text: str) -> None:
     """Keep the resolved recipe; say which lines a resumed run changes."""
     path = run / RECIPE
-    before = set(path.read_text().splitlines()) if path.exists() else set(text.splitlines())
+    try:
+        before = set(files.read_text(path, RECIPE_BYTES).splitlines())
+    except MissingError:
+        before = set(text.splitlines())
     for changed in sorted(set(text.splitlines()) - before):
         log.warning("the recipe of this run changes: %s", changed)
-    write_file(path, text)
+    atomic.replace(path, text)
 
 
 def append_row(run: Path, *rows: Mapping[str, Any]) -> None:
     """Add a row or several to metrics.jsonl, all or none; raise OSError where there is no room."""
-    with open(run / METRICS, "ab", buffering=0) as file:
-        before, text = file.tell(), "".join(json.dumps(row) + "\n" for row in rows).encode()
-        try:
-            if file.write(text) != len(text):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            file.truncate(before)
-            raise
+    files.append_lines(run / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def appended(run: Path, some: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -162,21 +191,36 @@ def appended(run: Path, some: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return []
 
 
+def sync_rows(run: Path) -> None:
+    """Write the rows through to the disk; where that fails, training goes on."""
+    with suppress(FileNotFoundError):
+        try:
+            files.sync(run / METRICS)
+        except OSError as error:
+            log.warning("%s may lose rows: %s", run / METRICS, error.strerror)
+
+
 def rows(run: Path) -> list[dict[str, Any]]:
     """Return the rows of metrics.jsonl; a last line that was cut off by a crash is left out."""
-    path = run / METRICS
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [row for line in lines if (row := _parsed(line)) is not None]
+    return _log(run).entries
+
+
+def _log(run: Path) -> files.Log[dict[str, Any]]:
+    try:
+        return files.read_log(run / METRICS, schemas.row)
+    except MissingError:
+        return files.Log([])
 
 
 def cut_rows(run: Path, step: int) -> int:
     """Drop the rows after `step`, which will be done again; return how many steps they told of."""
-    if not (run / METRICS).exists():
-        return 0
-    old = rows(run)
-    kept = [row for row in old if row["step"] <= step]
-    write_file(run / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
-    return max((row["step"] for row in old), default=step) - step if old else 0
+    old, kept = _log(run), []
+    if old.torn_bytes:
+        log.warning("%s ended in half a line, which is dropped", run / METRICS)
+    kept = [row for row in old.entries if row["step"] <= step]
+    if len(kept) < len(old.entries) or old.torn_bytes:
+        atomic.replace(run / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
+    return max((row["step"] for row in old.entries), default=step) - step if old.entries else 0
 
 
 def go_back(run: Path, step: int, known: int) -> int:
@@ -184,12 +228,30 @@ def go_back(run: Path, step: int, known: int) -> int:
 
     `known`: so many of them a checkpoint tells of.
     """
-    path = run / REDONE
-    before = int(path.read_text()) if path.exists() else 0
-    redone = max(before, known) + cut_rows(run, step)
+    before = _redone(run / REDONE)
+    redone = max(before, known) + max(cut_rows(run, step), 0)
     if redone > before:
-        write_file(path, f"{redone}\n")
+        atomic.replace(run / REDONE, f"{redone}\n")
     return redone
+
+
+def _redone(path: Path) -> int:
+    try:
+        text = files.read_text(path, NOTE_BYTES).strip()
+    except MissingError:
+        return 0
+    if not re.fullmatch("[0-9]{1,18}", text):
+        raise FileError(f"{path}: expected a number of steps, seen {brief(text)}; remove it")
+    return int(text)
+
+
+def add_missing(run: Path, due: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add those rows that come after all that metrics.jsonl has; return all rows."""
+    there = rows(run)
+    last = there[-1]["step"] if there else 0
+    if late := [row for row in due if schemas.row(row)["step"] > last]:
+        append_row(run, *late)
+    return [*there, *late]
 
 
 def write_summary(run: Path, summary: Mapping[str, Any]) -> None:
@@ -199,12 +261,12 @@ def write_summary(run: Path, summary: Mapping[str, Any]) -> None:
 
 def write_json(path: Path, table: Mapping[str, Any]) -> None:
     """Write a file of JSON whole or not at all."""
-    write_file(path, _as_text(table))
+    atomic.replace(path, _as_text(table))
 
 
 def write_first_summary(run: Path, summary: Mapping[str, Any]) -> bool:
     """Write summary.json unless there is one; return whether this rank was the first."""
-    aside = _aside(run / SUMMARY, _as_text(summary))
+    aside = atomic.write_aside(run / SUMMARY, _as_text(summary))
     try:
         os.link(aside, run / SUMMARY)
     except FileExistsError:
@@ -219,30 +281,15 @@ def write_first_summary(run: Path, summary: Mapping[str, Any]) -> bool:
 def read_summary(run: Path) -> dict[str, Any] | None:
     """Return what summary.json says, None where there is none."""
     path = Path(run) / SUMMARY
-    return json.loads(path.read_text()) if path.exists() else None
+    try:
+        return schemas.summary(files.read_json_object(path, SUMMARY_BYTES))
+    except MissingError:
+        return None
+    except FileError:
+        raise
+    except ValueError as error:
+        raise FileError(f"{path}: {error}") from None
 
 
 def _as_text(summary: Mapping[str, Any]) -> str:
     return json.dumps(summary, indent=2) + "\n"
-
-
-def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all."""
-    os.replace(_aside(path, content), path)
-
-
-def _aside(path: Path, content: str | bytes) -> Path:
-    """Return a file of our own beside `path` that holds `content`."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}")
-    with open(aside, "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    return aside
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None

@@ -147,6 +147,7 @@ class Trainer:
                 loop.repeat(Path(replay))
             # Around the summary: a second signal while that is written must not end the process.
             request = stack.enter_context(StopRequest())
+            loop.begin()
             stack.enter_context(told(journal))
             with np.errstate(over="ignore", invalid="ignore"):  # the loss is looked at, each step
                 return loop.run(request)

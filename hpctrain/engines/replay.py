@@ -11,21 +11,73 @@ keeps a file, of which the first line tells of the machine:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import platform
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import pydantic
 import threadpoolctl
+from pydantic import Field
 
+from hpctrain import atomic, files
 from hpctrain.errors import HpctrainError, UsageError
 
 log = logging.getLogger(__name__)
 FOLDER = "replay"
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+#: An event as a list of JSON: who has reported, the order (the second number is a
+#: Use, see shard.py), the answers, perhaps the staleness.
+OrderEntry = tuple[list[Count], Annotated[int, Field(ge=0, le=4)], float, list[Count], bool]
+Answers = list[tuple[Count, Count, Count, Count]]
+EventEntry = (
+    tuple[list[Count], OrderEntry, Answers] | tuple[list[Count], OrderEntry, Answers, Count | None]
+)
+_STRICT = pydantic.ConfigDict(strict=True, extra="forbid")
 Interval = dict[str, Any]  #: what an engine notes of the steps from "start" to "until"
+
+
+class StalenessEntry(pydantic.BaseModel):
+    """The counts of stale gradients after an interval."""
+
+    model_config = _STRICT
+    histogram: dict[Annotated[str, Field(pattern=r"^[0-9]{1,18}$")], Count]
+    clock_gap_max: Count | None
+    dropped: Count
+
+
+class Head(pydantic.BaseModel):
+    """The first line of a log: what must be alike in a replay, and what is of interest."""
+
+    model_config = _STRICT
+    run: dict[str, Any]
+    about: dict[str, str]
+
+
+class IntervalEntry(pydantic.BaseModel):
+    """The other lines: the decisions of an interval, as engines note them."""
+
+    model_config = _STRICT
+    start: Count
+    until: Count
+    events: list[EventEntry] | None = None
+    turns: list[Annotated[int, Field(ge=-(2**31), lt=2**31)]] | None = None
+    clocks: list[Count] | None = None
+    staleness: StalenessEntry | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _complete(self) -> IntervalEntry:
+        if self.start > self.until:
+            raise ValueError(f"expected 'until' of at least {self.start}")
+        if self.turns is None and None in (self.events, self.clocks, self.staleness):
+            raise ValueError("expected 'turns', or 'events', 'clocks' and 'staleness'")
+        return self
 
 
 class Recorder:
@@ -72,28 +124,52 @@ class Log:
     ):
         self._recorder, self._depends_on = recorder, depends_on
         self._path = None if recorder is None or run is None else path_of(run, rank)
+        self._due: list[str] = []  # lines for which there was no room yet
 
     def begin(self, step: int) -> None:
-        """Drop what an earlier part of the run did after `step`: it will be done again."""
-        if self._path is not None and self._path.exists():
-            # One that began before `step` ended by then, whatever it was asked for: checkpoints
-            # are made between intervals. The first line, of the machine, has no start.
-            kept = [one for one in _lines(self._path) if one.get("start", -1) < step]
-            self._path.write_text("".join(map(_line, kept)))
+        """Drop what an earlier part of the run did after `step`: it will be done again.
+
+        Raises FileError for a damaged log; half a last line, which a crash leaves, is dropped.
+        """
+        if self._path is None or not os.path.lexists(self._path):
+            return
+        there = _read(self._path)
+        if there.torn_bytes:
+            log.warning("%s ended in half a line, which is dropped", self._path)
+        # One that began before `step` ended by then, whatever it was asked for: checkpoints
+        # are made between intervals. The first line, of the machine, has no start.
+        kept = [one for one in there.entries if one.get("start", -1) < step]
+        if len(kept) < len(there.entries) or there.torn_bytes:
+            atomic.replace(self._path, "".join(map(_line, kept)))
 
     def keep(self) -> None:
-        """Add what was noted since the last call; where that fails, training goes on."""
-        noted = self._recorder.take() if self._recorder else []
-        if self._path is None or not noted:
+        """Add what was noted since the last call; where that fails, training goes on.
+
+        What could not be written is tried again with the next call.
+        """
+        self._due += map(_line, self._recorder.take() if self._recorder else [])
+        if self._path is None or not self._due:
             return
         try:
-            if not self._path.exists():
-                self._path.parent.mkdir(exist_ok=True)
-                self._path.write_text(_line({"run": self._depends_on, "about": about()}))
-            with open(self._path, "a") as file:
-                file.writelines(map(_line, noted))
+            new = not self._path.exists()
+            self._path.parent.mkdir(exist_ok=True)
+            head = [_line({"run": self._depends_on, "about": about()})] if new else []
+            files.append_lines(self._path, "".join([*head, *self._due]))
+            self._due = []
         except OSError as error:
-            log.warning("%s has a gap and cannot be replayed: %s", self._path, error.strerror)
+            log.warning("%s is not written (%s); training goes on", self._path, error.strerror)
+
+    def sync(self) -> None:
+        """Write the file through to the disk, before a checkpoint tells of what it has."""
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                files.sync(self._path)
+
+    def end(self) -> None:
+        """Try for the last time to write what is due; say it if the log has a gap."""
+        self.keep()
+        if self._path is not None and self._due:
+            log.warning("%s has a gap: the run cannot be replayed", self._path)
 
 
 def path_of(run: Path, rank: int) -> Path:
@@ -115,12 +191,8 @@ def read(
             f"--replay {run}: there is no folder {FOLDER}; only regimes in which the order of "
             "events matters keep one"
         )
-    try:
-        head, *intervals = _lines(path_of(run, rank)) or [{"run": depends_on, "about": {}}]
-        told, before = dict(head["run"]), dict(head["about"])
-        [(one["start"], one["until"]) for one in intervals]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"--replay {run}: the log of rank {rank} is damaged: {error}") from None
+    head, *intervals = _entries(path_of(run, rank)) or [{"run": depends_on, "about": {}}]
+    told, before = head["run"], head["about"]
     if said := differences(told, depends_on):
         raise UsageError(f"--replay {run}: that run had other settings: {said}; take its recipe")
     return before, intervals
@@ -152,9 +224,38 @@ def _cpu() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def _entries(path: Path) -> list[dict[str, Any]]:
+    """Return the head and the intervals of a log, none where there is no file."""
+    try:
+        entries = _read(path).entries
+    except files.MissingError:
+        return []
+    for number, entry in enumerate(entries, start=1):
+        if (number == 1) != ("run" in entry):
+            expected = "the line of the machine" if number == 1 else "an interval"
+            raise files.FileError(f"{path}, line {number}: expected {expected}")
+    return entries
+
+
 def _line(one: Mapping[str, Any]) -> str:
-    return json.dumps(one) + "\n"
+    """Return a line with a checksum: with a bit changed the order could be another."""
+    return json.dumps({**one, "crc32": zlib.crc32(json.dumps(one).encode())}) + "\n"
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+def _read(path: Path) -> files.Log[dict[str, Any]]:
+    return files.read_log(path, _checked)
+
+
+def _checked(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry without its checksum, which older versions did not write."""
+    seen, text = entry.pop("crc32", None), json.dumps(entry)
+    if seen is not None and seen != zlib.crc32(text.encode()):
+        raise ValueError("expected a line that has its CRC-32, seen one that was altered")
+    try:
+        (Head if "run" in entry else IntervalEntry).model_validate_json(text)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        value = files.brief(first["input"])
+        raise ValueError(f"'{key}': {first['msg'].lower()}, seen {value}") from None
+    return entry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from base64 import b64encode
 from collections.abc import Mapping
 from importlib import resources
@@ -14,6 +15,7 @@ from hpctrain.errors import UsageError
 from hpctrain.report.plots import plots
 from hpctrain.report.record import Record, read
 
+log = logging.getLogger(__name__)
 PAGE = "report.html"
 #: What stands on top in large letters: {key of the summary: (name, format)}.
 HEADLINES = {
@@ -33,7 +35,7 @@ def write(run: Path, out: Path) -> Path:
     Raises UsageError where there is no run or `out` cannot be written.
     """
     record = read(run)
-    images = plots(record)
+    images = _drawn(record)
     files = {**images, PAGE: page(record, images).encode()}
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -42,6 +44,15 @@ def write(run: Path, out: Path) -> Path:
     except OSError as error:
         raise UsageError(f"--out {out} cannot be written: {error.strerror}") from error
     return out / PAGE
+
+
+def _drawn(record: Record) -> dict[str, bytes]:
+    """Return the plots; raise UsageError for numbers that no axis has room for."""
+    try:
+        return plots(record)
+    except (ValueError, ArithmeticError, TypeError, IndexError, MemoryError) as error:
+        log.debug("where it was drawn:", exc_info=True)
+        raise UsageError(f"the rows of {record.folder} cannot be drawn: {error}") from None
 
 
 def page(record: Record, images: Mapping[str, bytes]) -> str:

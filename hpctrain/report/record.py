@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain import rundir
+from hpctrain import files, rundir
 from hpctrain.errors import UsageError
+from hpctrain.files import FileError, MissingError
 
+MOST_COUNTS = 10**8  #: rows times kinds of staleness
 TIMES = ("wall_s", "compute_s", "wait_s", "wire_s")
 
 
@@ -59,7 +62,9 @@ class Record:
         if not row.get("ranks"):
             return {}
         found = {name: np.array(seconds, np.float64) for name, seconds in row["ranks"].items()}
-        return {**found, "wall_s": np.full_like(found["compute_s"], row["wall_s"])}
+        if len({len(seconds) for seconds in found.values()}) != 1 or set(TIMES[1:]) - set(found):
+            raise FileError(f"{self.folder}: expected times of as many ranks each in 'ranks'")
+        return {**found, "wall_s": np.full_like(found["compute_s"], row.get("wall_s"))}
 
     def staleness(self) -> np.ndarray:
         """Return how many gradients had which staleness, int64 (rows, largest + 1), by each row.
@@ -68,6 +73,8 @@ class Record:
         """
         told = [row.get("staleness_histogram") or {} for row in self.rows]
         largest = max((int(s) for one in told for s in one), default=-1)
+        if len(told) * (largest + 1) > MOST_COUNTS:
+            raise FileError(f"{self.folder}: a staleness of {largest} is too large to be drawn")
         table = np.zeros((len(told), largest + 1), np.int64)
         for line, one in zip(table, told, strict=True):
             line[[int(s) for s in one]] = list(one.values())
@@ -80,17 +87,19 @@ class Record:
 
 def read(run: Path) -> Record:
     """Return the record of the run in folder `run`; raise UsageError if there is none."""
-    recipe = run / rundir.RECIPE
-    if not any((run / name).is_file() for name in (rundir.RECIPE, rundir.METRICS, rundir.SUMMARY)):
-        raise UsageError(
-            f"{run} holds no run: expected {rundir.RECIPE}, {rundir.METRICS} or {rundir.SUMMARY}"
-        )
+    names = (rundir.RECIPE, rundir.METRICS, rundir.SUMMARY)
+    if not any(os.path.lexists(run / name) for name in names):
+        raise UsageError(f"{run} holds no run: expected {', '.join(names[:2])} or {names[2]}")
+    summary = rundir.read_summary(run) or {}
+    return Record(run.resolve().name, _forward(rundir.rows(run)), summary, _recipe(run))
+
+
+def _recipe(run: Path) -> str:
+    """Return the text of the recipe, empty where there is none: the run is one of Python."""
     try:
-        summary = rundir.read_summary(run) or {}
-        text = recipe.read_text() if recipe.is_file() else ""
-        return Record(run.resolve().name, _forward(rundir.rows(run)), summary, text)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{run} cannot be read: {error}") from error
+        return files.read_text(run / rundir.RECIPE, rundir.RECIPE_BYTES)
+    except MissingError:
+        return ""
 
 
 def _forward(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

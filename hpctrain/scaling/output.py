@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpctrain import rundir
+from hpctrain import atomic
 from hpctrain.errors import UsageError
 from hpctrain.scaling import show
 from hpctrain.scaling.results import Result, to_json
@@ -45,7 +45,7 @@ def write(where: Path, found: Result, changes: Sequence[str], drawn: bool) -> li
         files |= {**images, PAGE: page(found, pngs, changes).encode()}
     try:
         for name, content in files.items():
-            rundir.write_file(where / name, content)
+            atomic.replace(where / name, content)
     except OSError as error:
         raise UsageError(f"--out {where} cannot be written: {error.strerror}") from None
     return [where / name for name in files]

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain import rundir
+from hpctrain import atomic, rundir
 from hpctrain.errors import UsageError
 from hpctrain.scaling.changes import Timing
 from hpctrain.scaling.sizes import Size, oversubscribed
@@ -98,7 +98,7 @@ class Folder:
     def save(self, study: Study) -> None:
         """Write study.json whole or not at all."""
         text = json.dumps({"format": FORMAT, **asdict(study)}, indent=1)
-        rundir.write_file(self.path / FILE, text + "\n")
+        atomic.replace(self.path / FILE, text + "\n")
 
     def known(self) -> Study | None:
         """Return the study that lies here, None if there is none yet."""
