@@ -191,7 +191,7 @@ def test_what_cannot_be_read_or_written_is_refused(tmp_path):
     with pytest.raises(UsageError, match="cannot be written"):
         page.write(run, run / rundir.RECIPE / "below")
     (run / rundir.SUMMARY).write_text('{"status": ')
-    with pytest.raises(UsageError, match="summary.json, column 12: expected JSON"):
+    with pytest.raises(UsageError, match=r"summary.json, column 12: expected JSON"):
         page.write(run, tmp_path / "out")
 
 
