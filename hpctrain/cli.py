@@ -17,6 +17,7 @@ from hpctrain.errors import (
     Stopped,
     TrainingError,
     UsageError,
+    notes,
     printable,
 )
 
@@ -67,7 +68,7 @@ def _guarded() -> int:
     except AGREED as error:
         if world.current() is None:
             return _refuse(error, str(error))
-        _say(_signed("hpctrain", str(error)))
+        _say(_signed("hpctrain", "\n".join([str(error), *notes(error)])))
         return _leave(error.exit_code)
     except (Exception, SystemExit) as error:  # also where a user's code leaves, on this rank alone
         world.fail_alone(error)

@@ -18,7 +18,8 @@ import traceback
 from pathlib import Path
 
 from hpctrain import launchers, rundir
-from hpctrain.errors import HereError, HungError, UsageError, printable
+from hpctrain.errors import HereError, HungError, UsageError, notes, printable
+from hpctrain.resume import last_lines
 from hpctrain.watch import dump_stacks, write_report
 from hpctrain.xp import shortage
 
@@ -75,6 +76,7 @@ def say(error: BaseException, who: str, rank: int = 0, size: int = 1) -> None:
         log.debug("where it was asked for:", exc_info=error)
         return
     lines = "".join(traceback.format_exception(error)).splitlines()
+    lines += notes(error) if sys.version_info < (3, 11) else []  # later ones add them
     _print("\n".join(f"[{who}] {line}" for line in lines))
     time.sleep(SAME_FAULT_S if size > 1 else 0)
 
@@ -100,6 +102,7 @@ def _speak(run: Path | None, report: str) -> None:
     told = {"status": "hung", "exit_code": HungError.exit_code, "reason": report}
     if run is not None:
         rundir.write_summary(run, told)
+        _print("\n".join(last_lines(run)))
 
 
 def _print(text: str) -> None:

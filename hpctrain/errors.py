@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 LONGEST = 4_000  #: characters of a message on bad input, which may repeat what it was given
 
 
@@ -65,7 +67,23 @@ class Stopped(HpctrainError):
     exit_code = 75
 
 
+class Interrupted(Stopped):
+    """Training stopped because it was asked to, and nothing was saved: it had no folder."""
+
+    exit_code = 130
+
+
 class HungError(HpctrainError):
     """A peer was silent for longer than the time limit."""
 
     exit_code = 86
+
+
+def annotate(error: BaseException, lines: Iterable[str]) -> None:
+    """Let `lines` follow what `error` says, also below its traceback; as Python 3.11's add_note."""
+    error.__notes__ = [*notes(error), *lines]
+
+
+def notes(error: BaseException) -> list[str]:
+    """Return the lines that follow what `error` says."""
+    return [*getattr(error, "__notes__", [])]

@@ -207,9 +207,9 @@ class Journal:
         self._timeline.end()  # summary.json is the last of all files
         self._write_end(summary)
         if self.world.rank == 0 and status == "done" and log.isEnabledFor(logging.INFO):
-            where = str(self.run or "(not kept: no folder was given)")
             text = self.recipe is not None and isinstance(self.recipe.data, TextOptions)
-            progress.console().print(progress.closing_table(summary, where, text))
+            progress.console().print(progress.closing_table(summary, text))
+            log.info("results: %s", self.run or "not kept, as no folder was given")
         return summary
 
     def _write_end(self, summary: dict[str, Any]) -> None:

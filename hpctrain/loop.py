@@ -23,7 +23,7 @@ from hpctrain.callbacks import Callbacks, Row
 from hpctrain.data import Prefetch, Sampler, Samples, in_pieces, share
 from hpctrain.engines import Engine, Flags, Task, replay
 from hpctrain.engines.apart import for_any_engine
-from hpctrain.errors import Stopped, TrainingError, UsageError
+from hpctrain.errors import Interrupted, Stopped, TrainingError, UsageError
 from hpctrain.gradients.blocks import NOTHING, in_order
 from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.journal import Journal
@@ -205,13 +205,15 @@ class Loop:
                 self.order.sync()
                 self.keeper.save(self.step, self.row, must=last)
             if stopped and not self.ended:
-                raise Stopped(self._stopped(flags.stop))
+                raise self._stopped(flags.stop)
 
-    def _stopped(self, number: int) -> str:
-        run = self.journal.run
-        why = rundir.why(run) if run is not None else ""
-        by = f"{by_what(number)} ({why})" if why else by_what(number)
-        return f"stopped at step {self.step} of {self.journal.total_steps} {by}; resume me"
+    def _stopped(self, number: int) -> Stopped:
+        run, by = self.journal.run, by_what(number)
+        stopped = f"stopped at step {self.step} of {self.journal.total_steps} {by}"
+        if run is None:
+            return Interrupted(f"{stopped}; nothing was saved: `fit` was given no folder (out=DIR)")
+        why = rundir.why(run)
+        return Stopped(f"{stopped}{f' ({why})' if why else ''}; resume me")
 
     def _look(self, stopped: bool) -> None:
         """Make a row of metrics where one is due, evaluate where that is, and tell callbacks."""

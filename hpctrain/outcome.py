@@ -5,11 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from hpctrain.ends import SPEAK_FIRST_S
-from hpctrain.errors import HpctrainError, SaveError, Stopped, TrainingError, UsageError
+from hpctrain.errors import (
+    HpctrainError,
+    SaveError,
+    Stopped,
+    TrainingError,
+    UsageError,
+    annotate,
+)  # fmt: skip
 from hpctrain.journal import Journal
+from hpctrain.resume import last_lines
 from hpctrain.xp import shortage
+
+E = TypeVar("E", bound=BaseException)
 
 
 @contextmanager
@@ -20,15 +31,18 @@ def told(journal: Journal) -> Iterator[None]:
         yield
     except Stopped as error:
         journal.finish("stopped", error.exit_code, str(error))
+        _with_last_lines(error, journal)
         raise
     except (TrainingError, SaveError) as error:  # raised on all ranks
         journal.finish("failed", error.exit_code, str(error))
+        _with_last_lines(error, journal)
         raise
     except UsageError as error:  # out of a user's code, on this rank: the time to refuse is over
         journal.fail_alone(error)
-        raise HpctrainError(str(error)) from error
+        raise _with_last_lines(HpctrainError(str(error)), journal) from error
     except BaseException as error:
         first = journal.fail_alone(error)
+        _with_last_lines(error, journal)
         if (short := shortage(error)) is None:
             raise
         if not first:  # ranks are often short of memory together: whoever was first speaks
@@ -36,3 +50,10 @@ def told(journal: Journal) -> Iterator[None]:
         raise short from error
     finally:
         journal.world.last_words = None
+
+
+def _with_last_lines(error: E, journal: Journal) -> E:
+    """Let what `error` says end with the run's folder, and the command that resumes it."""
+    if journal.run is not None:
+        annotate(error, last_lines(journal.run))
+    return error

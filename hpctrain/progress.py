@@ -77,12 +77,12 @@ def line(row: Mapping[str, Any], total_steps: int) -> str:
     return "  ".join(words)
 
 
-def closing_table(summary: Mapping[str, Any], run: str, text: bool = False) -> Table:
+def closing_table(summary: Mapping[str, Any], text: bool = False) -> Table:
     """Return the table that ends a run; of a `text` it tells bits per byte, as texts are judged."""
     table = Table(title=f"{summary['recipe']}: {summary['status']}", show_header=False)
-    wall = summary["wall_s"] or 1.0
+    wall, ranks = summary["wall_s"] or 1.0, summary["world_size"]
     rows = {
-        "engine": f"{summary['engine']} on {summary['world_size']} ranks, "
+        "engine": f"{summary['engine']} on {ranks} rank{'s' * (ranks != 1)}, "
         f"all-reduce: {summary['algorithm'] or '-'}",
         "test accuracy": _number(summary["test_accuracy"], ".4f"),
         **({"test bits per byte": _bits(summary["test_loss"])} if text else {}),
@@ -91,8 +91,7 @@ def closing_table(summary: Mapping[str, Any], run: str, text: bool = False) -> T
         "wall": f"{summary['wall_s']:.2f} s for {_steps(summary)}",
         "compute": _part(summary["compute_s"], wall),
         "wait (exposed wire)": _part(summary["wait_s"], wall),
-        "wire (overlaps compute)": _part(summary["wire_s"], wall),
-        "results": run,
+        "wire": _part(summary["wire_s"], wall),
     }
     if summary.get("reason"):
         rows = {"ended early": summary["reason"], **rows}

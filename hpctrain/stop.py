@@ -10,10 +10,12 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+LAST_WORDS_S = 1.0  #: in which a process that ends at once may say where its results are
 ASKED = 1  #: stands for a request that came by no signal, beside their numbers
 
 
@@ -25,7 +27,9 @@ class StopRequest:
     caught; `ask` works everywhere.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last_words: Callable[[], str] = str) -> None:
+        """`last_words()` is what that process says before it ends."""
+        self._last_words = last_words
         self.requested, self.signal, self.number = False, "", ASKED
         self._interrupts = 0
         self._restore: dict[signal.Signals, Any] = {}
@@ -73,8 +77,10 @@ class StopRequest:
         self.ask(number.name, number)
         self._interrupts += number == signal.SIGINT
         if self._interrupts == 2:
+            threading.Timer(LAST_WORDS_S, os._exit, [130]).start()  # disks may not answer
             # Past sys.stderr: the main thread may hold its lock.
             os.write(2, b"interrupted\n")
+            os.write(2, self._last_words().encode())
             os._exit(130)
 
 

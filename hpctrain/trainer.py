@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from hpctrain.metrics import Metric
 from hpctrain.optim import Optimizer
 from hpctrain.outcome import told
 from hpctrain.recipe import CheckpointOptions, Recipe
+from hpctrain.resume import last_lines
 from hpctrain.stop import StopRequest
 from hpctrain.trace import TraceOptions
 from hpctrain.world import World
@@ -107,7 +109,8 @@ class Trainer:
         an asynchronous run, of which the order of events is repeated.
 
         Raises UsageError, TrainingError (loss not finite), Stopped (a signal asked to; there is a
-        checkpoint) or SaveError, each on all ranks.
+        checkpoint, or it is an Interrupted: without `out` nothing is saved) or SaveError, each on
+        all ranks.
         """
         sampler = self.world.together(lambda: self._sampler(train, batch))
         if (epochs is None) == (steps is None):
@@ -146,11 +149,17 @@ class Trainer:
             if replay is not None:
                 loop.repeat(Path(replay))
             # Around the summary: a second signal while that is written must not end the process.
-            request = stack.enter_context(StopRequest())
+            request = stack.enter_context(StopRequest(partial(self._last_words, run)))
             loop.begin()
             stack.enter_context(told(journal))
             with np.errstate(over="ignore", invalid="ignore"):  # the loss is looked at, each step
                 return loop.run(request)
+
+    def _last_words(self, run: Path | None) -> str:
+        """Return what a run says that is interrupted at once; rank 0 speaks."""
+        if run is None or self.world.rank > 0:
+            return ""
+        return "".join(f"{line}\n" for line in last_lines(run))
 
     def close(self) -> None:
         """End the engine's threads and free its links; collective."""

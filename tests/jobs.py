@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,3 +86,9 @@ def trap(kind: str, rank: int, step: int = 7) -> list[str]:
     """Return arguments for a model that springs a trap of faults/traps.py on `rank` at `step`."""
     keys = {"model_kind": "traps:model", "model_trap": kind, "model_rank": rank}
     return sets(**keys, model_step=step)
+
+
+def command_that_resumes(said: str) -> list[str]:
+    """Return the command line after `resume: ` in what a job said, which is there once per rank."""
+    (line,) = set(re.findall(r"resume: (.*)", said))
+    return shlex.split(line)

@@ -32,11 +32,11 @@ def test_ranks_that_do_not_speak_draw_nothing(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("watched", "columns", "told"), [(True, 120, "120"), (True, 0, "80"), (False, 120, None)]
 )
-def test_launch_tells_the_width(monkeypatch, tmp_path, watched, columns, told):
+def test_launch_tells_the_width(monkeypatch, watched, columns, told):
     monkeypatch.setattr(launch.os, "isatty", lambda _: watched)
     size = launch.os.terminal_size((columns, 0))
     monkeypatch.setattr(launch.os, "get_terminal_size", lambda _: size)
-    assert launch._for_ranks(tmp_path).get(progress.TERMINAL) == told
+    assert launch._for_ranks("announced", "job").get(progress.TERMINAL) == told
 
 
 @pytest.mark.parametrize("text", [True, False])
@@ -47,7 +47,7 @@ def test_the_closing_table_names_what_matters(capsys, text):
         "wall_s": 2.0, "steps": 360, "since_step": 300, "compute_s": 1.0, "wait_s": 0.5,
         "wire_s": 0.7, "test_loss": np.log(4.0),
     }  # fmt: skip
-    progress.console().print(progress.closing_table(summary, "runs/here", text))
+    progress.console().print(progress.closing_table(summary, text))
     said = capsys.readouterr().err
     for word in (
         "digits: done",
@@ -55,7 +55,6 @@ def test_the_closing_table_names_what_matters(capsys, text):
         "0.9778",
         "40,000",
         "1.00 s (50 %)",
-        "runs/here",
         "2.00 s for the 60 steps after step 300",
     ):
         assert word in said

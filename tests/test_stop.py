@@ -16,7 +16,7 @@ from hpctrain.stop import SIGNALS, StopRequest
 
 # The main thread takes a mutex twice: like blocking MPI it does not return to Python, and a signal
 # does not end it. The helper tells what it sees meanwhile, then lets the main thread go.
-CHILD = """
+CHILD = r"""
 import ctypes, signal, sys, threading, time
 from hpctrain.stop import StopRequest
 
@@ -34,7 +34,7 @@ def helper(request):
     libc.pthread_mutex_unlock(mutex)
 
 signal.signal(signal.SIGUSR2, lambda *_: plain.append(1))
-with StopRequest() as request:
+with StopRequest(lambda: "results: here\n") as request:
     libc.pthread_mutex_lock(mutex)
     threading.Thread(target=helper, args=(request,), daemon=True).start()
     libc.pthread_mutex_lock(mutex)
@@ -67,7 +67,7 @@ def test_signal_while_the_main_thread_is_in_c(
 @pytest.mark.parametrize(
     ("first", "second", "code", "said"),
     [
-        (signal.SIGINT, signal.SIGINT, 130, "interrupted\n"),
+        (signal.SIGINT, signal.SIGINT, 130, "interrupted\nresults: here\n"),
         (signal.SIGTERM, signal.SIGINT, 0, ""),
         (signal.SIGUSR1, signal.SIGUSR1, 0, ""),
     ],

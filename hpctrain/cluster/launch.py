@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpctrain import launchers, rundir
+from hpctrain import launchers, resume, rundir
 from hpctrain.cluster import gpus, guard
 from hpctrain.errors import UsageError
 from hpctrain.interpreter import module_command
@@ -157,10 +157,11 @@ def _physical_cores() -> int:
 
 
 def _for_ranks(note: str, job: str) -> dict[str, str]:
-    """Return the variables of the ranks of `job`: where to announce their folder, who watches."""
+    """Return the variables of the ranks of `job`: where to announce the folder, who looks on."""
     # A terminal that was never told its size says 0 columns.
     shown = {TERMINAL: str(os.get_terminal_size(2).columns or 80)} if os.isatty(2) else {}
-    return {rundir.ANNOUNCE: note, guard.JOB: job, **shown}
+    line = shlex.join(resume.command_line())
+    return {rundir.ANNOUNCE: note, guard.JOB: job, resume.COMMAND: line, **shown}
 
 
 @contextmanager
@@ -244,7 +245,7 @@ def _record_loss(run: Path, ended: Ended) -> dict[str, Any]:
     lost = {"status": "failed", "exit_code": code, "reason": what}
     summary = (rundir.read_summary(run) or {}) | lost | {"launcher_exit_code": ended.code}
     rundir.write_summary(run, summary)
-    _say(f"{what}{_resume_hint(run)}")
+    _say("\nhpctrain: ".join([what, *resume.last_lines(run)]))
     return summary
 
 
@@ -271,11 +272,6 @@ def _fresh(run: Path, started: float) -> dict[str, Any] | None:
 def _told(code: int) -> str:
     name = code if code >= 0 else signal.Signals(-code).name
     return f"mpiexec ended with {name}{_FULL * (code % 128 == signal.SIGBUS)}"
-
-
-def _resume_hint(run: Path) -> str:
-    saved = any((run / "checkpoints").glob("step-*/manifest.json"))
-    return f"; resume with --resume --out {shlex.quote(str(run))}" if saved else ""
 
 
 def _say(text: str) -> None:

@@ -139,8 +139,9 @@ def test_what_this_job_did_not_end_with_is_no_outcome(tmp_path, capsys, age_s, s
     assert rundir.read_summary(tmp_path) == told
     said = capsys.readouterr().err
     assert said == (
-        "hpctrain: a rank was lost: mpiexec ended with SIGKILL; "
-        f"resume with --resume --out {tmp_path}\n"
+        "hpctrain: a rank was lost: mpiexec ended with SIGKILL\n"
+        f"hpctrain: results: {tmp_path}\n"
+        f"hpctrain: resume: fit(..., out='{tmp_path}', resume=True)\n"
     )
 
 
@@ -148,8 +149,11 @@ def test_what_this_job_did_not_end_with_is_no_outcome(tmp_path, capsys, age_s, s
 def test_ranks_learn_whether_somebody_watches(monkeypatch, watched):
     monkeypatch.setattr(os, "isatty", lambda descriptor: watched and descriptor == 2)
     monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((97, 40)))
+    monkeypatch.setattr(sys, "argv", ["/opt/hpctrain", "launch", "-n", "2", "train", "a b.toml"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     told = {"HPCTRAIN_ANNOUNCE": "/proc/7/fd/3", "HPCTRAIN_JOB": "f00d"}
     told |= {"HPCTRAIN_TERMINAL": "97"} if watched else {}
+    told["HPCTRAIN_COMMAND"] = "/opt/hpctrain launch -n 2 train 'a b.toml'"
     assert module._for_ranks("/proc/7/fd/3", "f00d") == told
 
 
@@ -237,7 +241,7 @@ def test_a_lost_rank_is_told_and_kept(job):
     ended = launch("lost").finish(30)
     assert ended.returncode == 1
     assert "a rank was lost: mpiexec ended with" in ended.stderr
-    assert "--resume" not in ended.stderr  # there is no checkpoint
+    assert "no checkpoint was written; start again: " in ended.stderr
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["exit_code"]) == ("failed", 1)
     assert summary["launcher_exit_code"] != 0
@@ -260,6 +264,7 @@ def test_second_interrupt_kills_the_job(job, stopped):
     assert time.monotonic() - began < 10
     assert ended.returncode == 130
     assert rundir.read_summary(run)["exit_code"] == 130
+    assert f"results: {run}\n" in ended.stderr
 
 
 @pytest.mark.processes

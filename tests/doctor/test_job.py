@@ -324,6 +324,38 @@ def test_speed_of_cores():
     assert cores.check([]).verdict == "note"
 
 
+# shares of its time that each core was given -> verdict, cores that are named
+SHARES = {
+    "quiet": ((1.0, 0.99), "ok", ()),
+    "a daemon wakes up": ((0.87, 1.0), "ok", ()),
+    "at the threshold": ((0.8, 1.0), "ok", ()),
+    "below it": ((0.79, 1.0), "slow", (0,)),
+    "busy": ((0.35, 0.27), "slow", (0, 1)),  # all alike: by the median nothing sticks out
+    "one is busy": ((1.0, 0.5), "slow", (1,)),
+    "one core, busy": ((0.5,), "slow", (0,)),
+}
+
+
+@pytest.mark.parametrize("shares", SHARES)
+def test_cores_that_somebody_else_uses(shares):
+    given, verdict, named = SHARES[shares]
+    check = cores.check([Core(r, "n1", r, 0.030 / s, s) for r, s in enumerate(given)])
+    assert check.verdict == verdict
+    for core, share in enumerate(given):
+        words = f"core {core} of n1 (rank {core}): "
+        assert (words in check.seen) == (core in named)
+        reason = f"given {share:.0%} of its time (expected: 80%): something else runs there"
+        assert (reason in check.seen) == (core in named)
+    assert (f"given {min(given):.0%} of their time or more" in check.seen) == (verdict == "ok")
+
+
+def test_a_core_is_tried_again_where_somebody_else_ran(monkeypatch):
+    tries = iter([(0.06, 0.5), (0.03, 1.0), (0.06, 0.4), (0.05, 0.6), (0.03, 0.9)])
+    monkeypatch.setattr(cores, "_computed", lambda: next(tries))
+    shares = [cores._quietest()[1] for _ in range(3)]
+    assert shares == [1.0, 0.6, 0.9]
+
+
 def test_a_core_under_a_quota():
     fine = [Core(rank, f"n{rank}", 7, 0.030, 1.0) for rank in range(4)]
     check = cores.check([*fine, Core(4, "n9", 3, 0.150, 0.2, quota=0.2)])

@@ -6,7 +6,7 @@ import re
 import shutil
 
 import pytest
-from jobs import EVERY, MARK, sets, trap
+from jobs import EVERY, MARK, command_that_resumes, sets, trap
 from ranks import run_on
 
 from hpctrain import checkpoint, recipe, rundir, runs
@@ -49,6 +49,8 @@ def test_a_fault_on_one_rank(digits, fault):
         assert (job.summary["status"], job.summary["exit_code"]) == ("failed", code)
         assert f"rank {rank}" in job.summary["reason"]
         assert job.steps == [5]
+        assert f"results: {job.out}\n" in ended.stderr
+        assert command_that_resumes(ended.stderr)[-3:] == ["--out", str(job.out), "--resume"]
 
 
 def test_a_killed_rank(digits, undisturbed):
@@ -58,7 +60,7 @@ def test_a_killed_rank(digits, undisturbed):
     assert ended.seconds < 20
     assert ended.returncode == 1
     assert "a rank was lost: mpiexec ended with" in ended.stderr
-    assert f"resume with --resume --out {job.out}" in ended.stderr
+    assert command_that_resumes(ended.stderr)[-3:] == ["--out", str(job.out), "--resume"]
     summary = job.summary
     assert (summary["status"], summary["exit_code"], job.steps) == ("failed", 1, [5])
     resumed = digits(*keys, *trap("none", 1), "--resume")
@@ -91,6 +93,8 @@ def test_a_stopped_rank(digits, launched):
     assert len(re.findall(r"rank [02] on .* step 7, at \S+:\d+ .*: waiting; in \w+", others)) == 2
     assert (job.summary["status"], job.summary["exit_code"]) == ("hung", 86)
     assert "rank 1 on" in job.summary["reason"]
+    assert f"results: {job.out}\n" in ended.stderr
+    assert command_that_resumes(ended.stderr)[-3:] == ["--out", str(job.out), "--resume"]
 
 
 def truncated(data: bytes) -> bytes:

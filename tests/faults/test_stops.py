@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 
 import pytest
-from jobs import sets, trap
+from conftest import BIN, LAUNCHER
+from jobs import MARK, command_that_resumes, sets, trap
 
 pytestmark = pytest.mark.processes
 
@@ -19,6 +22,16 @@ ASKED = {
     "Ctrl-C to launch": ((signal.SIGINT, True), "SIGUSR1"),
 }
 LONG = sets(run_epochs=5000, checkpoint_every_epochs="")
+
+
+@pytest.fixture
+def run_line(mark, tmp_path):
+    """Run a command line in the folder of the test, as a user would who copies it."""
+    own = {MARK: mark, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
+    return lambda words: subprocess.run(
+        words, env={**os.environ, **LAUNCHER, **own}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("asked", ASKED)
@@ -39,16 +52,22 @@ def test_a_stop(digits, asked):
     said = f"stopped at step {summary['steps']} of 60000 by {name}; resume me"
     assert ended.stderr.count(said) == 1, ended.stderr
     assert summary["reason"] == said
+    assert f"hpctrain: results: {job.out}\n" in ended.stderr
+    command = command_that_resumes(ended.stderr)
+    assert ("launch" in command) == (not isinstance(how, str) and how[1])
+    assert command[-3:] == ["--out", str(job.out), "--resume"]
 
 
-def test_a_stopped_run_goes_on_to_the_same_end(digits, undisturbed):
+def test_a_stopped_run_goes_on_to_the_same_end(digits, undisturbed, run_line):
     keys = sets(run_epochs=3)
     job = digits(*keys, *trap("term", 1))
-    assert job.finish().returncode == 75
-    (stopped,) = job.steps
-    resumed = digits(*keys, *trap("none", 1), "--resume")
-    ended = resumed.finish()
+    stopped = job.finish()
+    assert stopped.returncode == 75
+    (step,) = job.steps
+    # What was told to resume it does: the trap at step 7 lies behind.
+    ended = run_line(command_that_resumes(stopped.stderr))
     assert ended.returncode == 0, ended.stderr
-    assert f"resumed at step {stopped} of 36" in ended.stderr
-    assert resumed.summary["params_sha256"] == undisturbed(*keys)["params_sha256"]
-    assert resumed.summary["status"] == "done"
+    assert f"resumed at step {step} of 36" in ended.stderr
+    assert f"results: {job.out}\n" in ended.stderr  # whole, on a line of its own
+    assert job.summary["params_sha256"] == undisturbed(*keys)["params_sha256"]
+    assert job.summary["status"] == "done"

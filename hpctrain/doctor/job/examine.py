@@ -125,7 +125,9 @@ def _stages(world: World, found: Found, asked: Asked, stages: show.Stages) -> No
 def _cores(world: World, machines: list[str]) -> list[dict[str, Any]]:
     mine = cores.dealt(world.seats, machines)[world.rank]
     world.link.barrier()  # all at once, as in training
-    return [asdict(one) for one in cores.tried(world.rank, world.host, mine)]
+    found = cores.tried(world.rank, world.host, mine)
+    pings.wait_quietly(world.link)  # ranks without a core to try would take the time of others
+    return [asdict(one) for one in found]
 
 
 def _by_node(world: World, said: list[Any]) -> dict[str, Any]:

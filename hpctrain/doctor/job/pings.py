@@ -70,11 +70,11 @@ def all_pairs(world: World) -> list[Ping]:
     budget_s = min(TRY_S, ALL_S / (2 * (most + most * len(nodes))))
     found = _tournament(node, mine, True, budget_s)
     for local in range(most):
-        _wait_quietly(world.link)
+        wait_quietly(world.link)
         if node.rank == local:
             ranks = sorted(one[local] for one in nodes if len(one) > local)
             found += _tournament(across, ranks, False, budget_s)
-    _wait_quietly(world.link)
+    wait_quietly(world.link)
     return found
 
 
@@ -160,7 +160,7 @@ def _timed(call: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def _wait_quietly(link: Link) -> None:
+def wait_quietly(link: Link) -> None:
     """Return once all ranks have come; who waits leaves its core to those who measure."""
     before, link.patient = link.patient, True
     all_gather_short(link, np.zeros(1, np.uint8))

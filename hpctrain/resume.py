@@ -1,0 +1,53 @@
+"""The last lines of a run: the folder of its results, and the command that resumes it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpctrain import launchers, rundir
+
+#: The variable in which `hpctrain launch` and `netlab` hand their command line to the ranks.
+COMMAND = "HPCTRAIN_COMMAND"
+_STARTERS = {"openmpi": "mpirun", "srun": "srun", "flux": "flux run", "jsm": "jsrun"}
+
+
+def last_lines(run: Path) -> list[str]:
+    """Return the lines that end a run in folder `run` before its last step."""
+    call = f"fit(..., out={str(run)!r}, resume=True)"
+    if (run / rundir.RECIPE).is_file():  # it was no script that made the run
+        call = shlex.join(resuming(command_line(), run))
+    saved = any((run / "checkpoints").glob("step-*/manifest.json"))
+    verb = "resume" if saved else "no checkpoint was written; start again"
+    return [f"results: {run.absolute()}", f"{verb}: {call}"]
+
+
+def command_line() -> list[str]:
+    """Return the command line that started this job, as far as its ranks can know it."""
+    if COMMAND in os.environ:
+        return shlex.split(os.environ[COMMAND])
+    here = launchers.launched(os.environ)
+    starter = f"{_STARTERS.get(here.name, 'mpiexec')} -n {here.size}" * (here.name != "none")
+    return [*starter.split(), *_program(), *sys.argv[1:]]
+
+
+def resuming(words: Sequence[str], run: Path) -> list[str]:
+    """Return the command line `words` of a training, which goes on with `run`."""
+    kept: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        if "--out" not in (before, word) and not word.startswith("--out=") and word != "--resume":
+            kept.append(word)
+    return [*kept, "--out", str(run), "--resume"]
+
+
+def _program() -> list[str]:
+    """Return how this program was called: a name on the PATH, a file, or `python -m`."""
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    if module is not None:
+        return [sys.executable, "-m", module.name.removesuffix(".__main__")]
+    name = Path(sys.argv[0]).name
+    return [name if shutil.which(name) == sys.argv[0] else sys.argv[0]]
