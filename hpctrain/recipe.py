@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import AfterValidator, Field
 
-from hpctrain import config, data, engines, files, nn, optim, toml
+from hpctrain import config, data, engines, files, nn, optim, overrides, toml
 from hpctrain.callbacks import EarlyStop
 from hpctrain.collectives.direct import must_be_one_node
 from hpctrain.errors import UsageError
@@ -26,14 +26,6 @@ from hpctrain.metrics import Metric
 from hpctrain.trace import TraceOptions
 from hpctrain.tuning.select import allreduce_named
 
-TABLES = ("run", "model", "data", "optimizer", "schedule", "engine", "wire", "checkpoint",
-          "early_stop", "trace", "faults")  # fmt: skip
-BATCH_KEYS = ("batch", "batch_per_rank")
-#: Keys of a table of which a recipe has one at most: to set one takes the other away.
-RIVALS = {
-    "run": (("epochs", "steps"), ("evaluate_epochs", "evaluate_steps")),
-    "optimizer": (BATCH_KEYS,),
-}
 Positive = Annotated[int, Field(ge=1)]
 Table = dict[str, Any]
 
@@ -138,21 +130,13 @@ class Recipe:
         return hashlib.sha256(self.toml().encode()).hexdigest()
 
 
-def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
+def load(name: str, settings: Iterable[str] = ()) -> Recipe:
     """Return the built-in recipe `name`, or the one in file `name`, changed by `table.key=value`s.
 
     Of the same key the last counts, and a rival of it in the file is taken away. Raises UsageError
     that tells every fault of a table, and the nearest name.
     """
-    tables = read_tables(name)
-    settings = dict(_setting(override) for override in overrides)
-    for (table, key), value in settings.items():
-        _set(tables, table, key, value)
-    for (table, key), value in settings.items():
-        for rival in _rivals(table, key) if value is not None else ():
-            if settings.get((table, rival)) is None:
-                tables[table].pop(rival, None)
-    return check(tables)
+    return check(overrides.applied(read_tables(name), settings))
 
 
 def built_in() -> list[str]:
@@ -173,9 +157,9 @@ def check(tables: Mapping[str, Any]) -> Recipe:
     if tables.pop("schema", None) != 1:
         raise UsageError("a recipe begins with 'schema = 1', the format that this version reads")
     for name, table in tables.items():
-        config.pick(dict.fromkeys(TABLES), name, "table")
-        _must_be_table(name, table)
-    at = {name: dict(tables.get(name, {})) for name in TABLES}
+        config.pick(dict.fromkeys(overrides.TABLES), name, "table")
+        overrides.must_be_table(name, table)
+    at = {name: dict(tables.get(name, {})) for name in overrides.TABLES}
     keys = [option.name for option in fields(BatchOptions)]
     batch = {key: at["optimizer"].pop(key) for key in keys if key in at["optimizer"]}
     init = _init(at["model"].pop("init", None))
@@ -186,7 +170,7 @@ def check(tables: Mapping[str, Any]) -> Recipe:
         model=nn.read(at["model"]),
         data=data.read(at["data"]),
         batch=_batch(batch),
-        optimizer=config.read_kind(optim.OPTIMIZERS, at["optimizer"], "optimizer"),
+        optimizer=_optimizer(at["optimizer"]),
         schedule=config.read_kind(
             optim.SCHEDULES, {"kind": "constant", **at["schedule"]}, "schedule"
         ),
@@ -228,6 +212,15 @@ def _init(path: Any) -> Path | None:
     return Path(path).absolute()
 
 
+def _optimizer(table: Table) -> Any:
+    options = config.read_kind(optim.OPTIMIZERS, table, "optimizer")
+    try:
+        options.build(options.rate)  # which looks at what options say of each other
+    except UsageError as error:
+        raise UsageError(f"[optimizer] {error}") from None
+    return options
+
+
 def _engine(table: Table, wire: Table) -> Any:
     """Return the engine's options; those that have a wire take the keys of `[wire]` too."""
     table = {"kind": "allreduce", **table}
@@ -258,7 +251,7 @@ def _must_belong(table: Table, kind: Any) -> None:
 
 def _batch(table: Table) -> BatchOptions:
     options: BatchOptions = _one_of(
-        config.read(BatchOptions, table, "optimizer"), "optimizer", *BATCH_KEYS
+        config.read(BatchOptions, table, "optimizer"), "optimizer", *overrides.BATCH_KEYS
     )
     if options.size(1) % options.micro_batches:
         raise UsageError(
@@ -278,46 +271,3 @@ def _one_of(options: Any, table: str, first: str, second: str) -> Any:
     if (getattr(options, first) is None) == (getattr(options, second) is None):
         raise UsageError(f"[{table}] needs exactly one of {first} and {second}")
     return options
-
-
-def _setting(override: str) -> tuple[tuple[str, str], Any]:
-    """Return table, key and value of `table.key=value`; None for a value that is empty."""
-    path, equals, text = override.partition("=")
-    table, dot, key = path.strip().partition(".")
-    if not (equals and dot and key):
-        raise UsageError(f"--set takes TABLE.KEY=VALUE, seen {files.brief(override)}")
-    config.pick(dict.fromkeys(TABLES), table, "table")
-    return (table, key), _value(text.strip(), f"--set {path.strip()}") if text.strip() else None
-
-
-def _value(text: str, where: str) -> Any:
-    """Return the TOML value that `text` is; what is none is a string as it stands."""
-    try:
-        tables = toml.parsed(f"value = {text}", where)
-    except toml.SyntaxFault:
-        return text
-    return tables["value"] if len(tables) == 1 else text  # lines that go on with other keys
-
-
-def _set(tables: Table, table: str, key: str, value: Any) -> None:
-    """Set `key` of a table, or take it away if `value` is None; a table left empty goes with it."""
-    entries = tables.setdefault(table, {})
-    _must_be_table(table, entries)
-    if value is not None:
-        entries[key] = value
-    else:
-        entries.pop(key, None)
-        if not entries:
-            del tables[table]
-
-
-def _rivals(table: str, key: str) -> list[str]:
-    """Return the keys of `table` that cannot stand beside `key`."""
-    return [
-        rival for pair in RIVALS.get(table, ()) if key in pair for rival in pair if rival != key
-    ]
-
-
-def _must_be_table(name: str, table: Any) -> None:
-    if not isinstance(table, Mapping):
-        raise UsageError(f"'{name}' is a table: write [{name}], seen {files.brief(table)}")

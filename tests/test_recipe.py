@@ -29,6 +29,10 @@ REFUSED = {
         ["optimizer.batch_per_rank=3", "optimizer.batch=3"],
         "needs exactly one of batch and batch_per",
     ),
+    "nesterov alone": (
+        ["optimizer.nesterov=true", "optimizer.momentum=0"],
+        "[optimizer] sgd: nesterov",
+    ),
     "list of kinds": (["model.kind=[]"], "unknown [model] kind '[]'; choose one of: mlp"),
     "table of kinds": (["data.kind={}"], "unknown [data] kind '{}'; choose one of: digits"),
     "function in a list": (['data.kind=["a:b"]'], """unknown [data] kind "['a:b']"; choose"""),

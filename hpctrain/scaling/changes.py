@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 
-from hpctrain import engines, recipe
+from hpctrain import engines, overrides, recipe
 from hpctrain.errors import UsageError
 from hpctrain.recipe import Recipe
 from hpctrain.scaling.sizes import Size
@@ -124,7 +124,7 @@ def trial(spec: Recipe, mode: str, batch: int, size: Size, timing: Timing) -> Re
         "epoch_samples": of_step * min(timing.total, max(1, MOST_SAMPLES // of_step)),
     }
     optimizer = tables["optimizer"]
-    for key in recipe.BATCH_KEYS:
+    for key in overrides.BATCH_KEYS:
         optimizer.pop(key, None)
     if mode == "strong":
         optimizer.pop("base_batch", None)

@@ -1,0 +1,263 @@
+"""Data files, start weights, sites and tuning tables with random faults, against plain readers.
+
+What is accepted is what NumPy, or a reader of a few lines, finds in the file; what was not changed
+is accepted; all else is refused in one way, which names the file.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import shlex
+import struct
+import warnings
+import zipfile
+from dataclasses import asdict
+from functools import partial
+from importlib import resources
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import tomli_w
+
+from fuzz import Generator, campaign, in_memory, mutated, mutated_json, value_or_refusal
+from hpctrain import data, toml, weights
+from hpctrain.cluster import site
+from hpctrain.collectives import ALLREDUCE
+from hpctrain.errors import HpctrainError
+from hpctrain.tuning import choose, table
+from hpctrain.tuning.cost import Machine
+
+DTYPES = ("u1", "i1", "<i4", ">i2", "<f4", ">f8", "<f2", "?", "<i8")
+IDX = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+SHAPES = (
+    "(3, 2)",
+    "(-3, 2)",
+    "(0, 2)",
+    "(0, 1 << 70)",
+    "()",
+    "(3,)",
+    "(3, 2.0)",
+    "(True, 2)",
+    "(4294967296, 4294967296)",
+    "(1,) * 3",
+    str((1,) * 70),
+    "[3, 2]",
+    "(" * 3000,
+    "None",
+)
+DESCRS = ("'<f4'", "'|O'", "'|V0'", "'<U3'", "'<c8'", "[('a', '<f4')]", "('<f4', (2,))", "'<M8[s]'",
+          "'>f8'", "'|u1'", "3", "'x'", "b'<f4'", "'<f16'", "'" + "<f4," * 500 + "'")  # fmt: skip
+
+
+def samples(rng: Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Return x (n, ...) and labels below 3, small."""
+    n, shape = rng.randint(1, 5), (rng.randint(1, 3),) * rng.randint(1, 3)
+    numbers = np.random.default_rng(rng.getrandbits(32))
+    x = numbers.integers(0, 100, (n, *shape)).astype(rng.choice(DTYPES))
+    return x, numbers.integers(0, 3, n).astype(rng.choice(("u1", "<i4", ">i2")))
+
+
+def npy(x: np.ndarray, rng: Generator) -> bytes:
+    """Return an npy file, sometimes with a header that says something else."""
+    file = io.BytesIO()
+    np.lib.format.write_array(file, x, rng.choice(((1, 0), (2, 0), None)))
+    return file.getvalue()
+
+
+def forged(rng: Generator) -> bytes:
+    """Return an npy file whose header is one of many that were made up."""
+    order, shape = rng.choice(("False", "True", "3")), rng.choice(SHAPES)
+    header = f"{{'descr': {rng.choice(DESCRS)}, 'fortran_order': {order}, 'shape': {shape}}}\n"
+    text = header.encode()
+    length = rng.choice((len(text), len(text), 2**32 - 1, 0, 70_000))
+    return b"\x93NUMPY\x02\x00" + struct.pack("<I", length) + text + bytes(24)
+
+
+def faulty(content: bytes, rng: Generator) -> tuple[bytes, bool]:
+    """Return the content of a file, and whether it is whole; half of the faults lie in front."""
+    if rng.random() < 0.2:
+        return content, True
+    if rng.random() < 0.5:
+        return mutated(content[:160], rng) + content[160:], False
+    return mutated(content, rng), False
+
+
+def loaded(keys: dict[str, Any], whole: bool, *names: object) -> data.Split | None:
+    """Return what `data` reads, None if it refuses."""
+    found = value_or_refusal(lambda: data.read(keys).load(0), *names)
+    if isinstance(found, HpctrainError):
+        assert not whole, found
+        return None
+    return found
+
+
+def are_those_of(found: data.Split, x: np.ndarray, y: np.ndarray, *names: object) -> None:
+    """Compare all rows; those that are not finite are refused."""
+    rows = value_or_refusal(lambda: found.train.rows(np.arange(len(found.train))), *names)
+    if isinstance(rows, HpctrainError):
+        assert not np.isfinite(x).all()
+        return
+    assert rows[0].dtype == x.dtype and rows[0].tobytes() == np.ascontiguousarray(x).tobytes()
+    assert rows[0].shape == x.shape and np.array_equal(rows[1], y)
+
+
+def numpys(path: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return np.load(path, allow_pickle=False)
+
+
+def npy_case(rng: Generator, folder: Path) -> None:
+    (x, y), paths = samples(rng), [folder / "x.npy", folder / "y.npy"]
+    content, whole = (forged(rng), False) if rng.random() < 0.3 else faulty(npy(x, rng), rng)
+    paths[0].write_bytes(content)
+    paths[1].write_bytes(npy(y, rng))
+    keys = {"kind": "npy", "x": str(paths[0]), "y": str(paths[1]), "classes": 3}
+    if found := loaded(keys, whole, paths[0]):
+        are_those_of(found, numpys(paths[0]), y, paths[0])
+
+
+def npz_case(rng: Generator, folder: Path) -> None:
+    (x, y), path, file = samples(rng), folder / "d.npz", io.BytesIO()
+    method = rng.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED] * 5 + [zipfile.ZIP_LZMA])
+    more = bytes(1 << 20) if rng.random() < 0.05 and method == zipfile.ZIP_DEFLATED else b""
+    inner = forged(rng) if rng.random() < 0.2 else npy(x, rng)
+    with zipfile.ZipFile(file, "w", method) as archive:
+        archive.writestr("x.npy", inner + more)
+        archive.writestr("y.npy", npy(y, rng))
+    content, _ = faulty(file.getvalue(), rng)
+    path.write_bytes(content)
+    if found := loaded({"kind": "npz", "path": str(path)}, False, path):
+        with numpys(path) as arrays:
+            are_those_of(found, arrays["x"], arrays["y"], path)
+    elif content == file.getvalue() and method != zipfile.ZIP_LZMA:
+        assert more or inner[:8] == b"\x93NUMPY\x02\0"  # which may be forged
+
+
+def plain_idx(content: bytes) -> np.ndarray:
+    """Return the array of an IDX file as its two lines of documentation say."""
+    dtype, dims = np.dtype(IDX[content[2]]), content[3]
+    shape = struct.unpack(f">{dims}I", content[4 : 4 + 4 * dims])
+    assert content[:2] == b"\0\0" and len(content) == 4 + 4 * dims + prod(shape) * dtype.itemsize
+    return np.frombuffer(content, dtype, offset=4 + 4 * dims).reshape(shape)
+
+
+def idx(x: np.ndarray, code: int) -> bytes:
+    sizes = struct.pack(f">{x.ndim}I", *x.shape)
+    return bytes([0, 0, code, x.ndim]) + sizes + x.astype(IDX[code]).tobytes()
+
+
+def idx_case(rng: Generator, folder: Path) -> None:
+    (x, y), paths = samples(rng), [folder / "images", folder / "labels"]
+    content, whole = faulty(idx(x, rng.choice(list(IDX))), rng)
+    if rng.random() < 0.05:
+        content, whole = content + bytes(1 << 20), False
+    zipped = rng.random() < 0.5
+    if zipped:
+        content = gzip.compress(content, 1)
+        content, still = faulty(content, rng)
+        whole = whole and still
+    paths[0].write_bytes(content)
+    paths[1].write_bytes(idx(y, 0x08))
+    keys = {"kind": "idx", "images": str(paths[0]), "labels": str(paths[1])}
+    if found := loaded(keys, whole, paths[0]):
+        seen = plain_idx(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
+        if seen.dtype == np.uint8:
+            seen = seen.astype(np.float32) / 255
+        are_those_of(found, seen, y, paths[0])
+
+
+def weights_case(rng: Generator, folder: Path) -> None:
+    path, (x, y) = folder / "a.safetensors", samples(rng)
+    x = x.astype("f4")
+    content, whole = faulty(safetensors.numpy.save({"a": x, "b": y.astype("f8")}), rng)
+    path.write_bytes(content)
+    found = value_or_refusal(lambda: weights.read(path), path)
+    if isinstance(found, HpctrainError):
+        assert not whole, found
+        return
+    (length,) = struct.unpack_from("<Q", content)
+    told = json.loads(content[8 : 8 + length])
+    for name, seen in found.items():
+        start, stop = told[name]["data_offsets"]
+        assert seen.tobytes() == content[8 + length :][start:stop]
+        assert list(seen.shape) == told[name]["shape"]
+
+
+SITES = [
+    toml.parsed(one.read_text(), one.name)
+    for one in sorted(resources.files("hpctrain.cluster").joinpath("sites").iterdir(), key=str)
+    if one.name.endswith(".toml")
+]
+
+
+def sites_case(rng: Generator, folder: Path) -> None:
+    tables, path = rng.choice(SITES), folder / "s.toml"
+    changed = rng.random() < 0.5
+    if changed:
+        tables = mutated_json(tables, rng)
+    try:
+        content = tomli_w.dumps(tables).encode()
+    except (TypeError, ValueError, AttributeError):  # what TOML cannot say, as null
+        return
+    content, whole = faulty(content, rng) if not changed else (content, False)
+    path.write_bytes(content)
+    found = value_or_refusal(lambda: site.load(str(path)), path)
+    if isinstance(found, HpctrainError):
+        assert not whole, found
+        return
+    assert site.load(str(path)) == found
+    for nodes in filter(None, (found.cpu, found.gpu)):
+        exports = found.environment | nodes.environment | {"HPCTRAIN_LAUNCHER": found.launcher}
+        exports |= found.environment | nodes.environment
+        shell = {}
+        for line in found.env(nodes).splitlines():
+            words = shlex.split(line, comments=True)  # as a shell would read it
+            if words[:1] == ["export"]:
+                shell |= dict([words[1].split("=", 1)])
+        assert shell.items() >= exports.items()
+
+
+def tables_case(rng: Generator, folder: Path) -> None:
+    path, names = folder / "t.json", [name for name in ALLREDUCE if name != "null"]
+    here = table.Fingerprint("cpu", 8, 2, "Open MPI 5.0.8", "4 ranks on 2 nodes: 0 1, 2 3")
+    rows = [
+        choose.Row(rng.choice(names), rng.random() < 0.5, 4 << i, rng.random() + 1e-9, 0.1)
+        for i in range(rng.randint(1, 6))
+    ]
+    made = table.Table(here, rows, [(1 << 20, 1e-9)], Machine(), None, 0.5)
+    value = asdict(made)
+    kind = rng.choice(("whole", "values", "values", "bytes"))
+    if kind == "values":
+        value = mutated_json(value, rng)
+    content = json.dumps(value, indent=1).encode()
+    path.write_bytes(mutated(content, rng) if kind == "bytes" else content)
+    found = value_or_refusal(lambda: table.read(path), "damaged", "schema", path, exit_code=1)
+    if isinstance(found, HpctrainError):
+        assert kind != "whole", found
+        value_or_refusal(lambda: table.newest(1))  # which looks at all, good or bad
+        return
+    assert kind != "whole" or found == made
+    table.write(found, path)
+    assert table.read(path) == found
+    picks = choose.choices(table.plan_of(found)).picks
+    assert {one for pick in picks for one in pick} <= set(ALLREDUCE.values())
+
+
+CASES = [npy_case, npz_case, idx_case, weights_case, sites_case, tables_case]
+
+
+@pytest.mark.parametrize(
+    "count", [200, pytest.param(20_000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])]
+)
+@pytest.mark.parametrize("case", CASES)
+def test_inputs(case, count, monkeypatch):
+    with in_memory() as folder:
+        monkeypatch.setenv(table.FILE, str(folder))
+        campaign(case.__name__, count, partial(case, folder=folder))
