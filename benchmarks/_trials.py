@@ -56,6 +56,8 @@ class Trial:
 class Draws:
     """The tasks of one worker: see `hpctrain.engines.Work`."""
 
+    may_drop = 0
+
     def __init__(self, engine: Engine, train: data.Dataset, trial: Trial, ended: threading.Event):
         self.step = 0
         self._engine, self._train, self._ended = engine, train, ended

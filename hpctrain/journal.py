@@ -56,6 +56,8 @@ class Journal:
         self.total_steps, self.run, self.recipe, self.rate = total_steps, run, recipe, rate
         self.name = recipe.run.name if recipe else "training"
         self.steps_redone = 0
+        self.skipped_steps = self.skipped_in_a_row = 0  # since the first step, also before a resume
+        self._dropped_before = self._dropped_earlier = 0
         self._timeline = Timeline(world, run, trace)
         self._bar = progress.Bar(self.name, 0, total_steps, shown=False)  # until training begins
         self._last: dict[str, Any] = {}  # the latest row
@@ -75,6 +77,9 @@ class Journal:
             log.warning("batch was %s before, now %s", about["batch"], self.sampler.batch)
         if about.get("staleness"):
             self._stale_before = Staleness.from_json(about["staleness"])
+        self.skipped_steps = about.get("skipped_steps", 0)
+        self.skipped_in_a_row = about.get("skipped_in_a_row", 0)
+        self._dropped_before = about.get("dropped_not_finite", 0)
         open_row = about.get("open_row") or {"since_step": step, "sums": NOTHING}
         self._row_step = open_row["since_step"]
         if self.world.rank == 0:  # they are the sums of all ranks
@@ -110,6 +115,7 @@ class Journal:
         self._timeline.begin()
         self._bar = progress.Bar(self.name, step, self.total_steps, shown)
         self._times_before = dict(vars(self.engine.times))
+        self._dropped_earlier = self.engine.check.dropped  # an engine may train more than once
         self._began = perf_counter()
 
     def _begin_files(self) -> None:
@@ -150,14 +156,14 @@ class Journal:
             "samples": self._samples_before(step),
             **means("train", *sums),
             **self._tested,
-            "rate": None
-            if self.rate is None
-            else rate_of(self.rate, int((step - 1) * self.engine.updates_per_step)),
+            "skipped_steps": self.skipped_steps,
+            "rate": None if self.rate is None else rate_of(self.rate, self._updates(step)),
             "samples_per_s": done / max(now - self._row_s, 1e-9),
             "wall_s": now,
             **self._times(),
             "ranks": {name: ranks[name].round(6).tolist() for name in self._times()},
             **stale.metrics(self._staleness),
+            **self._dropped(ranks),
             "idle_fraction": idle(ranks),
         }
         if interrupted:
@@ -188,6 +194,9 @@ class Journal:
             "staleness": self._staleness and self._staleness.to_json(),
             "steps_redone": self.steps_redone,
             "rows_due": self._due,
+            "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "dropped_not_finite": self._dropped_not_finite(self._summed()[1]),
             "recipe": self.name,
             "recipe_sha256": self.recipe and self.recipe.sha256,
         }
@@ -282,6 +291,7 @@ class Journal:
             "steps": step,
             "since_step": self._first_step,  # of a resumed run: since when times are told
             "steps_redone": self.steps_redone,
+            "skipped_steps": self.skipped_steps,
             "restarts": launchers.restarts(os.environ),
             "samples": self._samples_before(step),
             "samples_per_s": self._samples(step) / max(wall, 1e-9),
@@ -291,6 +301,7 @@ class Journal:
             "train_loss": self._last.get("train_loss"),
             **self._tested,
             **stale.metrics(self._staleness),
+            **self._dropped(ranks),
             "idle_fraction": idle(ranks),
             "params_sha256": params_sha256(engine.replica.arena),
             "seed": self.sampler.seed,
@@ -303,11 +314,18 @@ class Journal:
 
         In one collective; all ranks get the same.
         """
-        mine = {**self._times(), "wall_s": self._wall_s(), "bytes_sent": self.engine.bytes_sent}
+        engine = self.engine
+        mine = {
+            **self._times(),
+            "wall_s": self._wall_s(),
+            "bytes_sent": engine.bytes_sent,
+            "dropped": engine.check.dropped - self._dropped_earlier,
+            "own_steps": engine.check.own_steps,
+        }
         table = np.zeros((len(mine), self.world.size))
         table[:, self.world.rank] = list(mine.values())
         with self.world.trace.span("sum for a row", "other"):
-            total = self.engine.sum(np.array([*self._sums, *table.ravel()]))
+            total = engine.sum(np.array([*self._sums, *table.ravel()]))
         loss, correct, count = total[: len(NOTHING)].tolist()
         of_ranks = total[len(NOTHING) :].reshape(table.shape)
         return Sums(loss, correct, count), dict(zip(mine, of_ranks, strict=True))
@@ -321,6 +339,21 @@ class Journal:
         """What was counted since the first step, also before a run was resumed."""
         here, before = self.engine.staleness, self._stale_before
         return here.merged(before) if here and before else here or before
+
+    def _dropped_not_finite(self, ranks: dict[str, np.ndarray]) -> int:
+        """Return how many gradients workers have dropped, since they were not finite."""
+        return self._dropped_before + int(ranks["dropped"].sum())
+
+    def _dropped(self, ranks: dict[str, np.ndarray]) -> dict[str, int | None]:
+        """Return how many gradients nobody took; None in a regime that drops none."""
+        late = self._staleness and self._staleness.dropped
+        if late is None and not ranks["own_steps"].any():
+            return {"dropped_gradients": None}
+        return {"dropped_gradients": (late or 0) + self._dropped_not_finite(ranks)}
+
+    def _updates(self, step: int) -> int:
+        """Return how many updates came before that of step `step`, counted from 1."""
+        return int(max(step - 1 - self.skipped_steps, 0) * self.engine.updates_per_step)
 
     def _write_row(self) -> None:
         if self.run is not None:

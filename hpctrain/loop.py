@@ -8,6 +8,7 @@ counts by itself: there it is 1 over the worker's own targets.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class Plan:
     prefetch: int
     timeout_s: float
     checkpoints: CheckpointOptions
+    max_skipped: int  #: steps in a row that may be skipped, since a gradient is not finite; 0: none
     about: dict[str, Any]  #: what checkpoints keep of the model
 
 
@@ -91,6 +93,7 @@ class _Work:
         self._world, self._engine, self._plan = world, engine, plan
         self._journal, self._request = journal, request
         self._shares: Prefetch[_Share] | None = None
+        self.may_drop = plan.max_skipped
 
     def __enter__(self) -> _Work:
         """Return self."""
@@ -192,10 +195,13 @@ class Loop:
         total = self.journal.total_steps
         while self.step < total and not self.ended:
             work.at(self.step)
+            before = self.step
             self.step, flags = self.engine.train(work, self.step, self._until())
             self.order.keep()
+            if self.step > before:
+                self.journal.skipped_in_a_row = 0
             if flags.failed:
-                raise TrainingError(self._not_finite(flags.failed - 1))
+                self._skip(flags.failed - 1)
             stopped = bool(flags.stop) and self.step < total
             self._look(stopped)
             last = self.step == total or stopped or bool(self.ended)
@@ -267,12 +273,33 @@ class Loop:
         self.rows = self.journal.resume(found.step, found.about)
         self.keeper.resume(run)
 
-    def _not_finite(self, rank: int) -> str:
-        where = f"rank {rank} ({self.world.hosts[rank]})"
-        return (
-            f"the loss is not finite at step {self.step} on {where}; no rank has taken its "
-            "gradient. Lower the rate or lengthen the warm-up"
-        )
+    def _skip(self, rank: int) -> None:
+        """Go on behind a step that no rank has taken; raise TrainingError if that is too much.
+
+        `rank` made a gradient that is not finite; the number of ranks: all of them, together.
+        """
+        journal, size = self.journal, self.world.size
+        check = self.engine.check
+        told = self.world.gather(json.dumps([check.fault, check.own_steps]))
+        fault, own_steps = json.loads(told[rank % size])
+        where = f"rank {rank} ({self.world.hosts[rank]})" if rank < size else "all ranks"
+        text = f"{fault} at step {self.step} on {where}"
+        if own_steps or journal.skipped_in_a_row >= self.plan.max_skipped:
+            raise TrainingError(
+                f"{text}; no rank has taken its gradient. {self._advice(own_steps)}"
+            )
+        if self.world.rank == 0 and not journal.skipped_steps:
+            log.warning("%s; the step is skipped. Rows of metrics count skipped_steps", text)
+        journal.skipped_steps += 1
+        journal.skipped_in_a_row += 1
+        self.step += 1
+
+    def _advice(self, own_steps: bool) -> str:
+        advice = "Lower the rate or lengthen the warm-up"
+        if not self.plan.max_skipped:
+            return f"{advice}, or set [run] not_finite = 'skip'"
+        these = "gradients that it made" if own_steps else "steps"
+        return f"Nor were the {self.plan.max_skipped} {these} before. {advice}"
 
     @property
     def _epoch(self) -> int:

@@ -24,9 +24,10 @@ def better(metric: Metric, value: float, best: float | None, by: float = 0.0) ->
     return best is None or goodness(metric, value) - goodness(metric, best) > by
 
 
-def means(name: str, loss: float, correct: float, count: float) -> dict[str, float]:
-    """Return loss and accuracy of a set `name` from sums over its targets."""
-    return {f"{name}_loss": loss / max(count, 1), f"{name}_accuracy": correct / max(count, 1)}
+def means(name: str, loss: float, correct: float, count: float) -> dict[str, float | None]:
+    """Return loss and accuracy of a set `name` from sums over its targets; None over none."""
+    sums = {f"{name}_loss": loss, f"{name}_accuracy": correct}
+    return {key: total / count if count else None for key, total in sums.items()}
 
 
 def idle(ranks: Mapping[str, np.ndarray]) -> list[float] | None:

@@ -69,7 +69,7 @@ def line(row: Mapping[str, Any], total_steps: int) -> str:
     words = [
         f"step {row['step']}/{total_steps}",
         f"epoch {row['epoch']}",
-        f"loss {row['train_loss']:.4f}",
+        f"loss {_number(row['train_loss'], '.4f')}",
         f"{row['samples_per_s']:,.0f} samples/s",
     ]
     if row.get("test_accuracy") is not None:

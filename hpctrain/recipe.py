@@ -37,6 +37,23 @@ def _file_name(name: str) -> str:
     return name
 
 
+NotFinite = Literal["stop", "skip"]
+
+
+def most_skipped(not_finite: NotFinite, max_skipped: int | None) -> int:
+    """Return how many steps in a row may be skipped; raise UsageError for a number beside "stop".
+
+    "stop" is none, and "skip" 10, if no number is given.
+    """
+    if not_finite == "skip":
+        return 10 if max_skipped is None else max_skipped
+    if max_skipped is not None:
+        raise UsageError(
+            f"[run] max_skipped: expected not_finite = 'skip' beside it, seen '{not_finite}'"
+        )
+    return 0
+
+
 @config.options
 class RunOptions:
     """`[run]`: exactly one of `epochs` and `steps`."""
@@ -54,6 +71,8 @@ class RunOptions:
     precision: Precision = "float32"
     prefetch: Annotated[int, Field(ge=0)] | None = None  #: batches that a thread reads ahead
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    not_finite: NotFinite = "stop"  #: what becomes of a step with a gradient that is not finite
+    max_skipped: Positive | None = None  #: steps in a row that may be skipped; 10 if not given
 
 
 @config.options
@@ -200,6 +219,7 @@ def _run(table: Table) -> RunOptions:
     options: RunOptions = _one_of(config.read(RunOptions, table, "run"), "run", "epochs", "steps")
     if options.evaluate_epochs and options.evaluate_steps:
         raise UsageError("[run] takes evaluate_epochs or evaluate_steps, not both")
+    most_skipped(options.not_finite, options.max_skipped)
     return options
 
 

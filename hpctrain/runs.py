@@ -71,6 +71,8 @@ def train(
         trace=spec.trace,
         classes=split.classes,
         replay=replay,
+        not_finite=spec.run.not_finite,
+        max_skipped=spec.run.max_skipped,
     )
     trainer.close()  # not where a rank failed: closing is collective, and the others are elsewhere
     return summary

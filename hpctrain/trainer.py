@@ -27,7 +27,7 @@ from hpctrain.loop import Loop, Plan
 from hpctrain.metrics import Metric
 from hpctrain.optim import Optimizer
 from hpctrain.outcome import told
-from hpctrain.recipe import CheckpointOptions, Recipe
+from hpctrain.recipe import CheckpointOptions, NotFinite, Recipe, most_skipped
 from hpctrain.resume import last_lines
 from hpctrain.stop import StopRequest
 from hpctrain.trace import TraceOptions
@@ -95,6 +95,8 @@ class Trainer:
         trace: TraceOptions = TraceOptions(),  # noqa: B008  (frozen)
         classes: int | None = None,
         replay: str | Path | None = None,
+        not_finite: NotFinite = "stop",
+        max_skipped: int | None = None,
     ) -> dict[str, Any]:
         """Train for `epochs` or `steps` with `batch` samples per step over all ranks; collective.
 
@@ -106,10 +108,12 @@ class Trainer:
         batches ahead; if not given, 2, or none where the samples lie in memory. `recipe` is what
         all this was made from, kept beside the results, and `classes` what its model was built for.
         With `trace` the run leaves a trace.json; see hpctrain.timeline. `replay` is the folder of
-        an asynchronous run, of which the order of events is repeated.
+        an asynchronous run, of which the order of events is repeated. With `not_finite` "skip" a
+        step with a gradient that is not finite is taken by no rank, up to `max_skipped` (10) in a
+        row; where workers have steps of their own, each drops such gradients of its own.
 
-        Raises UsageError, TrainingError (loss not finite), Stopped (a signal asked to; there is a
-        checkpoint, or it is an Interrupted: without `out` nothing is saved) or SaveError, each on
+        Raises UsageError, TrainingError (loss or gradient not finite), Stopped (a signal asked to;
+        there is a checkpoint, or it is an Interrupted: without `out` nothing is saved) or SaveError, each on
         all ranks.
         """
         sampler = self.world.together(lambda: self._sampler(train, batch))
@@ -138,6 +142,7 @@ class Trainer:
                 prefetch=worth_reading_ahead(train) if prefetch is None else prefetch,
                 timeout_s=timeout_s,
                 checkpoints=checkpoints,
+                max_skipped=most_skipped(not_finite, max_skipped),
                 about={
                     "model": {"input_shape": self.replica.model.input_shape, "classes": classes}
                 },

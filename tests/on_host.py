@@ -50,6 +50,11 @@ extern "C" void here(int thread, int block, int row) {
 static inline void __syncthreads() { if (blockDim.x > 1) pthread_barrier_wait(&all); }
 template <class T> static inline T atomicAdd(T* at, T more) {
     return __atomic_fetch_add(at, more, __ATOMIC_RELAXED); }
+template <class T> static inline T atomicMin(T* at, T other) {
+    T seen = __atomic_load_n(at, __ATOMIC_RELAXED);
+    while (other < seen && !__atomic_compare_exchange_n(at, &seen, other, true, __ATOMIC_RELAXED,
+                                                        __ATOMIC_RELAXED)) {}
+    return seen; }
 static inline float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, 4); return y; }
 static inline unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return y; }
 #define ROUNDED(type, letter) \\

@@ -42,6 +42,8 @@ class Quadratic:
 class Targets:
     """The work of one worker; from its `count`-th task on it says `flags`, or has a loss of nan."""
 
+    may_drop = 0
+
     def __init__(self, worker: int | None, flags: Flags = Flags(), count: int = 0):  # noqa: B008
         self.worker, self.tasks = worker, 0
         self._flags, self._count = flags, count

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -114,7 +113,7 @@ class AdPsgd(Centreless):
     def _work(self, work: Work, start: int) -> tuple[int, Flags]:
         """Take steps as long as there are any; return the step of the run, and our flags.
 
-        Where the loss was not finite that is the step at which it was.
+        Where this worker cannot go on that is the step at which it was.
         """
         flags, failed_at = work.flags(), start
         leave = self._report(start, 0, flags)()
@@ -124,20 +123,22 @@ class AdPsgd(Centreless):
             if flags.failed:
                 leave = answer()
                 continue
-            failed_at, sums = leave.step, self._step(work.task(leave.step))
-            flags, leave = flags.seen_by(self.worker, sums), answer()
-            if not flags.failed:
+            failed_at, (sums, passes) = leave.step, self._step(work.task(leave.step))
+            if not self.check.goes_on(passes, work.may_drop):
+                flags = flags.failing(self.worker)
+            leave = answer()
+            if passes:
                 work.done(leave.done, sums)
         self._side.leave()
         done = self._report(leave.step, 0, flags)().done
         return (failed_at if flags.failed else done), flags
 
-    def _step(self, task: Task) -> Sums:
+    def _step(self, task: Task) -> tuple[Sums, bool]:
         """Average, or let others average, while a gradient is made; take it if it is finite."""
         self._side.begin(task.key)
-        sums = self._gradient(task, task.scale)
-        self._side.take(self._update if isfinite(sums.loss) else None)
-        return sums
+        sums, passes = self._gradient(task, task.scale)
+        self._side.take(self._update if passes else None)
+        return sums, passes
 
     def _report(self, step: int, steps: int, flags: Flags) -> Callable[[], Answer]:
         """Report to the desk that `steps` have begun; return what waits for the answer."""

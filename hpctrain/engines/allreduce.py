@@ -30,6 +30,7 @@ from hpctrain.engines.single import Single, SingleOptions
 from hpctrain.engines.update import InParts, Replicated, Sharded
 from hpctrain.errors import UsageError
 from hpctrain.gradients import compress
+from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.reducer import Reducer, WireOptions
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums
@@ -135,6 +136,7 @@ class AllReduce:
         self._vote(Flags())  # what votes need is made now: no step pays for it
         self._sums = sums_of(replica, options, world.rank, world.size)
         self.replica = self._sums.replica
+        self.check = GradientCheck(self.replica, world.size, self._sums.parts)
         self._wire: Group | None = None  # of the communication thread
         self._compressor = compress.build(
             options, self._sums.allreduce, replica.arena, world.size, world.memory.zeros_like
@@ -165,7 +167,9 @@ class AllReduce:
         overlap.let_compute(wire, concurrent)
         cut = overlap.cut(arena, wire, options, concurrent)
         reduce = overlap.shared_form(self.update.reduce, wire, arena.grad, cut, options)
-        self._reducer = Reducer(arena.grad, cut, wire, reduce, concurrent, trace, options.priority)
+        self._reducer = Reducer(
+            arena.grad, cut, wire, reduce, concurrent, trace, options.priority, self.check.bucket
+        )
         if options.priority:
             parts = [slice(bucket.start, bucket.stop) for bucket in cut]
             update = InParts(optimizer, self.update.state, arena.param, arena.slots, parts)
@@ -181,35 +185,51 @@ class AllReduce:
         """Sum the gradients of all shares while they are made, and take the sum."""
         times, add = self.times, self._trace.add
         start, waited = perf_counter(), times.wait_s
+        if self._compressor is not None:
+            self._compressor.begin()
         need = self._as_needed.need if self._as_needed else None
         key = task.key._replace(sum_over_ranks=self._sum_and_wait, on_need=need)
-        sums = self.replica.gradient(task.batch, task.scale, key, self._reducer.ready)
+        ready = self.check.begin(self._reducer.ready)
+        sums = self.replica.gradient(task.batch, task.scale, key, ready)
+        fine = self.check.passes(sums)
         waits = perf_counter()
         computed = add("forward, backward", "compute", start, waits)
         times.compute_s += computed - (times.wait_s - waited)  # a layer may have waited on its way
-        flags = self._vote(flags.seen_by(self._group.link.rank, sums))
+        flags = self._vote(flags if fine else flags.failing(self.worker))
         sums = self._sums.of_the_step(sums, self.sum)
         if self._as_needed is not None and not flags.failed:
             times.wait_s += add("wait for flags", "wait", waits, perf_counter())
             self._as_needed.begin()
         else:
-            self._finish(waits, flags, task.key.step)
+            flags = self._finish(waits, flags)
+        if flags.failed:
+            self._undo()
         times.wire_s = self._reducer.wire_s
         return sums, flags
 
-    def _finish(self, since: float, flags: Flags, step: int) -> None:
+    def _finish(self, since: float, flags: Flags) -> Flags:
         """Wait for all sums, and take them unless the step has failed."""
         times, add = self.times, self._trace.add
         gradient = self._reducer.wait()
         arrived = perf_counter()
         times.wait_s += add("wait for gradients", "wait", since, arrived)
         waited = times.wait_s
+        finite = self._compressor is None or self._compressor.finite()
+        if not flags.failed and not finite:  # on all ranks: they hold the same sum
+            self.check.fault = compressed.fault_of_the_sum(self._compressor)
+            flags = flags.failing(self.workers)
         if not flags.failed:
-            compressed.must_be_finite(self._compressor, step)
             self.update(gradient)
         self._reducer.release()
         updated = add("update", "compute", arrived, perf_counter())
         times.compute_s += updated - (times.wait_s - waited)  # ranks wait for each other on the way
+        return flags
+
+    def _undo(self) -> None:
+        """Leave no trace of a step whose sum no rank has taken."""
+        self.check.undo()
+        if self._compressor is not None:
+            self._compressor.undo()
 
     @property
     def bytes_sent(self) -> int:

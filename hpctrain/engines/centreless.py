@@ -14,6 +14,7 @@ from hpctrain.engines.apart import Apart
 from hpctrain.engines.engine import Task, Times, nobody_waits, pieces_of
 from hpctrain.engines.replay import Recorder
 from hpctrain.engines.staleness import Staleness
+from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
@@ -38,6 +39,7 @@ class Centreless:
         said = f"{said}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
         world.must_agree(said, "model and options")
         self.replica, self.times = replica, Times()
+        self.check = GradientCheck(replica, world.size)
         self.workers, self.worker = world.size, world.rank
         self._world, self._trace, self._group = world, world.trace, world.main
         for plane in (arena.param, arena.buffer):
@@ -90,12 +92,15 @@ class Centreless:
         self._apart.take_up()
         self._parted = True
 
-    def _gradient(self, task: Task, scale: float) -> Sums:
+    def _gradient(self, task: Task, scale: float) -> tuple[Sums, bool]:
+        """Compute a gradient; return its sums, and whether it can be taken."""
         start = perf_counter()
-        sums = self.replica.gradient(task.batch, scale, task.key, nobody_waits)
+        ready = self.check.begin(nobody_waits)
+        sums = self.replica.gradient(task.batch, scale, task.key, ready)
+        passes = self.check.passes(sums)
         spent = self._trace.add("forward, backward", "compute", start, perf_counter())
         self.times.compute_s += spent
-        return sums
+        return sums, passes
 
     def _update(self, param: np.ndarray) -> None:
         start = perf_counter()

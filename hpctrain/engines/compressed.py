@@ -17,7 +17,7 @@ import numpy as np
 
 from hpctrain.checkpoint import Piece
 from hpctrain.engines.engine import piece_of
-from hpctrain.errors import TrainingError, UsageError
+from hpctrain.errors import UsageError
 from hpctrain.gradients.compress import Compressor
 from hpctrain.xp import copy
 
@@ -25,14 +25,10 @@ log = logging.getLogger(__name__)
 PREFIX = "compression."
 
 
-def must_be_finite(compressor: Compressor | None, step: int) -> None:
-    """Raise TrainingError, on all ranks, if a sum of `step` is not finite; nobody has taken it."""
-    if compressor is not None and not compressor.finite:
-        raise TrainingError(
-            f"the gradient is not finite at step {step}, though the loss is; no rank has taken it, "
-            f"for with compression = '{compressor.__name__}' it would spoil later steps too. "
-            "Lower the rate or lengthen the warm-up"
-        )
+def fault_of_the_sum(compressor: Compressor | None) -> str:
+    """Return what is wrong where gradients are finite, and their compressed sum is not."""
+    name = compressor.__name__ if compressor else "none"
+    return f"the sum of gradients, with [wire] compression = '{name}', is not finite"
 
 
 def pieces(compressor: Compressor | None, rank: int, size: int) -> list[Piece]:

@@ -10,7 +10,7 @@ all others in time. With 4 workers:
     exponential   W_ij = 1/2 for i and i - 2^k, k = 0, 1, 0, 1, ...  (sent per step: n)
 
 where n is the bytes of the parameters; log2 P steps of the exponential graph reach all P workers.
-Nobody waits for more than its neighbours. A request to stop, or a loss that is not finite, rides
+Nobody waits for more than its neighbours. That somebody was asked to stop, or cannot go on, rides
 along as the step at which to end, late enough for the whole graph to hear of it in time. The
 gradient is scaled as in local SGD: with even shares it is the mean over the worker's samples.
 
@@ -22,7 +22,6 @@ of which the exponential graph is taken: with one peer a step its W is doubly st
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -110,20 +109,25 @@ class DPsgd(Centreless):
         super().close()
 
     def _step(self, work: Work, step: int, fine: bool) -> bool:
-        """Average, and take a gradient if all is `fine`; return whether it still is."""
+        """Average, and take a gradient if all is `fine`; return whether it still is.
+
+        A gradient that is not finite is not taken: it may be dropped.
+        """
         task = work.task(step) if fine else None
         mixing = self._aside.submit(self._mix, step)
         # The mean over workers is to be the gradient of the batch, so each counts P times.
-        sums = self._gradient(task, task.scale * self.workers) if task else None
+        made = self._gradient(task, task.scale * self.workers) if task else None
         with self._trace.span("wait for neighbours", "wait") as waiting:
             mixing.result()
         self.times.wait_s += waiting.seconds
         self.replica.arena.param[...] = self._mixed
-        if sums is None or not isfinite(sums.loss):
+        if made is None:
             return False
-        self._update(self.replica.arena.param)
-        work.done(step + 1, sums)
-        return True
+        sums, passes = made
+        if passes:
+            self._update(self.replica.arena.param)
+            work.done(step + 1, sums)
+        return self.check.goes_on(passes, work.may_drop)
 
     def _mix(self, step: int) -> None:
         """Average with the neighbours of this step, and hear at which step to end."""

@@ -40,6 +40,7 @@ from hpctrain.engines.serving import total_over
 from hpctrain.engines.shard import Order, Shard, Use, finish, ranges
 from hpctrain.engines.working import Worker
 from hpctrain.gradients.arena import Arena
+from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums, add
 from hpctrain.optim import Optimizer, sgd
@@ -101,7 +102,7 @@ class Easgd(ParameterServer):
         apart = Apart(self.replica.arena, optimizer, self.worker, self.workers)
         push, pull = self._links[:2]
         return Elastic(self._world, self.replica, self.times, push, pull, roles.servers[0],
-                       self._cut(roles), apart, self._period, self._aside)  # fmt: skip
+                       self._cut(roles), self.check, apart, self._period, self._aside)  # fmt: skip
 
     def _shard(
         self, roles: Roles, optimizer: Optimizer, servers: Link, push: Link, pull: Link
@@ -123,12 +124,13 @@ class Elastic(Worker):
         pull: Link,
         desk: int,
         cut: Sequence[tuple[int, slice]],
+        check: GradientCheck,
         apart: Apart,
         period: int,
         aside: Executor,
     ):
         """Talk to the servers in `aside`, which alone uses the links; see Worker for the others."""
-        super().__init__(world.rank, replica, times, world.trace, push, pull, desk, cut)
+        super().__init__(world.rank, replica, times, world.trace, push, pull, desk, cut, check)
         self.apart = apart
         self._period, self._aside = period, aside
         self._sent, self._difference = (np.zeros_like(replica.arena.param) for _ in range(2))
@@ -162,17 +164,21 @@ class Elastic(Worker):
         return sums, leave
 
     def _steps(self, work: Work, steps: range) -> Sums:
-        """Take steps of our own, up to the first at which the loss is not finite."""
+        """Take steps of our own, up to the one at which this worker cannot go on."""
         sums, record = Sums(0.0, 0, 0), self.trace.add
-        for step in steps:
+        for step in () if self.flags.failed else steps:
             task = work.task(step)
             start = perf_counter()
-            one = self.replica.gradient(task.batch, task.scale, task.key, nobody_waits)
+            ready = self.check.begin(nobody_waits)
+            one = self.replica.gradient(task.batch, task.scale, task.key, ready)
+            passes = self.check.passes(one)
             computed = perf_counter()
             self.times.compute_s += record("forward, backward", "compute", start, computed)
-            self.flags = self.flags.seen_by(self._rank, one)
-            if self.flags.failed:
+            if not self.check.goes_on(passes, work.may_drop):
+                self.flags = self.flags.failing(self._rank)
                 break
+            if not passes:
+                continue
             sums = add(sums, one)
             self.apart.update(self.replica.arena.param)
             self.times.compute_s += record("update", "compute", computed, perf_counter())

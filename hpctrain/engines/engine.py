@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +19,7 @@ from hpctrain.engines.replay import Recorder
 from hpctrain.engines.staleness import Staleness
 from hpctrain.errors import UsageError
 from hpctrain.gradients.arena import Arena
+from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.nn import Key, Sums
 from hpctrain.xp import copy
@@ -33,11 +33,13 @@ class Flags(NamedTuple):
     """What a rank has to say to all at a step boundary; all learn the largest value said."""
 
     stop: int = 0  #: somebody was asked to stop: the number of the signal, see hpctrain.stop
-    failed: int = 0  #: one more than the highest rank whose loss is not finite; 0 for none
+    #: one more than the highest rank whose gradient cannot be taken, 0 for none; where it is the
+    #: sum of all, the number of ranks stands for a rank
+    failed: int = 0
 
-    def seen_by(self, rank: int, sums: Sums) -> Flags:
-        """Return the flags after a look at the loss of this rank's share."""
-        return self if isfinite(sums.loss) else self._replace(failed=rank + 1)
+    def failing(self, rank: int) -> Flags:
+        """Return the flags of `rank`, whose gradient cannot be taken."""
+        return self._replace(failed=rank + 1)
 
     def joined(self, other: Flags) -> Flags:
         """Return what both say."""
@@ -64,6 +66,9 @@ class Task(NamedTuple):
 class Work(Protocol):
     """What the trainer gives to an engine: tasks, and an ear for what became of them."""
 
+    #: Gradients that a worker with steps of its own may drop in a row, since they are not finite.
+    may_drop: int
+
     def task(self, step: int) -> Task:
         """Return this worker's share of batch `step`; steps may be left out, never repeated."""
 
@@ -89,13 +94,15 @@ class Engine(Protocol):
     times: Times
     bytes_sent: int
     staleness: Staleness | None  #: known to all ranks after `train`; None where nothing is stale
+    check: GradientCheck  #: of this rank's gradients
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`, all ranks; return the step reached and the flags.
 
         A step is a batch of samples, whoever computed them. The flags are joined over all ranks
         and the same on each. With `stop` set the step may lie before `until`. With `failed` set
-        the gradient that was not finite has reached no parameters, and all ranks hold the same.
+        no rank has taken the gradient of the step returned: parameters, the optimizer's state and
+        all else are as before it, bit for bit, and training can go on with the step behind it.
         """
 
     def sum(self, numbers: np.ndarray) -> np.ndarray:

@@ -7,8 +7,9 @@ g_i is scaled as in every engine, so that the shares of a batch add up to its gr
 the worker's own mean gradient where shares are even, and with H = 1 plain SGD makes the step of
 `allreduce` also where they are not. Sent per rank and averaging: 2n(P-1)/P bytes with a ring,
 every H steps. Ranks hear of each other when they average, and at the steps at which something is
-evaluated or saved: a loss that is not finite, or a request to stop, is known to all at the next
-of these. A worker whose loss is not finite takes that gradient as little as the others do.
+evaluated or saved: a worker that cannot go on, or a request to stop, is known to all at the next
+of these. A worker whose gradient is not finite does not take it; it drops it and goes on, or ends
+the run, see `[run] not_finite`.
 
 start_after  until that step gradients are averaged, in each step (post-local SGD)
 momentum     "kept": each worker has the state of its optimizer to itself; or "averaged", too
@@ -27,7 +28,6 @@ training with distributed asynchronous and selective optimization (DASO)", 2021.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isfinite
 from time import perf_counter
 from typing import Annotated, Literal
 
@@ -119,6 +119,7 @@ class LocalSgd:
         )
         self._together = AllReduce(world, replica, optimizer, wire)
         self.replica, self.times, self.algorithm = replica, self._together.times, options.algorithm
+        self.check = self._together.check
         self.workers, self.worker = world.size, world.rank
         self._options, self._trace, self._group = options, world.trace, world.main
         self._update = self._together.update
@@ -152,14 +153,17 @@ class LocalSgd:
     def _round(self, work: Work, start: int, stop: int) -> tuple[int, Flags]:
         """Train apart from step `start` to `stop`, where all join their flags."""
         self._apart = self._parted = True
-        step, sums, fine = start, Sums(0.0, 0, 0), True
-        while step < stop and fine:
-            sums, fine = self._step(work.task(step))
-            if fine:
+        step, goes_on = start, True
+        while step < stop and goes_on:
+            sums, taken = self._step(work.task(step))
+            goes_on = self.check.goes_on(taken, work.may_drop)
+            if goes_on:
                 step += 1
-                work.done(step, sums)
                 self._arrive(step)
-        step, flags = self._vote(step, not isfinite(sums.loss), work.flags())
+            if taken:
+                work.done(step, sums)
+        # On a node that has failed together the rank that made it fail is to be named.
+        step, flags = self._vote(step, not goes_on and bool(self.check.fault), work.flags())
         if flags.failed:
             self.settle()
         elif self._end_of_round(stop - 1) == stop:
@@ -175,18 +179,21 @@ class LocalSgd:
             self._delayed.forget()
 
     def _step(self, task: Task) -> tuple[Sums, bool]:
-        """Take the gradient of the own share, or of the node's, if the losses are finite."""
+        """Take the gradient of the own share, or of the node's, if it is finite."""
         start, add, times = perf_counter(), self._trace.add, self.times
         waited, grad = times.wait_s, self.replica.arena.grad
         # The mean over workers is to be the gradient of the batch, so each counts P times.
         scale, key = task.scale * self.workers / self._node.size, self._node.key(task.key)
-        sums = self.replica.gradient(task.batch, scale, key, nobody_waits)
+        sums = self.replica.gradient(task.batch, scale, key, self.check.begin(nobody_waits))
+        passes = self.check.passes(sums)
         computed = add("forward, backward", "compute", start, perf_counter())
         times.compute_s += computed - (times.wait_s - waited)  # a layer may have waited on its way
-        fine = self._node.sum(grad, isfinite(sums.loss))
+        fine = self._node.sum(grad, passes)
         summed = perf_counter()
         if fine:
             self._update(grad)
+        else:
+            self.check.undo()
         times.compute_s += add("update", "compute", summed, perf_counter())
         return sums, fine
 

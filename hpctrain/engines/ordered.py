@@ -20,6 +20,7 @@ from hpctrain.collectives.ordered import Tree
 from hpctrain.collectives.ring import reduce_scatter
 from hpctrain.gradients.arena import offset_in
 from hpctrain.gradients.blocks import NOTHING, InBlocks, in_order
+from hpctrain.gradients.finite import Parts
 from hpctrain.gradients.reducer import WireOptions
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums
@@ -34,6 +35,7 @@ class AnySums:
 
     def __init__(self, replica: Replica, allreduce: AllReduceFunction):
         self.replica, self.allreduce, self.reduce_scatter = replica, allreduce, reduce_scatter
+        self.parts: Parts | None = None  #: of this rank's gradient, beside the arena's plane
 
     def of_the_step(self, sums: Sums, add: Add) -> Sums:
         """Return `sums`: each rank tells of its own share."""
@@ -47,6 +49,7 @@ class OrderedSums:
         """Raise UsageError where the replica cannot be computed in blocks."""
         self.replica, self.allreduce = InBlocks(replica, tree, rank), self.ordered
         self._tree, self._rank, self._all_gather = tree, rank, all_gather
+        self.parts: Parts = self.replica.subtotals
 
     def reduce_scatter(
         self, group: Group, x: np.ndarray, op: Operation, offsets: Sequence[int] | None = None

@@ -25,10 +25,11 @@ from hpctrain.engines.engine import Flags, Times, Work, load_into
 from hpctrain.engines.replay import Recorder
 from hpctrain.engines.roles import Roles
 from hpctrain.engines.serving import Events, Server, Serving, total_over
-from hpctrain.engines.shard import Shard, ranges, slices
+from hpctrain.engines.shard import Shard, Use, ranges, slices
 from hpctrain.engines.staleness import Staleness, known_to_all
 from hpctrain.engines.working import Worker
 from hpctrain.errors import TransportError, UsageError
+from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
 from hpctrain.optim.optimizer import rate_of
@@ -79,6 +80,7 @@ class ParameterServer:
         self.workers, self.servers = len(roles.workers), len(roles.servers)
         self.worker, server = roles.worker(world.rank), roles.server(world.rank)
         self.asynchronous = method.asynchronous
+        self.check = GradientCheck(replica, self.workers * method.push_every)
         self.staleness: Staleness | None = None
         self.recorder = None if method.in_step else Recorder()
         self._group = world.main
@@ -169,9 +171,11 @@ class ParameterServer:
             self._links[1],
             roles.servers[0],
             self._cut(roles),
+            self.check,
             (method.push_every, method.pull_every),
             None if rate is None else lambda step: rate_of(rate, int(step * per_step)),
             self._sum_and_wait if method.in_step else None,
+            drops=method.asynchronous,
         )
 
     def _cut(self, roles: Roles) -> list[tuple[int, slice]]:
@@ -235,8 +239,11 @@ class ParameterServer:
         assert self.recorder is not None
         told, method = self.recorder.interval(start, until), self._method
         for event in map(Event.from_json, told["events"]):
+            failed = desk.flags.failed
             for worker in event.heard:
                 desk.hear_from(worker)
+            if event.order.use == Use.LATE:
+                desk.flags = desk.flags._replace(failed=failed)
             yield event
         method.staleness = Staleness.from_json(told["staleness"])
         if method.clocks is not None:
@@ -256,10 +263,13 @@ class ParameterServer:
             done, flags = happened[-1].answers[0].done, flags.joined(self._server.desk.flags)
         known = np.array([done, *flags], np.int64)
         recursive_doubling(self._group, known, np.maximum)
+        step, *joined = known.tolist()
+        flags = Flags(*joined)
+        if flags.failed and not self._method.asynchronous:
+            self.check.undo()  # no worker's gradient of this step was taken
         if not self._method.in_step:
             self._share_what_differs()
-        step, *joined = known.tolist()
-        return step, Flags(*joined)
+        return step, flags
 
     def _share_what_differs(self) -> None:
         """Let all know the staleness; average the running statistics of the workers."""

@@ -140,12 +140,12 @@ class AsTheyCome:
 
     def _taken(self, worker: int, report: Report, stale: int) -> tuple[tuple[int, ...], Use, float]:
         """Return whose gradient comes, what becomes of it and what it is multiplied by."""
-        if not report.gradient:
-            return (), Use.NONE, 1.0
         if report.flags.failed:
             return (worker,), Use.DROP, 1.0
+        self.clocks[worker] += report.steps  # also where the worker has dropped what it made
+        if not report.gradient:
+            return (), Use.NONE, 1.0
         self.staleness.seen(stale)
-        self.clocks[worker] += report.steps
         self._added += 1
         rule = max(stale, 1) if self.options.rate_rule == "inverse-staleness" else 1
         factor = 1.0 / (rule * self.together)

@@ -77,10 +77,12 @@ class FirstGradients:
         while step < until and not any(desk.flags):
             pushed: dict[int, Report] = {}
             while len(pushed) < self.needed:
+                failed = desk.flags.failed
                 worker, report = desk.hear()
                 if report.gradient and report.step == step:
                     pushed[worker] = report
-                else:
+                else:  # whether a gradient was finite that nobody takes, is no matter
+                    desk.flags = desk.flags._replace(failed=failed)
                     yield self._not_of_this_step(worker, report, step)
             fine = not desk.flags.failed
             step += fine
@@ -89,8 +91,10 @@ class FirstGradients:
             else:
                 yield _step(pushed, fine, step, pull=False)
                 out -= set(pushed)
+        failed = desk.flags.failed
         while out:
             worker, report = desk.hear()
+            desk.flags = desk.flags._replace(failed=failed)
             out.remove(worker)
             yield self._not_of_this_step(worker, report, None)
         yield over(self.workers, step)
@@ -101,7 +105,7 @@ class FirstGradients:
         joins = step is not None
         order = Order(
             (worker,) if report.gradient else (),
-            Use.DROP if report.gradient else Use.NONE,
+            Use.LATE if report.gradient else Use.NONE,
             1.0,
             (worker,) if joins and report.wants else (),
             False,

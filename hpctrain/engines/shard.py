@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from itertools import pairwise
+from math import isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +44,7 @@ class Use(IntEnum):
     ADD = 2  #: they are added up
     UPDATE = 3  #: they are added up, and the optimizer takes the sum
     ELASTIC = 4  #: what comes are parameters; see easgd.py
+    LATE = 5  #: as DROP: they are of a step that was taken without them
 
 
 class Order(NamedTuple):
@@ -186,13 +188,19 @@ class Shard:
         return first
 
     def _compensate(self, w: int, i: int, g: np.ndarray) -> None:
-        """Move gradient `g` to where it was not taken: g + lambda g g (w_now - w_then)."""
+        """Move gradient `g` to where it was not taken: g + lambda g g (w_now - w_then).
+
+        Where that is so large that a sum over workers may overflow, the slice stays as it is.
+        """
         s = self._wire[i]
-        shift = self.param[s] - self._before[w][s]
-        shift *= g
-        shift *= g
-        shift *= self._lambda
-        g += shift
+        moved = self.param[s] - self._before[w][s]
+        with np.errstate(over="ignore", invalid="ignore"):
+            moved *= g
+            moved *= g
+            moved *= self._lambda
+            moved += g
+        if isfinite(moved.dot(moved)):
+            g[...] = moved
 
     def _take(self, i: int, gradient: np.ndarray, order: Order) -> None:
         if self._whole:

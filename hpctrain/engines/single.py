@@ -26,6 +26,7 @@ from hpctrain.engines.engine import (
 )
 from hpctrain.errors import UsageError
 from hpctrain.gradients.blocks import InBlocks, ReductionOptions
+from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
@@ -67,16 +68,18 @@ class Single:
     def __init__(self, replica: Replica, optimizer: Optimizer, trace: Trace | None = None):
         self.replica, self.times, self._trace = replica, Times(), trace or Trace()
         self._optimizer, self._state = optimizer, optimizer.init(replica.arena.param)
+        self.check = GradientCheck(replica, 1)
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`."""
         return in_step(self, work, start, until)
 
     def step(self, task: Task, flags: Flags) -> tuple[Sums, Flags]:
-        """Compute the gradient and take it, unless the loss is not finite."""
+        """Compute the gradient and take it, unless it is not finite."""
         start, arena, add = perf_counter(), self.replica.arena, self._trace.add
-        sums = self.replica.gradient(*task, nobody_waits)
-        flags, computed = flags.seen_by(0, sums), perf_counter()
+        sums = self.replica.gradient(*task, self.check.begin(nobody_waits))
+        flags = flags if self.check.passes(sums) else flags.failing(0)
+        computed = perf_counter()
         self.times.compute_s += add("forward, backward", "compute", start, computed)
         if not flags.failed:
             self._optimizer.update(arena.grad, self._state, arena.param, arena.slots, whole)

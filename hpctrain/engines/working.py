@@ -11,6 +11,7 @@ import numpy as np
 from hpctrain.engines.desk import Answer, Report
 from hpctrain.engines.engine import Flags, Task, Times, Work, whole
 from hpctrain.engines.outbox import Cut, Outbox
+from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums, add
 from hpctrain.optim import Optimizer, sgd
@@ -33,18 +34,23 @@ class Worker:
         pull: Link,
         desk: int,
         cut: Cut,
+        check: GradientCheck,
         rhythm: tuple[int, int] = (1, 1),
         local_rate: Callable[[int], float] | None = None,
         sum_over_workers: SumOverWorkers | None = None,
+        drops: bool = False,
     ):
         """Report to rank `desk`; `cut` tells which rank serves which slice, as they shall travel.
 
+        A gradient that does not pass the `check` is dropped here, if this worker `drops` its own;
+        else servers are told, who let no worker's gradient of that step be taken.
         `rhythm`: steps between pushes and between pulls. Where steps lie between pulls, this
         worker's parameters follow its own gradients with `local_rate`. `sum_over_workers` is for
         layers, where all workers take each step together.
         """
         self.replica, self.times, self.trace = replica, times, trace
         self.flags = Flags()  #: what is to be known when all meet, and was in no report
+        self.check, self._drops = check, drops
         self._rank, self._desk, self._push, self._pull, self._cut = rank, desk, push, pull, cut
         self._push_every, self._pull_every = rhythm
         self._since_pull = 0
@@ -63,39 +69,52 @@ class Worker:
         self._since_pull = 0
         answer = self._exchange(Report(0, 0, start, 0, 0, 0, work.flags()))
         while answer.go:
-            sums, report = self._round(work, answer.step)
+            first = answer.step
+            sums, report = self._round(work, first)
             answer = self._exchange(report)
-            work.done(answer.done, sums)
+            failed = report.flags.failed or (not self._drops and answer.done == first)
+            if report.gradient and not failed:
+                work.done(answer.done, sums)
 
     def _round(self, work: Work, first: int) -> tuple[Sums, Report]:
         """Compute the gradients of one push, from step `first` on."""
-        sums, flags, of_targets = Sums(0.0, 0, 0), work.flags(), 0
+        sums, flags, of_targets, passes = Sums(0.0, 0, 0), work.flags(), 0, True
         for step in range(first, first + self._push_every):
             task = work.task(step)
-            one = self._gradient(task, step, last=step == first + self._push_every - 1)
-            sums, flags = add(sums, one), flags.seen_by(self._rank, one)
+            one, passes = self._gradient(task, step, last=step == first + self._push_every - 1)
+            if not passes:
+                break
+            sums = add(sums, one)
             of_targets += round(1 / task.scale)
+        pushes = True
+        if self._drops and self.check.goes_on(passes, work.may_drop, self._push_every):
+            pushes = passes
+        elif not passes:
+            flags = flags.failing(self._rank)
+        if not pushes:
+            self._outbox.clear()
         self._since_pull += self._push_every
-        wants = int(self._since_pull >= self._pull_every)
-        report = Report(1, wants, first, self._push_every, sums.count, of_targets, flags)
-        return sums, report
+        wants = self._since_pull >= self._pull_every
+        said = (int(pushes), int(wants), first, self._push_every, sums.count, of_targets)
+        return sums, Report(*said, flags)
 
-    def _gradient(self, task: Task, step: int, last: bool) -> Sums:
-        """Compute one gradient, the `last` of a push or not."""
+    def _gradient(self, task: Task, step: int, last: bool) -> tuple[Sums, bool]:
+        """Compute one gradient, the `last` of a push or not; return whether it can be taken."""
         start, waited = perf_counter(), self.times.wait_s
         key = task.key
         if self._sum is not None:
             key = key._replace(sum_over_ranks=self._sum)
         arena = self.replica.arena
-        ready = self._outbox.listener(last)
+        ready = self.check.begin(self._outbox.listener(last))
         sums = self.replica.gradient(task.batch, task.scale, key, ready)
         self._outbox.take(last)
-        if self._local is not None:
+        passes = self.check.passes(sums)
+        if self._local is not None and passes:
             state = {"step": np.array([step])}
             self._local.update(arena.grad, state, arena.param, arena.slots, whole)
         computed = self.trace.add("forward, backward", "compute", start, perf_counter())
         self.times.compute_s += computed - (self.times.wait_s - waited)  # in layers, for others
-        return sums
+        return sums, passes
 
     def _exchange(self, report: Report) -> Answer:
         """Report, push what there is, and return the answer, with the parameters if due."""

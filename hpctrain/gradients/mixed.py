@@ -124,11 +124,8 @@ class MixedReplica:
             order.clear()
             sums = self._gradient(batch, scale * self.scale, key, order.append)
             bad, lost = self._seen(key, sums)
-            if lost or not bad:
-                break
-            if self.scale <= SMALLEST:
-                sums = sums._replace(loss=float("nan"))  # the engine stops, and says so
-                break
+            if lost or not bad or self.scale <= SMALLEST:
+                break  # what is still not finite is the engine's to see
             self.scale, self._good = self.scale / 2, 0
             key = key._replace(again=True)
         for name in order:

@@ -108,8 +108,12 @@ class Reducer:
         concurrent: bool,
         trace: Trace | None = None,
         priority: bool = False,
+        check: Callable[[int, int], None] | None = None,
     ):
-        """Reduce `grad` over `group`, whose link this object's thread takes over."""
+        """Reduce `grad` over `group`, whose link this object's thread takes over.
+
+        `check(start, stop)` is called before elements of `grad` leave during backward.
+        """
         self.wire_s = 0.0  #: time in collectives since the start
         self._grad, self._group = grad, group
         self._trace, self._priority = trace or Trace(), priority
@@ -124,7 +128,7 @@ class Reducer:
         ]
         near = group.memory.neighbours(grad) if group.memory is not None else None
         self._first = near[0] if near else grad  # the plane of the node's first rank
-        self._filling = Filling(buckets)
+        self._filling, self._buckets, self._check = Filling(buckets), buckets, check
         self._outbox: SimpleQueue[int | None] = SimpleQueue()
         self._arrived: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
         # On a device the streams of the two threads wait for each other, bucket by bucket.
@@ -140,6 +144,8 @@ class Reducer:
         """Take note that the gradient of slot `name` is final; send the buckets that are full."""
         for number in self._filling.ready(name):
             if self._thread is not None:
+                if self._check is not None:
+                    self._check(self._buckets[number].start, self._buckets[number].stop)
                 self._made[number] = event(self._grad)
                 self._outbox.put(number)
 

@@ -82,7 +82,9 @@ def test_a_gradient_that_is_not_finite_reaches_no_parameters(method):
         states = []
         update = trainer.engine.update
         trainer.engine.update = lambda g: (update(g), states.append(replica.arena.param.copy()))
-        with pytest.raises(TrainingError, match=rf"not finite at step 3.*'{method}'"):
+        with pytest.raises(
+            TrainingError, match=r"gradient of '\S+' is not finite at step 3 on rank 1"
+        ):
             trainer.fit(digits(), steps=10, batch=32)
         assert len(states) == 3
         assert (replica.arena.param == states[-1]).all()
@@ -142,7 +144,9 @@ def test_a_gradient_that_is_not_finite_on_a_device_ends_the_run(lazy_gpu, method
             return gradient(batch, scale, key, ready)
 
         replica.gradient = spoilt
-        with pytest.raises(TrainingError, match=rf"not finite at step 3.*'{method}'"):
+        with pytest.raises(
+            TrainingError, match=r"gradient of '\S+' is not finite at step 3 on rank 1"
+        ):
             trainer.fit(digits(), steps=10, batch=32)
 
     run_on_gpus(3, body)

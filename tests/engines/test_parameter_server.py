@@ -279,6 +279,8 @@ def test_backup_workers_wait_for_nobody_and_drop_what_is_late():
 class Script:
     """Work for an engine, outside of any trainer: one rank says `flags` when asked a tenth time."""
 
+    may_drop = 0
+
     def __init__(self, flags=None):
         self.said, self.count = flags, 0
 

@@ -66,6 +66,14 @@ def combine_bfloat16(ufunc, count, outs, grid, block, *args) -> None:
     combine(ufunc, count, outs, grid, block, *arrays, n, packs)
 
 
+def first_not_finite(grid, block, x, n, limit, start, first) -> None:
+    """Keep the place of the first element above `limit`, and whether it is finite."""
+    assert x.size == n
+    bad = np.flatnonzero(~(abs(x) <= limit))
+    for i in bad[:1]:
+        first[0] = min(int(first[0]), 2 * (int(start) + int(i)) + int(np.isfinite(x[i])))
+
+
 def owe(grid, block, residual, x, matrices, bucket) -> None:
     assert grid[1] == len(matrices)
     for start, size, *_ in matrices:
@@ -234,6 +242,7 @@ KERNELS = {
     "dropout": dropout,
     "to_bfloat16": to_bfloat16,
     "from_bfloat16": from_bfloat16,
+    "first_not_finite": first_not_finite,
     "owe": owe,
     "count_digits": nothing,
     "pick_digit": nothing,

@@ -83,8 +83,10 @@ class Compressor:
         self.own = method.own  #: flat arrays by name that each rank has its own of
         self.shared = method.shared  #: flat arrays by name that all ranks hold alike
         self.__name__ = name
-        self._method, self._finite = method, True
+        self._method = method
         self._ends: list[Callable[[], np.ndarray]] = []  # of sums that nobody has looked at yet
+        self._planes = [*method.own.values(), *method.shared.values()]
+        self._before = [x.copy() for x in self._planes]
 
     def __call__(self, group: Group, x: Array, op: Operation) -> None:
         """Sum flat `x`, a slice of the gradient plane, in place; `op` is np.add."""
@@ -93,15 +95,23 @@ class Compressor:
         if x.size:
             self._ends.append(fetch(namespace(x).stack([x.min(), x.max()])))
 
-    @property
+    def begin(self) -> None:
+        """Begin a step: from now on `undo` leads back here."""
+        for x, before in zip(self._planes, self._before, strict=True):
+            before[...] = x
+
+    def undo(self) -> None:
+        """Forget the step: what is kept for later ones is what it was before."""
+        for x, before in zip(self._planes, self._before, strict=True):
+            x[...] = before
+
     def finite(self) -> bool:
-        """Whether all sums were, so far; waits for those of a device.
+        """Return whether all sums since the last call were; waits for those of a device.
 
         All ranks hold the same sums, and so find the same: nobody needs to be asked.
         """
-        while self._ends:
-            self._finite &= bool(np.isfinite(self._ends.pop()()).all())
-        return self._finite
+        ends, self._ends = self._ends, []
+        return all(np.isfinite(end()).all() for end in ends)
 
 
 def build(
