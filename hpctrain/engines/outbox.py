@@ -1,17 +1,17 @@
 """What a worker pushes: its gradient, or the sum of several, slice by slice, out of the host.
 
 On a device a slice goes to pinned memory of the host as soon as backward has made it, on a stream
-of its own, and to its server as soon as it is there: the last layer's first, on all workers.
+of its own. When backward is done, and the gradient is known to be finite, the report leaves, and
+behind it the slices, the last layer's first on all workers: nearly all of them are there by then.
 
     backward, on the device    layer 3   layer 2   layer 1   layer 0
                                   |ready    |ready    |ready    |ready
     copies to the host            [ 5 ][ 4 ]  [ 3 ]      [ 2 ]     [ 1 ][ 0 ]
-    wire                   report      [ 5 ][ 4 ] [ 3 ]      [ 2 ]      [ 1 ][ 0 ]
+    wire                                               report, [ 5 ][ 4 ][ 3 ][ 2 ][ 1 ][ 0 ]
 
-A device is given its work well before it does it: the report, which needs the loss alone, has left
-by then, and servers take the first slices while the device still computes the last. When it is
-done, one slice is left to be copied. Nobody waits for a stream or for the device; who has a slice
-to send looks whether it is there, and keeps the wire going meanwhile.
+A server takes no slice of a gradient that another slice shows to be not finite; so it hears of that
+before the first comes. Nobody waits for a stream or for the device; who has a slice to send looks
+whether it is there, and keeps the wire going meanwhile.
 """
 
 from __future__ import annotations

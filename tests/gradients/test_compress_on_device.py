@@ -71,7 +71,7 @@ def summed(world, method, dtype, algorithm, spoil=None):
     found = [side.sum(world.rank, step, spoil) for step in range(3)]
     moved = side.group.host_bytes
     side.reducer.close()
-    return np.array(found), side.compressor.finite, moved
+    return np.array(found), side.compressor.finite(), moved
 
 
 @pytest.mark.pairs

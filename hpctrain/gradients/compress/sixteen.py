@@ -81,10 +81,10 @@ class Float16:
         self._add = in_float32(np.add)
 
     def __call__(self, group: Group, x: Array) -> None:
-        """Sum flat `x` in place; not a number everywhere, where a gradient is not finite."""
+        """Sum flat `x` in place; where a gradient is not finite, its first element is NaN."""
         scale = _scale(_largest(group, x), group.link.size)
         if scale is None:
-            x[...] = np.nan  # on all ranks: they agree on the largest
+            x[:1] = np.nan  # on all ranks: they agree on the largest; gaps between slots stay zero
             return
         small, xp = self._small.of(x), namespace(x)
         xp.multiply(x, scale, out=small)
