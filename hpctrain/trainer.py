@@ -113,8 +113,8 @@ class Trainer:
         row; where workers have steps of their own, each drops such gradients of its own.
 
         Raises UsageError, TrainingError (loss or gradient not finite), Stopped (a signal asked to;
-        there is a checkpoint, or it is an Interrupted: without `out` nothing is saved) or SaveError, each on
-        all ranks.
+        there is a checkpoint, or it is an Interrupted: without `out` nothing is saved) or
+        SaveError, each on all ranks.
         """
         sampler = self.world.together(lambda: self._sampler(train, batch))
         if (epochs is None) == (steps is None):
