@@ -158,7 +158,7 @@ PLAIN_SGD = {"ps-async, compensated", "ps-async, seldom"}  # take no momentum
 SAMPLES, BATCH = 390, 32  # 13 steps per epoch, the last of 6 samples
 STEP_MS = 4.0
 # Where the launcher is killed, steps are so long that ranks which train on are seen doing so.
-ORPHAN_MS, ORPHAN_STEPS = 100.0, 15
+ORPHAN_MS, ORPHAN_STEPS = 200.0, 15
 
 # How often rank 0, and how often any other, does what to files of such a run, about.
 OPERATIONS = {

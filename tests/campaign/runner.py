@@ -60,6 +60,8 @@ def run(case: Case, work: Path) -> None:
     verdict.problems += _attempts(case, place, verdict)
     if not verdict.problems:
         verdict.problems += _compared(case, place, verdict)
+    if verdict.problems:  # the disk goes with the namespace
+        shutil.copytree(place.run, place.home / "run", symlinks=True, dirs_exist_ok=True)
     verdict.seconds = time.monotonic() - began
     (place.home / "result.json").write_text(json.dumps(verdict.table(case)))
 
@@ -131,7 +133,7 @@ def _compared(case: Case, place: Place, verdict: Verdict) -> Iterator[str]:
 
 
 def _replayed(case: Case, place: Place, verdict: Verdict) -> Iterator[str]:
-    again = Place(place.work, place.home / "again")
+    again = Place(place.work, place.home / "replay")
     prepare(case, again)
     line = attempts.command(case, again, ["--replay", str(place.run)], "mpiexec")
     seen = attempts.attempt(case, again, line, None, again.home / "replay.stderr")
