@@ -214,13 +214,13 @@ def _log(run: Path) -> files.Log[dict[str, Any]]:
 
 def cut_rows(run: Path, step: int) -> int:
     """Drop the rows after `step`, which will be done again; return how many steps they told of."""
-    old, kept = _log(run), []
+    old = _log(run)
     if old.torn_bytes:
         log.warning("%s ended in half a line, which is dropped", run / METRICS)
     kept = [row for row in old.entries if row["step"] <= step]
     if len(kept) < len(old.entries) or old.torn_bytes:
         atomic.replace(run / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
-    return max((row["step"] for row in old.entries), default=step) - step if old.entries else 0
+    return max([step, *(row["step"] for row in old.entries)]) - step
 
 
 def go_back(run: Path, step: int, known: int) -> int:

@@ -23,7 +23,7 @@ from hpctrain import collectives, ends, launchers
 from hpctrain.collectives import Group, over_nodes
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.trace import Trace
-from hpctrain.transport import gpus, room, seat
+from hpctrain.transport import gpus, room, seat, segments
 from hpctrain.transport.ipc import arenas_of
 from hpctrain.transport.link import Link
 from hpctrain.transport.memory import Memory
@@ -292,6 +292,7 @@ def _over_mpi(device: gpus.Device, timeout_s: float) -> World:
 
     record = Record(None, launched.rank, launched.size)
     link = mpi.start(record.entry("main"), timeout_s)
+    segments.announce()
     if wrong := launchers.mismatch(launched, link.size, mpi_is.vendor, mpi_is.libmpi):
         if link.size == 1:  # where several were mixed up, some would wait for each other for ever
             mpi.finalize()

@@ -101,7 +101,8 @@ def test_where_launch_is_gone_nothing_is_announced(tmp_path, monkeypatch, there)
 
 
 @pytest.mark.parametrize(
-    "step, kept, redone", [(0, [], 30), (10, [10], 20), (25, [10, 20], 5), (30, [10, 20, 30], 0)]
+    "step, kept, redone",
+    [(0, [], 30), (10, [10], 20), (25, [10, 20], 5), (30, [10, 20, 30], 0), (35, [10, 20, 30], 0)],
 )
 def test_rows_after_the_resumed_step_go(tmp_path, step, kept, redone):
     for done in (10, 20, 30):

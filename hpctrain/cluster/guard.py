@@ -1,12 +1,13 @@
 """End the ranks of `hpctrain launch` when launch itself dies, SIGKILL included.
 
-    launch ==== pipe ====> guard      python -I -S guard.py JOB
+    launch ==== pipe ====> guard      python -I -S guard.py JOB SEGMENTS
       |                      :
     mpiexec --> ranks     signals     all have HPCTRAIN_JOB=JOB in their environment
 
 Nobody writes to the pipe. When launch dies the kernel closes it, and the guard reads its end: it
 asks mpiexec for a stop, as launch does, so that the ranks save a checkpoint; after 4 s it sends
 SIGTERM to whoever is left, and after 6.5 s SIGKILL. Ranks on other hosts are ended by mpiexec.
+Then it removes the shared memory of which the ranks wrote into the descriptor SEGMENTS.
 
 The guard is run as a file and needs the standard library alone: it starts in 20 ms and takes 9 MB.
 """
@@ -30,7 +31,7 @@ LAST_S = 1.0  #: no process outlives SIGKILL for longer, but one that a file sys
 
 def main() -> None:
     """Wait for the end of launch; end its job."""
-    job = sys.argv[1]
+    job, segments = sys.argv[1], int(sys.argv[2])
     with open("/proc/self/comm", "w") as file:
         file.write("hpctrain-guard")  # what `top` shows
     os.read(0, 1)
@@ -39,6 +40,22 @@ def main() -> None:
         # Of those that were started by others of the job, mpiexec tells the ranks.
         send([pid for pid in left if _parent(pid) not in left], signal.SIGUSR1)
         end(job, SIGNALS)
+    remove(segments)
+
+
+def remove(segments: int) -> None:
+    """Remove the files of shared memory listed in a descriptor, as transport/segments.py does it.
+
+    MPI libraries leave theirs where ranks were killed. A file that has the name of one of them, and
+    is another, stays.
+    """
+    for line in os.pread(segments, os.fstat(segments).st_size, 0).decode().splitlines():
+        inode, _, path = line.partition(" ")
+        try:
+            if os.stat(path).st_ino == int(inode):
+                os.unlink(path)
+        except OSError:  # its library has removed it
+            continue
 
 
 def members(job: str) -> list[int]:

@@ -79,8 +79,8 @@ def launch_argv(n: int, argv: Sequence[str]) -> int:
     slots = launchers.slots(os.environ) or _physical_cores()
     line, extra = command(mpi, n, argv, n > slots, os.geteuid() == 0)
     job = uuid.uuid4().hex
-    with open(os.memfd_create(rundir.NOTE), "rb") as note, _guarded(job):
-        ours = _for_ranks(f"/proc/{os.getpid()}/fd/{note.fileno()}", job)
+    with open(os.memfd_create(rundir.NOTE), "rb") as note, _guarded(job) as ours:
+        ours |= _for_ranks(_shown(note.fileno()))
         environ = eager_defaults() | launchers.scrubbed(os.environ) | extra | ours
         ended = _supervise(line, environ)
         return _outcome(ended, _announced(note.read()), started)
@@ -156,23 +156,36 @@ def _physical_cores() -> int:
         return len(cores)
 
 
-def _for_ranks(note: str, job: str) -> dict[str, str]:
-    """Return the variables of the ranks of `job`: where to announce the folder, who looks on."""
+def _for_ranks(note: str) -> dict[str, str]:
+    """Return the variables that tell ranks where to announce their folder, and who looks on."""
     # A terminal that was never told its size says 0 columns.
     shown = {TERMINAL: str(os.get_terminal_size(2).columns or 80)} if os.isatty(2) else {}
     line = shlex.join(resume.command_line())
-    return {rundir.ANNOUNCE: note, guard.JOB: job, resume.COMMAND: line, **shown}
+    return {rundir.ANNOUNCE: note, resume.COMMAND: line, **shown}
+
+
+def _shown(descriptor: int) -> str:
+    """Return the path by which other processes of this host open a file of ours."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 @contextmanager
-def _guarded(job: str) -> Iterator[None]:
-    """Keep a guard beside us, which ends the processes of `job` if this one is killed."""
-    line = [sys.executable, "-I", "-S", guard.__file__, job]
-    with subprocess.Popen(line, stdin=subprocess.PIPE, start_new_session=True) as process:
-        try:
-            yield
-        finally:
-            process.kill()
+def _guarded(job: str) -> Iterator[dict[str, str]]:
+    """Yield the variables that mark the processes of `job`; remove the shared memory they leave.
+
+    Beside us runs a guard, which ends these processes and does the same if this one is killed.
+    """
+    with open(os.memfd_create(launchers.SEGMENTS), "rb") as segments:
+        number = segments.fileno()
+        line = [sys.executable, "-I", "-S", guard.__file__, job, str(number)]
+        with subprocess.Popen(
+            line, stdin=subprocess.PIPE, start_new_session=True, pass_fds=[number]
+        ) as process:
+            try:
+                yield {guard.JOB: job, launchers.SEGMENTS: _shown(number)}
+            finally:
+                process.kill()
+                guard.remove(number)
 
 
 def _supervise(line: Sequence[str], environ: Mapping[str, str]) -> Ended:

@@ -194,7 +194,7 @@ def _recipe(draw: random.Random, engine: str, faults: list[Fault]) -> Table:
     run = {"name": "campaign", **settings["run"], **({"timeout_s": HANG_S} if stops else {})}
     tables = {"schema": 1, **settings, **ENGINES[engine].tables, "run": run}
     tables["model"] = {"kind": "mlp", "widths": [64, 16, 10]}
-    tables["faults"] = {"step_ms": ORPHAN_MS if any(map(orphans, faults)) else STEP_MS}
+    tables["faults"] = {"step_ms": STEP_MS}
     if engine in PLAIN_SGD:
         tables["optimizer"] = {**settings["optimizer"], "momentum": 0.0}
     return tables

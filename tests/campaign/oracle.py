@@ -90,6 +90,8 @@ def _problems_of_summary(case: Case, seen: Attempt, run: Path) -> Iterator[str]:
         return
     if seen.code == 2 and "refuse" not in seen.stderr:
         return  # said before a run began: the summary is that of an earlier attempt
+    if seen.code == 130 and summary is not None:
+        return  # a second Ctrl-C, after the run had ended: launch tells of the one, it of the other
     if case.launcher == "mpiexec" and seen.code not in (0, 75, 86):
         return  # nobody was left to write it
     if summary is None:

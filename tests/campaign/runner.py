@@ -19,7 +19,7 @@ import tomli_w
 from campaign import attempt as attempts
 from campaign import disks, isolation, oracle
 from campaign.attempt import Attempt, Place
-from campaign.case import SAMPLES, Case, Fault, dump
+from campaign.case import ORPHAN_MS, SAMPLES, Case, Fault, dump, orphans
 from hpctrain import rundir
 
 
@@ -108,6 +108,8 @@ def _attempts(case: Case, place: Place, verdict: Verdict) -> Iterator[str]:
         # The launcher's own part is tested under faults; without it a resume costs less.
         launcher = case.launcher if fault else "mpiexec"
         options = ["--resume"] if number else []
+        if fault and orphans(fault):
+            options += ["--set", f"faults.step_ms={ORPHAN_MS}"]
         line = attempts.command(case, place, options, launcher)
         log = place.home / f"attempt-{number}.stderr"
         seen = attempts.attempt(case, place, line, fault, log)

@@ -151,10 +151,10 @@ def test_ranks_learn_whether_somebody_watches(monkeypatch, watched):
     monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((97, 40)))
     monkeypatch.setattr(sys, "argv", ["/opt/hpctrain", "launch", "-n", "2", "train", "a b.toml"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    told = {"HPCTRAIN_ANNOUNCE": "/proc/7/fd/3", "HPCTRAIN_JOB": "f00d"}
+    told = {"HPCTRAIN_ANNOUNCE": "/proc/7/fd/3"}
     told |= {"HPCTRAIN_TERMINAL": "97"} if watched else {}
     told["HPCTRAIN_COMMAND"] = "/opt/hpctrain launch -n 2 train 'a b.toml'"
-    assert module._for_ranks("/proc/7/fd/3", "f00d") == told
+    assert module._for_ranks("/proc/7/fd/3") == told
 
 
 # ---- with real ranks ----
@@ -307,8 +307,11 @@ def alive(pid: int) -> bool:
 
 
 def test_the_guard_waits_for_a_process_that_is_just_being_started(tmp_path):
-    line = [sys.executable, "-I", "-S", guard.__file__, "a job"]
-    with subprocess.Popen(line, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    segments = os.memfd_create("none")
+    line = [sys.executable, "-I", "-S", guard.__file__, "a job", str(segments)]
+    with subprocess.Popen(
+        line, stdin=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[segments]
+    ) as process:
         process.stdin.close()
         time.sleep(0.3)
         own = {**os.environ, guard.JOB: "a job"}
@@ -321,6 +324,7 @@ def test_the_guard_waits_for_a_process_that_is_just_being_started(tmp_path):
         finally:
             late.kill(), other.kill()
             late.wait(), other.wait()
+            os.close(segments)
 
 
 @pytest.mark.parametrize("ignored, number", [("", "TERM"), ("TERM", "KILL"), ("TERM HUP", "KILL")])

@@ -1,0 +1,73 @@
+"""Shared memory that MPI would leave behind: listed for launch by ranks, removed after the job.
+
+That real libraries leave nothing where ranks or launch are killed, tests/campaign looks at.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from hpctrain import launchers
+from hpctrain.cluster import guard
+from hpctrain.transport import segments
+
+BYTES = mmap.PAGESIZE
+
+
+@pytest.fixture
+def segment():
+    """A file of shared memory that this process has mapped."""
+    number, path = tempfile.mkstemp(prefix="hpctrain-test-", dir=segments.FOLDER)
+    os.truncate(number, BYTES)
+    with mmap.mmap(number, BYTES):
+        os.close(number)
+        yield Path(path)
+    Path(path).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """The list in the memory of launch, here of this process."""
+    number = os.memfd_create(launchers.SEGMENTS)
+    monkeypatch.setenv(launchers.SEGMENTS, f"/proc/{os.getpid()}/fd/{number}")
+    yield number
+    os.close(number)
+
+
+def test_a_segment_is_listed_and_removed(segment, told):
+    segments.announce()
+    segments.announce()  # each rank does
+    assert segment.exists()
+    guard.remove(told)
+    assert not segment.exists()
+
+
+def test_of_another_rank_that_has_ended_no_segment_is_missed(segment, told):
+    segments.announce()
+    segment.unlink()  # as its library does it
+    guard.remove(told)
+    assert list(segments.mapped()) == []
+
+
+def test_another_file_of_that_name_stays(segment, told):
+    segments.announce()
+    segment.rename(segment.with_suffix(".gone"))
+    segment.touch()
+    guard.remove(told)
+    assert segment.exists()
+    segment.with_suffix(".gone").unlink()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_nothing_is_written_to_a_file_of_another_process(segment, tmp_path, monkeypatch, there):
+    file = tmp_path / "file"
+    if there:
+        file.touch()
+    monkeypatch.setenv(launchers.SEGMENTS, str(file))
+    segments.announce()
+    assert there == file.exists() and not (there and file.read_text())
