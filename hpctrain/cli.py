@@ -18,7 +18,6 @@ from hpctrain.errors import (
     TrainingError,
     UsageError,
     notes,
-    printable,
 )
 
 #: Errors that all ranks raise together; any other means that this rank leaves the others alone.
@@ -62,33 +61,27 @@ def _guarded() -> int:
         code = hpctrain.main(prog_name="hpctrain", standalone_mode=False)
         return _leave(code if isinstance(code, int) else 0)
     except click.ClickException as error:
-        return _refuse(error, error.format_message(), _hint(error))
+        return ends.refuse(error, error.format_message(), _hint(error))
     except (click.Abort, KeyboardInterrupt):
         return _end(INTERRUPTED)
     except AGREED as error:
         if world.current() is None:
-            return _refuse(error, str(error))
-        _say(_signed("hpctrain", "\n".join([str(error), *notes(error)])))
+            return ends.refuse(error, str(error))
+        _say(ends.signed("hpctrain", "\n".join([str(error), *notes(error)])))
         return _leave(error.exit_code)
     except (Exception, SystemExit) as error:  # also where a user's code leaves, on this rank alone
+        if world.current() is None and _reader_left(error):
+            return BUG
         world.fail_alone(error)
         return error.exit_code if isinstance(error, HpctrainError) else BUG
 
 
-def _refuse(error: Exception, message: str, hint: str = "") -> int:
-    """Say, before MPI starts, what is wrong."""
-    who = ends.refuser(error)
-    if who is not None:
-        signed = _signed("hpctrain" + f": {who}" * bool(who), message)
-        print(signed + hint, file=sys.stderr, flush=True)
-        ends.spoken()
-    return UsageError.exit_code
-
-
-def _signed(who: str, message: str) -> str:
-    """Return `message` with `who` before each of its lines, but those that only go on."""
-    lines = printable(message).splitlines()
-    return "\n".join(line if line.startswith(" ") else f"{who}: {line}" for line in lines)
+def _reader_left(error: BaseException) -> bool:
+    """Return whether nobody reads our output any more, as after `| head`; then be silent."""
+    left = isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError)
+    if left:  # else Python would complain when it flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return left
 
 
 def _end(code: int) -> int:

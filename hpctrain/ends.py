@@ -39,6 +39,21 @@ def abort(code: int) -> None:
     mpi.abort(code)
 
 
+def refuse(error: BaseException, message: str, hint: str = "") -> int:
+    """Say, before MPI starts, what is wrong; return the exit code."""
+    who = refuser(error)
+    if who is not None:
+        _print(signed("hpctrain" + f": {who}" * bool(who), message) + hint)
+        _let_others_speak()
+    return UsageError.exit_code
+
+
+def signed(who: str, message: str) -> str:
+    """Return `message` with `who` before each of its lines, but those that only go on."""
+    lines = printable(message).splitlines()
+    return "\n".join(line if line.startswith(" ") else f"{who}: {line}" for line in lines)
+
+
 def refuser(error: BaseException) -> str | None:
     """Return how this rank calls itself when it says what it refused before MPI started.
 
@@ -47,7 +62,7 @@ def refuser(error: BaseException) -> str | None:
     to add. What is missing on a host, its first rank says.
     """
     here = launchers.launched(os.environ)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(UsageError.exit_code))  # see `spoken`
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(UsageError.exit_code))  # see below
     if here.rank == 0:
         return ""
     time.sleep(ALONE_S if here.name in ("openmpi", "srun") else REFUSED_S)
@@ -57,7 +72,7 @@ def refuser(error: BaseException) -> str | None:
     return f"rank {here.rank} on {socket.gethostname()}"
 
 
-def spoken() -> None:
+def _let_others_speak() -> None:
     """Give other ranks the time to refuse as well, once this one has said why.
 
     `srun -K1` ends with 143 where it had to kill a rank that knew of nothing; one that has refused

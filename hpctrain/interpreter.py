@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 
+#: runpy warns of every module that its own package has imported before.
+QUIET = ("-W", "ignore::RuntimeWarning:runpy")
 # Nothing but sys, which is built in, is imported before the folder is gone.
 WITHOUT_FOLDER = (
     "import sys; del sys.path[0], sys.argv[0]; import runpy; "
@@ -19,5 +21,5 @@ WITHOUT_FOLDER = (
 def module_command(name: str, version: tuple[int, ...] = sys.version_info[:2]) -> list[str]:
     """Return the command that runs the module `name` in this Python, of this `version`."""
     if version >= (3, 11):
-        return [sys.executable, "-P", "-m", name]
-    return [sys.executable, "-c", WITHOUT_FOLDER, name]
+        return [sys.executable, *QUIET, "-P", "-m", name]
+    return [sys.executable, *QUIET, "-c", WITHOUT_FOLDER, name]

@@ -223,8 +223,8 @@ def init(device: gpus.Device = "auto", timeout_s: float = DEFAULT_TIMEOUT_S) -> 
     if _world is None:
         try:
             _world = _over_mpi(device, timeout_s)
-        except UsageError:  # most likely on all ranks: one will tell
-            sys.excepthook = _uncaught
+        except UsageError as error:  # most likely on all ranks: one will tell
+            sys.excepthook = partial(_uncaught, refused=error)
             raise
         atexit.register(finish)
         sys.excepthook = _uncaught
@@ -270,9 +270,20 @@ def fail_alone(error: BaseException) -> None:
         ends.abort(error.exit_code if isinstance(error, HpctrainError) else 1)
 
 
-def _uncaught(kind: type[BaseException], error: BaseException, trace: object) -> None:
-    """Show an error that nobody caught; end with its exit code, also where one rank is all."""
-    fail_alone(error)
+def _uncaught(
+    kind: type[BaseException],
+    error: BaseException,
+    trace: object,
+    refused: BaseException | None = None,
+) -> None:
+    """Show an error that nobody caught; end with its exit code, also where one rank is all.
+
+    What `init` has `refused` needs no traceback: it is no fault of the script.
+    """
+    if error is refused:
+        ends.refuse(error, str(error))
+    else:
+        fail_alone(error)
     if isinstance(error, HpctrainError):
         sys.exit(error.exit_code)
 

