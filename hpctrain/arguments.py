@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpctrain import collectives
+from hpctrain.collectives.direct import direct, must_be_one_node
 from hpctrain.collectives.signature import Signature, signature
 from hpctrain.errors import UsageError
 from hpctrain.tuning.select import allreduce_named
@@ -53,7 +54,7 @@ def accepted(
     if rows and (x.ndim == 0 or len(x) != world.size):
         raise UsageError(f"expected {world.size} rows, one for each rank, seen shape {x.shape}")
     if "algorithm" in given:
-        allreduce_named(_text(given["algorithm"], "algorithm"))
+        _must_be_an_algorithm(given["algorithm"], len(world.main.nodes))
     if "result" in given:
         _must_be_a_result(given["result"])
     operation = _operation(x, given) if "op" in given else None
@@ -97,11 +98,17 @@ def _array(x: Any, written: bool) -> Array:
             f"expected a C-contiguous array, seen shape {x.shape} with strides {x.strides}; "
             "use numpy.ascontiguousarray, or CuPy's"
         )
-    if written and isinstance(x, np.ndarray) and not x.flags.writeable:
+    if written and isinstance(x, np.ndarray):
+        must_be_writable(x)
+    return x
+
+
+def must_be_writable(x: np.ndarray) -> None:
+    """Raise UsageError for a read-only array."""
+    if not x.flags.writeable:
         raise UsageError(
             "expected an array that may be written to, seen a read-only one; use a copy"
         )
-    return x
 
 
 @lru_cache
@@ -113,6 +120,11 @@ def _must_be_a_rank(root: Any, ranks: int) -> None:
     whole = isinstance(root, (int, np.integer)) and not isinstance(root, bool)
     if not (whole and 0 <= root < ranks):
         raise UsageError(f"expected a root in 0 .. {ranks - 1}, seen {reprlib.repr(root)}")
+
+
+def _must_be_an_algorithm(name: Any, nodes: int) -> None:
+    if allreduce_named(_text(name, "algorithm")) is direct:
+        must_be_one_node(nodes)
 
 
 def _must_be_a_result(result: Any) -> None:

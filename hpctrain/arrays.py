@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain import ready
-from hpctrain.arguments import accepted
+from hpctrain.arguments import Accepted, accepted, must_be_writable
 from hpctrain.collectives import linear
 from hpctrain.collectives.mean import mean
 from hpctrain.collectives.ring import all_gather as ring_all_gather
@@ -37,15 +37,13 @@ from hpctrain.collectives.signature import faulty, must_match
 from hpctrain.collectives.tree import broadcast as tree_broadcast
 from hpctrain.collectives.tree import reduce as tree_reduce
 from hpctrain.errors import UsageError
-from hpctrain.tuning.select import allreduce_named, auto, bound, prepared
-from hpctrain.watch import noticed
+from hpctrain.tuning.select import allreduce_named, bound, prepared
 from hpctrain.world import World, init
-from hpctrain.xp import namespace
+from hpctrain.xp import namespace, on_device
 
-_calls = ready.calls
+_checked, _unchecked = ready.checked, ready.unchecked
 
 
-@noticed(lambda seen: ready.about(seen["x"]))
 def allreduce(
     x: np.ndarray,
     op: str = "sum",
@@ -59,33 +57,37 @@ def allreduce(
     `hpctrain.collectives.ALLREDUCE`. Cost: see the file of the algorithm; of a mean also that of
     `hpctrain.collectives.mean`. Raises UsageError if an argument does not fit, or if ranks differ.
     """
-    if not check:
-        # The quickest way in Python to an array's call: at few bytes every 10 ns are seen. Words
-        # are the same object where they come from the same place; else the call takes its time.
-        try:
-            dtype, by, where, call = _calls[id(x)]
-        except KeyError:
-            pass
-        else:
-            if x.dtype is dtype and op is by and world is where and algorithm == "auto":
-                call()
-                return
+    # The quickest way in Python to an array's call: at few bytes every 10 ns are seen. Words are
+    # the same object where they come from the same place; else the call takes its time.
+    try:
+        dtype, shape, by, where, call = (_checked if check else _unchecked)[id(x)]
+    except KeyError:
+        pass
+    else:
+        if (
+            (x.dtype is dtype and op is by and world is where and algorithm == "auto")
+            and x.flags.carray  # contiguous, aligned, and writable, which may have changed
+            and x.shape == shape
+        ):
+            call()
+            return
     _allreduce(x, op, algorithm, world, check)
 
 
 def _allreduce(x: np.ndarray, op: str, algorithm: str, given: World | None, check: bool) -> None:
     world = given or init()
-    flat, operation = _matched(world, check, "allreduce", x, op=op, algorithm=algorithm)
-    function = allreduce_named(algorithm)
+    flat, operation, signature = _accepted(world, check, "allreduce", x, op=op, algorithm=algorithm)
+    function, call = allreduce_named(algorithm), signature if check else None
     if op == "mean":
+        if call is not None:
+            must_match(world.main, call)
         mean(world.main, flat, operation, function)
         return
-    function(world.main, flat, operation)
-    if function is auto and not check and isinstance(x, np.ndarray) and ready.met_before(x):
-        found = prepared(world.main, flat, operation)
-        if found is not None:
-            call, about = found
-            ready.keep(x, (x.dtype, op, given, call), about)
+    prepare = partial(prepared, world.main, op=operation, allreduce=function, call=call)
+    prepare(flat)()
+    if algorithm == "auto" and type(x) is np.ndarray and x.flags.carray and ready.met_before(x):
+        again = prepare(ready.alias(x))
+        ready.keep(_checked if check else _unchecked, x, (x.dtype, x.shape, op, given, again))
 
 
 def bind(
@@ -105,7 +107,13 @@ def bind(
     """
     world = world or init()
     flat, operation = _matched(world, True, "bind", x, op=op, algorithm=algorithm, result=result)
-    return bound(world.main, flat, operation, algorithm, result == "shared")
+    call = bound(world.main, flat, operation, algorithm, result == "shared")
+
+    def unless_read_only() -> Any:
+        must_be_writable(x)
+        return call()
+
+    return call if on_device(x) else unless_read_only
 
 
 def reduce(
@@ -207,20 +215,21 @@ def all_to_all(x: np.ndarray, world: World | None = None, check: bool = True) ->
 def _matched(
     world: World, check: bool, name: str, x: Any, **arguments: Any
 ) -> tuple[np.ndarray, Any]:
-    """Return flat `x` and the operation; with `check` once all ranks are known to call alike.
+    """Return flat `x` and the operation; with `check` once all ranks are known to call alike."""
+    flat, operation, call = _accepted(world, check, name, x, **arguments)
+    if check:
+        must_match(world.main, call)
+    return flat, operation
 
-    Raises UsageError on all ranks where an argument fits none of them, or not on one; without
-    `check` on that one.
-    """
+
+def _accepted(world: World, check: bool, name: str, x: Any, **arguments: Any) -> Accepted:
+    """Return the arguments if they fit this rank; raise UsageError else, with `check` on all."""
     try:
-        flat, operation, call = accepted(world, name, x, **arguments)
+        return accepted(world, name, x, **arguments)
     except UsageError as error:
         if check:
             must_match(world.main, faulty(str(error)))
         raise
-    if check:
-        must_match(world.main, call)
-    return flat, operation
 
 
 def _room_for(x: np.ndarray, world: World) -> np.ndarray:

@@ -1,12 +1,14 @@
 """Calls made ready for an array, found by it again for as long as it lives.
 
-    calls[id(x)] = (dtype, op, world, call)        x gone: entry gone
+    checked[id(x)] = (dtype, shape, op, world, call)        x gone: entry gone
+    unchecked[id(x)] = ...
 
 To find its call takes an array 0.1 us. To check it, to choose an algorithm and to tell MPI where it
 lies takes ten times that, more than MPI's own all-reduce of a few bytes. While an entry is there,
 `x` lives: its id is its own, and its memory stays where it is, since NumPy refuses to resize what
-is weakly referenced. Only its dtype may have been changed meanwhile: that is to be compared. A call
-works on an alias of `x`, which does not hold it, so that nothing lives longer than without us.
+is weakly referenced. Its dtype, shape and flags may have been changed meanwhile: these are to be
+compared. A call works on an alias of `x`, which does not hold it, so that nothing lives longer than
+without us.
 """
 
 from __future__ import annotations
@@ -19,14 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.watch import About
-
 #: What was asked for, and the call. A plain tuple: one with names takes twice as long to unpack.
-Ready = tuple[np.dtype, str, Any, Callable[[], Any]]
+Ready = tuple[np.dtype, tuple[int, ...], str, Any, Callable[[], Any]]
 MOST_MET = 1024
 
-calls: dict[int, Ready] = {}  #: by the id of the array
-_alive: dict[int, tuple[weakref.ref[np.ndarray], About | None]] = {}
+checked: dict[int, Ready] = {}  #: by the id of the array: calls that compare arguments first
+unchecked: dict[int, Ready] = {}
+_alive: dict[int, weakref.ref[np.ndarray]] = {}
 _met: dict[int, weakref.ref[np.ndarray]] = {}  # arrays that came once, and may be gone
 
 
@@ -41,23 +42,15 @@ def met_before(x: np.ndarray) -> bool:
     return False
 
 
-def keep(x: np.ndarray, ready: Ready, about: About | None) -> None:
-    """Find `ready`, which must not hold `x`, under `id(x)` until `x` is gone.
-
-    `about`: what the watch is to notice of who makes the call; None where the call notes it.
-    """
-    _met.pop(id(x), None)
-    _alive[id(x)] = weakref.ref(x, partial(_drop, id(x))), about
+def keep(calls: dict[int, Ready], x: np.ndarray, ready: Ready) -> None:
+    """Find `ready`, which must not hold `x`, under `id(x)` in `calls` until `x` is gone."""
+    _alive[id(x)] = weakref.ref(x, partial(_drop, id(x)))
     calls[id(x)] = ready
 
 
-def about(x: np.ndarray) -> About | None:
-    """Return what the watch is to notice of who makes the call of `x`."""
-    return _alive[id(x)][1] if id(x) in _alive else None
-
-
 def _drop(key: int, _: object) -> None:
-    del calls[key], _alive[key]
+    for entries in (checked, unchecked, _alive):
+        entries.pop(key, None)
 
 
 def alias(x: np.ndarray) -> np.ndarray:

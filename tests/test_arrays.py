@@ -63,30 +63,84 @@ def test_bound_calls(ranks, algorithm, length):
     ranks(body)
 
 
-AGAIN = [("sum", "f4")] * 4 + [("sum", "i4")] * 3 + [("max", "i4"), ("max", "f4")] * 2
+# operation, dtype, shape -> whether the next call of the same finds what was made ready
+AGAIN = [
+    *[("sum", "f4", (2, 3), again) for again in (False, False, True, True)],
+    *[("sum", "i4", (2, 3), again) for again in (False, True, True)],
+    *[("sum", "i4", (3, 2), again) for again in (False, True)],
+    *[("max", "i4", (3, 2), again) for again in (False, True)],
+]
 
 
 @on_ranks(1, 2, 3, mpi=(1, 2, 3))
 @pytest.mark.parametrize("taken", ["native", "direct", "ring"])
-@pytest.mark.parametrize("length", [3, 40_000])
-def test_unchecked_calls(ranks, taken, length):
-    """Made ready where an array comes again, which it does on rank 0 only, changed at times."""
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("times", [1, 8000])
+def test_calls_made_ready(ranks, taken, check, times):
+    """Where an array comes again, here on one rank only, changed at times; all exchange alike."""
     plan = Plan(((0, taken),), ((0, taken),), ((0, "ring"),), (), True)
     wanted = {"sum": ranks.size * (ranks.size + 1) // 2, "max": ranks.size}
+    calls = ready.checked if check else ready.unchecked
 
     def body(world):
         world.main = replace(world.main, choices=choices(plan))
-        able = taken == "direct" or (taken == "native" and world.transport == "mpi")
-        for flat in (world.zeros(2 * length), np.zeros(2 * length, np.float32)):
-            same, found = flat.reshape(2, length), []
-            for op, dtype in AGAIN:
-                same.dtype = dtype
-                x = same.view() if world.rank else same
+        for flat in (world.zeros(6 * times), np.zeros(6 * times, np.float32)):
+            same = flat[:]
+            for op, dtype, (rows, columns), again in AGAIN:
+                same.dtype, same.shape = dtype, (rows, columns * times)
+                x = same.view() if world.rank != ranks.size - 1 else same
                 x[:] = world.rank + 1
-                found.append(id(x) in ready.calls)
-                allreduce(x, op, world=world, check=False)
+                found = calls.get(id(x), (None,) * 5)[:3] == (x.dtype, x.shape, op)
+                assert found == (again and x is same)
+                allreduce(x, op, world=world, check=check)
                 assert (x == wanted[op]).all()
-            assert found[:4] == [False, False, able and not world.rank, able and not world.rank]
+
+    ranks(body)
+
+
+@on_ranks(2, mpi=(2,))
+@pytest.mark.parametrize("taken", ["native", "direct", "ring"])
+def test_what_was_made_ready_is_compared_again(ranks, taken):
+    """Arrays that one rank has changed meanwhile, or made read-only, are refused on all."""
+    plan = Plan(((0, taken),), ((0, taken),), ((0, "ring"),), (), True)
+    changes = {
+        "read-only": (lambda x: x.setflags(write=False), "rank 1: .* read-only"),
+        "shape": (lambda x: setattr(x, "shape", (2, 3)), r"rank 1 has .* \(2, 3\)"),
+        "dtype": (lambda x: setattr(x, "dtype", "i4"), "rank 1 has .* int32"),
+    }
+
+    def body(world):
+        world.main = replace(world.main, choices=choices(plan))
+        for change, told in changes.values():
+            x = np.ones(6, np.float32)
+            for _ in range(3):
+                allreduce(x, "max", world=world)
+            assert id(x) in ready.checked
+            if world.rank == 1:
+                change(x)
+            with pytest.raises(UsageError, match=told):
+                allreduce(x, "max", world=world)
+            assert (x.view("f4") == 1).all()
+
+    ranks(body)
+
+
+@on_ranks(1, mpi=(1,))
+@pytest.mark.parametrize("algorithm", ["auto", "native", "direct", "ring"])
+def test_a_read_only_array_is_never_written_to(ranks, algorithm):
+    """Nor by a call that was bound, or made ready, while it could be written to."""
+
+    def body(world):
+        x = np.ones(6, np.float32)
+        calls = [
+            arrays.bind(x, algorithm=algorithm, world=world),
+            lambda: allreduce(x, algorithm=algorithm, world=world, check=False),
+        ]
+        for call in calls * 3:
+            call()
+        x.flags.writeable = False
+        for call in calls:
+            assert "read-only" in refusal(call)[1]
 
     ranks(body)
 

@@ -11,16 +11,18 @@ from hpctrain import ready
 
 
 def kept(x: np.ndarray) -> None:
-    ready.keep(x, (x.dtype, "sum", None, len), None)
+    for calls in (ready.checked, ready.unchecked):
+        ready.keep(calls, x, (x.dtype, x.shape, "sum", None, len))
 
 
 def test_an_entry_goes_with_its_array():
-    before, x = len(ready.calls), np.zeros(3)
+    entries = ready.checked, ready.unchecked, ready._alive
+    before, x = list(map(len, entries)), np.zeros(3)
     kept(x)
     kept(x)
-    assert len(ready.calls) == before + 1 and id(x) in ready.calls
+    assert all(len(e) == n + 1 and id(x) in e for e, n in zip(entries, before, strict=True))
     del x
-    assert len(ready.calls) == len(ready._alive) == before
+    assert list(map(len, entries)) == before
 
 
 def test_an_array_with_an_entry_keeps_its_place():

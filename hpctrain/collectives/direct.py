@@ -20,8 +20,9 @@ Cost: two exchanges of flags; 2n bytes through memory per rank (2Pn in all), n (
 `direct_shared` n (P+1)/P per rank. Whatever the sizes, no bytes are sent.
 
 Arrays that lie elsewhere, and all short ones, go through slots (slots.py). Which way is taken is
-agreed in the first exchange: each rank says where its array lies. If any rank's array lies
-elsewhere than the others', all go through slots.
+agreed in the first exchange, whose payload is a digest of the call and of where the array lies. If
+any rank's array lies elsewhere than the others', all go through slots; if calls differ, all ranks
+raise (signature.py).
 
 Arrays of GPUs lie in memory that CUDA IPC maps (`transport/ipc.py`); a part is one kernel, which
 reads it in all arrays and writes it to all (fused.py). The host alone synchronises: each rank waits
@@ -35,7 +36,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from zlib import crc32
 
 import numpy as np
@@ -44,8 +45,9 @@ from hpctrain.collectives import ring as messages
 from hpctrain.collectives import slots
 from hpctrain.collectives.chunks import parts_of
 from hpctrain.collectives.group import Group
-from hpctrain.collectives.near import LENGTHS_KEPT, SHORT_BYTES, Near
+from hpctrain.collectives.near import Near
 from hpctrain.collectives.operations import Operation, combine
+from hpctrain.collectives.signature import Signature, must_match, must_match_in_node, of_length
 from hpctrain.collectives.slots import parts
 from hpctrain.errors import UsageError
 from hpctrain.transport.memory import Place
@@ -54,7 +56,7 @@ from hpctrain.xp import Array, finish, on_device
 log = logging.getLogger(__name__)
 BLOCK_BYTES = 128 << 10
 ANYWHERE_BYTES = 8 << 10  # up to here one exchange and copies are faster than two and none
-_PLACE = struct.Struct("<qqq")
+_PLACE = struct.Struct("<qq")
 
 
 def direct(group: Group, x: np.ndarray, op: Operation) -> None:
@@ -62,7 +64,7 @@ def direct(group: Group, x: np.ndarray, op: Operation) -> None:
 
     Without node memory this is a ring. Raises UsageError where there are several nodes.
     """
-    _reduce(group, x, op, _sum_and_write_back)
+    prepared(group, x, op)()
 
 
 def direct_shared(group: Group, x: np.ndarray, op: Operation) -> np.ndarray:
@@ -72,74 +74,45 @@ def direct_shared(group: Group, x: np.ndarray, op: Operation) -> np.ndarray:
     first let all ranks finish, by an exchange of flags or a barrier. Other ranks' `x` stays as it
     is. Where `x` is short, or lies outside of node memory, it is the rank's own `x`.
     """
-    arrays = _reduce(group, x, op, _sum_into_the_first)
-    return x if arrays is None else arrays[0]
+    return prepared(group, x, op, shared=True)()
 
 
-def bound(
-    group: Group, x: np.ndarray, op: Operation, shared: bool = False
+def prepared(
+    group: Group, x: np.ndarray, op: Operation, call: Signature | None = None, shared: bool = False
 ) -> Callable[[], np.ndarray]:
     """Return a call that does `direct` to flat `x`, or `direct_shared`, and returns the sum.
 
-    All there is to look up and to agree on is done now: all ranks must call here, and then the
-    bound calls in the same order.
+    What a rank can find out by itself is found out now; what ranks agree on, in each call: that
+    all make the same `call`, by default with arrays of one length, and whether these lie at the
+    same place. So other ranks may do the same without a prepared call.
     """
     near = _near(group)
     if near is None:
-        return partial(_and_return, partial(messages.ring, group, x, op), x)
-    if on_device(x):
-        in_place = partial(_and_return, partial(direct, group, x, op), x)
-        return partial(direct_shared, group, x, op) if shared else in_place
+        return partial(_by_messages, group, x, op, call)
+    if type(x) is not np.ndarray and on_device(x):
+        return partial(_on_gpus, group, near, x, op, call, shared)
+    call = call or of_length(x.nbytes)
     if x.nbytes <= ANYWHERE_BYTES:
-        return slots.short_call(near, x, op, _said_elsewhere(x.nbytes))
-    arrays = agreed(group, near, x)
-    if arrays is None and x.nbytes <= SHORT_BYTES:
-        return slots.short_call(near, x, op, _said_elsewhere(x.nbytes))
-    if arrays is None:
-        return partial(_and_return, partial(slots.long, near, x, op), x)
-    blocks, agree = _our_blocks(near, arrays), near.flags.agree
-    work, result = (_sum_into_the_first, arrays[0]) if shared else (_sum_and_write_back, x)
-
-    def call() -> np.ndarray:
-        agree()
-        work(blocks, op)
-        agree()
-        return result
-
-    return call
-
-
-def prepared(group: Group, x: np.ndarray, op: Operation) -> Callable[[], object]:
-    """Return a call that does `direct` to flat `x`, which other ranks may do without one.
-
-    What this rank can find out by itself is found out now; what ranks agree on, in each call.
-    """
-    near = _near(group)
-    if near is None:
-        return partial(messages.ring, group, x, op)
-    if on_device(x):
-        return partial(direct, group, x, op)
-    if x.nbytes <= ANYWHERE_BYTES:
-        return slots.short_call(near, x, op, _said_elsewhere(x.nbytes))
+        return slots.short_call(near, x, op, call)
     place = None if group.memory is None else group.memory.place(x)
-    said, agree = _said(x, place), near.flags.agree
-    blocks = None if place is None else _our_blocks(near, place.arrays)
+    arrays = None if place is None else place.arrays
+    blocks = None if arrays is None else _our_blocks(near, arrays)
+    work, result = (
+        (_sum_into_the_first, arrays) if shared and arrays else (_sum_and_write_back, [x])
+    )
+    payload, agree = call.payload ^ _number_of(place), near.flags.agree
 
-    def call() -> None:
-        if not agree(said):
-            slots.must_be_one_length(near, x)
+    def reduce() -> np.ndarray:
+        if not agree(payload):
+            must_match_in_node(near, call)
         elif blocks is not None:
-            _sum_and_write_back(blocks, op)
+            work(blocks, op)
             agree()
-            return
+            return result[0]
         slots.long(near, x, op)
+        return x
 
-    return call
-
-
-def _and_return(work: Callable[[], None], x: np.ndarray) -> np.ndarray:
-    work()
-    return x
+    return reduce
 
 
 def reduce_scatter(
@@ -213,66 +186,45 @@ def _of_node(group: Group) -> Group:
 Blocks = list[list[np.ndarray]]  #: of each block, all ranks' arrays
 
 
-def _reduce(
-    group: Group, x: np.ndarray, op: Operation, work: Callable[[Blocks, Operation], None]
-) -> list[np.ndarray] | None:
-    """Do `work` and return all ranks' arrays; None where `x` itself was reduced otherwise."""
-    near = _near(group)
-    if near is None:
-        messages.ring(group, x, op)
-    elif type(x) is not np.ndarray and on_device(x):
-        return _reduce_on_gpus(group, near, x, op, work is _sum_into_the_first)
-    elif x.nbytes <= ANYWHERE_BYTES:
-        slots.short(near, x, op, _said_elsewhere(x.nbytes))
-    elif (arrays := agreed(group, near, x)) is None:
-        slots.long(near, x, op)
-    else:
-        work(_our_blocks(near, arrays), op)
-        near.flags.agree()
-        return arrays
-    return None
+def _by_messages(
+    group: Group, x: np.ndarray, op: Operation, call: Signature | None = None
+) -> np.ndarray:
+    if call is not None:
+        must_match(group, call)
+    messages.ring(group, x, op)
+    return x
 
 
-def _reduce_on_gpus(
-    group: Group, near: Near, x: Array, op: Operation, shared: bool
-) -> list[Array] | None:
-    """Do as `_reduce`; with `shared`, on one GPU, the sum is in the first of the arrays alone."""
-    arrays, rank = agreed(group, near, x), near.link.rank
+def _on_gpus(
+    group: Group, near: Near, x: Array, op: Operation, call: Signature | None, shared: bool
+) -> Array:
+    """Reduce `x` of a GPU; with `shared`, on one GPU, the sum is in the first array alone."""
+    arrays, rank = agreed(group, near, x, call), near.link.rank
     if arrays is None:
-        messages.ring(group, x, op)
-        return None
+        return _by_messages(group, x, op)
     theirs = parts_of(arrays, parts(x, len(arrays)), rank)
     shared = shared and group.memory is not None and group.memory.on_one_gpu
     combine(theirs, op, theirs[:1] if shared else theirs)
     finish(x)
     near.flags.agree()
-    return arrays if shared else None
+    return arrays[0] if shared else x
 
 
-def agreed(group: Group, near: Near, x: Array) -> list[Array] | None:
+def agreed(group: Group, near: Near, x: Array, call: Signature | None = None) -> list[Array] | None:
     """Return all ranks' arrays once all may be read; None unless all lie at the same place."""
+    on_gpu = type(x) is not np.ndarray and on_device(x)
     place = None if group.memory is None else group.memory.place(x)
-    said = _said(x, place)
-    if type(x) is not np.ndarray and on_device(x):
-        finish(x)
-        said ^= place is None  # of arrays that lie anywhere, a GPU's take another way
-    if near.flags.agree(said):
+    call = call or of_length(x.nbytes, on_gpu)
+    finish(x)
+    if near.flags.agree(call.payload ^ _number_of(place)):
         return None if place is None else place.arrays
-    slots.must_be_one_length(near, x)
+    must_match_in_node(near, call)
     return None
 
 
-def _said(x: np.ndarray, place: Place | None) -> int:
-    """Return what all ranks must say: how long their arrays are, and where they lie."""
-    if place is None:
-        return _said_elsewhere(x.nbytes)
-    return crc32(_PLACE.pack(place.number, place.offset, x.nbytes))
-
-
-@lru_cache(LENGTHS_KEPT)
-def _said_elsewhere(nbytes: int) -> int:
-    """Return what is said of an array that must lie nowhere in particular."""
-    return crc32(_PLACE.pack(-1, 0, nbytes))
+def _number_of(place: Place | None) -> int:
+    """Return a number that is the same on all ranks if their arrays lie at the same place."""
+    return 0 if place is None else crc32(_PLACE.pack(place.number, place.offset))
 
 
 def _our_blocks(near: Near, arrays: list[np.ndarray]) -> Blocks:

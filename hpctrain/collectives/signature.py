@@ -21,10 +21,10 @@ Source: Falzone, Chan, Lusk and Gropp, "Collective error detection for MPI colle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from hpctrain.errors import UsageError
 from hpctrain.transport.flags import MASK
 from hpctrain.transport.link import Link
 
+T = TypeVar("T")
 RANKS_NAMED = 8
 _FAULT, _CALL = b"!", b" "  # before a text that is exchanged
 
@@ -63,9 +64,9 @@ def faulty(text: str) -> Signature:
 
 
 @lru_cache(LENGTHS_KEPT)
-def of_length(nbytes: int) -> Signature:
-    """Return the signature of a call of which only the length of its array is compared."""
-    return signature(f"an array of {nbytes} bytes")
+def of_length(nbytes: int, on_gpu: bool = False) -> Signature:
+    """Return the signature of a call of which only its array's length and kind are compared."""
+    return signature(f"an array of {nbytes} bytes" + on_gpu * " of a GPU")
 
 
 def must_match(group: Group, call: Signature) -> None:
@@ -76,6 +77,29 @@ def must_match(group: Group, call: Signature) -> None:
             must_match_in_node(near, call)
     elif not _matches(group, near, call.digest) or call.faulty:
         _explain(group.link, call)
+
+
+def matched(group: Group, call: Signature, work: Callable[[], T]) -> Callable[[], T]:
+    """Return what does `work` after `must_match`, with nothing looked up again.
+
+    The first time that anything is matched in `group`, all ranks must do so.
+    """
+    near = group.near
+    if len(group.nodes) != 1 or near is None:
+        return partial(_match_first, group, call, work)
+    agree, payload = near.flags.agree, call.payload
+
+    def checked() -> T:
+        if not agree(payload):
+            must_match_in_node(near, call)
+        return work()
+
+    return checked
+
+
+def _match_first(group: Group, call: Signature, work: Callable[[], T]) -> T:
+    must_match(group, call)
+    return work()
 
 
 def must_match_in_node(near: Near, call: Signature) -> None:

@@ -27,11 +27,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hpctrain.collectives.agree import all_gather_bytes
 from hpctrain.collectives.chunks import bounds, segments, slices
 from hpctrain.collectives.near import SHORT_BYTES, Near
 from hpctrain.collectives.operations import Operation
-from hpctrain.errors import TransportError
+from hpctrain.collectives.signature import Signature, must_match_in_node, of_length
 from hpctrain.transport.memory import ALIGN_BYTES
 
 
@@ -47,57 +46,37 @@ def add(arrays: Sequence[np.ndarray], op: Operation, out: np.ndarray) -> None:
         op(out, other, out=out)
 
 
-def short_call(near: Near, x: np.ndarray, op: Operation, said: int) -> Callable[[], np.ndarray]:
+def short_call(
+    near: Near, x: np.ndarray, op: Operation, call: Signature
+) -> Callable[[], np.ndarray]:
     """Return a call that reduces flat `x`, no longer than SHORT_BYTES, in place, and returns it.
 
-    `said` is the same on all ranks if lengths are; where it is not, the call raises TransportError.
+    It raises UsageError on all ranks of the node where these do not make the same `call`.
     """
-    flags, rank = near.flags, near.link.rank
+    flags, rank, payload = near.flags, near.link.rank, call.payload
     turns = [_turn(near.short(x.nbytes, x.dtype, odd), rank) for odd in (0, 1)]
 
-    def call() -> np.ndarray:
+    def reduce() -> np.ndarray:
         own, first, second, others = turns[flags.round & 1]
         own[...] = x
-        if not flags.agree(said):
-            must_be_one_length(near, x)
+        if not flags.agree(payload):
+            must_match_in_node(near, call)
         op(first, second, out=x)
         for other in others:
             op(x, other, out=x)
         return x
 
-    return call
-
-
-def short(near: Near, x: np.ndarray, op: Operation, said: int) -> None:
-    """Reduce flat `x`, no longer than SHORT_BYTES, in place; see `short_call`."""
-    slots = near.short(x.nbytes, x.dtype, near.flags.round & 1)
-    own, first, second, others = _turn(slots, near.link.rank)
-    own[...] = x
-    if not near.flags.agree(said):
-        must_be_one_length(near, x)
-    op(first, second, out=x)
-    for other in others:
-        op(x, other, out=x)
+    return reduce
 
 
 def long(near: Near, x: np.ndarray, op: Operation) -> None:
     """Reduce flat `x` in place; all ranks know that they give the same length."""
     if x.nbytes <= SHORT_BYTES:
-        return short(near, x, op, 0)
+        short_call(near, x, op, of_length(x.nbytes))()
+        return
     slots = near.wide(x.dtype)
     for segment in segments(x, slots[0].nbytes):
         _segment(near, slots, segment, op)
-
-
-def must_be_one_length(near: Near, x: np.ndarray) -> None:
-    """Raise TransportError, on all ranks of the node, unless their arrays are equally long."""
-    lengths = [int(one) for one in all_gather_bytes(near.link, b"%d" % x.nbytes)]
-    if len(set(lengths)) > 1:
-        raise TransportError(
-            f"rank {near.link.rank}: direct: expected arrays of one length, seen "
-            + ", ".join(f"{n} bytes on rank {r}" for r, n in enumerate(lengths))
-            + ". All ranks must call with arrays of the same length and dtype, in the same order."
-        )
 
 
 def _turn(

@@ -15,7 +15,6 @@ import numpy as np
 
 from hpctrain.stairs import Steps
 from hpctrain.transport.paths import Path
-from hpctrain.watch import About
 
 
 class Request(Protocol):
@@ -82,12 +81,9 @@ class Link(Protocol):
         """Reduce `x` in place by the library's own all-reduce: yardstick and oracle."""
 
     def bind_native(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
-        """Return a call that does `native_allreduce` to flat `x`, with nothing looked up again."""
+        """Return a call that does `native_allreduce` to flat `x`, with nothing looked up again.
 
-    def bare_native(self, x: np.ndarray, op: Any) -> tuple[Callable[[], Any], About] | None:
-        """Return such a call that the watch does not see, and what it is to notice of the caller.
-
-        None where nothing is gained by it.
+        Other ranks may do `native_allreduce` meanwhile.
         """
 
     def native_call(self, operation: str, x: np.ndarray, op: Any) -> NativeCall:

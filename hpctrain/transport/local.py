@@ -127,9 +127,6 @@ class LocalLink:
         """Return a call that does `native_allreduce` to flat `x`."""
         return partial(self.native_allreduce, x, op)
 
-    def bare_native(self, x: np.ndarray, op: Any) -> None:
-        """Return None: here nobody counts in microseconds."""
-
     def native_call(self, operation: str, x: np.ndarray, op: Any) -> NativeCall:
         """Return a call that does `operation` on flat `x`; there is no library, but this desk."""
         chunk = x.size // self.size

@@ -172,15 +172,11 @@ class MpiLink:
 
     def bind_native(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
         """Return a call that does `native_allreduce` to flat `x`, noticed by the watch as well."""
-        bare = self.bare_native(x, op)
-        return unnoted(*bare) if bare else partial(self.native_allreduce, x, op)
-
-    def bare_native(self, x: np.ndarray, op: Any) -> tuple[Callable[[], Any], About] | None:
-        """Return the call alone, and what whoever makes it is to let the watch notice."""
+        # What is longer is cut as in `native_allreduce`, which other ranks may call.
+        if not (x.flags.aligned and x.nbytes <= self.cut_bytes and native.able(x, op)):
+            return partial(self.native_allreduce, x, op)
         about = About(self, b"MPI_Allreduce", x.nbytes)
-        # Longer ones are cut as in `native_allreduce`, which other ranks may call.
-        able = x.flags.aligned and x.nbytes <= self.cut_bytes and native.able(x, op)
-        return (native.at_once(self._comm, x, op), about) if able else None
+        return unnoted(native.at_once(self._comm, x, op), about)
 
     def native_call(self, operation: str, x: np.ndarray, op: Any) -> NativeCall:
         """Return a call of MPI's own `operation` on `x`, unseen by the watch; see native.py."""

@@ -20,7 +20,6 @@ import numpy as np
 from hpctrain import collectives, config
 from hpctrain.collectives import AllReduceFunction, Group, broadcast
 from hpctrain.collectives.choices import Choices
-from hpctrain.collectives.direct import bound as direct_bound
 from hpctrain.collectives.direct import direct
 from hpctrain.collectives.direct import prepared as direct_prepared
 from hpctrain.collectives.gathers import ALL_GATHERS, AllGather, joined_by
@@ -29,14 +28,13 @@ from hpctrain.collectives.nccl import nccl
 from hpctrain.collectives.null import null
 from hpctrain.collectives.operations import Operation, reduced_by_mpi
 from hpctrain.collectives.recursive_doubling import recursive_doubling
+from hpctrain.collectives.signature import Signature, matched
 from hpctrain.errors import UsageError
-from hpctrain.ready import alias
 from hpctrain.transport.nccl import libraries
 from hpctrain.tuning import guess_gpus, table
 from hpctrain.tuning.choose import Plan, choices
 from hpctrain.tuning.gpus import Gpus
 from hpctrain.tuning.guess import Layout, guessed, layout_of
-from hpctrain.watch import About
 from hpctrain.xp import Array, on_device
 
 #: What a user may type for an all-reduce.
@@ -65,20 +63,6 @@ def _choices(group: Group, x: Array) -> Choices:
     return known if type(x) is np.ndarray else known.of(on_device(x))
 
 
-def prepared(
-    group: Group, x: np.ndarray, op: Operation
-) -> tuple[Callable[[], Any], About | None] | None:
-    """Return a call that does `auto` to flat `x`, and what the watch is to notice of the caller.
-
-    It does not hold `x`. Other ranks may call `auto` itself: so None where it would ask them now.
-    """
-    pick = _choices(group, x).at(x.nbytes)
-    function = taken(group, x, op) if pick.plain is pick.kept else None
-    if function is native:
-        return group.link.bare_native(alias(x), op)
-    return (direct_prepared(group, alias(x), op), None) if function is direct else None
-
-
 def _seen_by_all(group: Group, x: np.ndarray) -> bool:
     """Return whether `x` lies in node memory on every rank: a user may have mixed arrays.
 
@@ -92,21 +76,37 @@ def _seen_by_all(group: Group, x: np.ndarray) -> bool:
     return bool(vote[0])
 
 
+def prepared(
+    group: Group,
+    x: np.ndarray,
+    op: Operation,
+    allreduce: AllReduceFunction = auto,
+    call: Signature | None = None,
+    shared: bool = False,
+) -> Callable[[], Any]:
+    """Return a call that reduces flat `x` by `allreduce`; with `call`, once all ranks make it.
+
+    Nothing is looked up again but what `auto` must ask other ranks, who may call the functions
+    themselves. With `shared` it returns the array that holds the sum, which may be a neighbour's
+    (`direct_shared`).
+    """
+    if allreduce is auto:
+        pick = _choices(group, x).at(x.nbytes)
+        allreduce = taken(group, x, op) if pick.plain is pick.kept else auto
+    if allreduce is direct:
+        return direct_prepared(group, x, op, call, shared)
+    by_mpi = allreduce is native and reduced_by_mpi(x, op)
+    work = group.link.bind_native(x, op) if by_mpi else partial(allreduce, group, x, op)
+    work = partial(_then, work, x) if shared else work
+    return work if call is None else matched(group, call, work)
+
+
 def bound(
     group: Group, x: np.ndarray, op: Operation, name: str = "auto", shared: bool = False
 ) -> Callable[[], Any]:
-    """Return a call that reduces flat `x` by algorithm `name`, chosen once; all ranks must call.
-
-    Nothing is looked up in the call. With `shared` it returns the array that holds the sum, which
-    may be a neighbour's (`direct_shared`).
-    """
-    function = resolved(allreduce_named(name), group, x, op)
-    if function is direct:
-        return direct_bound(group, x, op, shared)
-    ours = partial(function, group, x, op)
-    by_mpi = function is native and reduced_by_mpi(x, op)
-    call = group.link.bind_native(x, op) if by_mpi else ours
-    return partial(_then, call, x) if shared else call
+    """Return a `prepared` call for algorithm `name`, chosen once for all: all ranks must call."""
+    allreduce = resolved(allreduce_named(name), group, x, op)
+    return prepared(group, x, op, allreduce, shared=shared)
 
 
 def _then(call: Callable[[], Any], x: np.ndarray) -> np.ndarray:

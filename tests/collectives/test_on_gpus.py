@@ -15,12 +15,12 @@ from ranks import STAGED, on_gpus, on_ranks, run_on
 
 from hpctrain import arrays
 from hpctrain.collectives import ALLREDUCE, broadcast, operation
-from hpctrain.collectives.direct import all_gather, bound, direct, direct_shared, reduce_scatter
+from hpctrain.collectives.direct import all_gather, direct, direct_shared, prepared, reduce_scatter
 from hpctrain.collectives.gathers import broadcasts, doubling, joined_by
 from hpctrain.collectives.linear import all_to_all, gather, scatter
 from hpctrain.collectives.ordered import Tree, sum_of_blocks
 from hpctrain.collectives.ring import plain_ring
-from hpctrain.errors import GpuMemoryError, TransportError, UsageError
+from hpctrain.errors import GpuMemoryError, UsageError
 from hpctrain.transport import ipc
 from hpctrain.transport.local import run_ranks
 from hpctrain.transport.paths import Verdict
@@ -187,8 +187,8 @@ def in_place(group, x, op):
 CALLS = {
     "direct": in_place,
     "shared": direct_shared,
-    "bound": lambda group, x, op: bound(group, x, op)(),
-    "bound, shared": lambda group, x, op: bound(group, x, op, shared=True)(),
+    "prepared": lambda group, x, op: prepared(group, x, op)(),
+    "prepared, shared": lambda group, x, op: prepared(group, x, op, shared=True)(),
     "auto": lambda group, x, op: (select.auto(group, x, op), x)[1],
     "reduce-scatter, all-gather": in_parts,
 }
@@ -251,7 +251,7 @@ def test_lengths_that_differ_are_named(ranks):
         def body(plain):
             world = on_gpus(plain)
             x = kept(world, np.zeros(100, np.float32))
-            with pytest.raises(TransportError, match="seen 40 bytes on rank 0, 80 bytes on rank 1"):
+            with pytest.raises(UsageError, match=r"40 bytes of a GPU, but ranks 1, 2 have .* 80"):
                 direct(world.main, x[: 10 if world.rank == 0 else 20], np.add)
 
         ranks(body)
