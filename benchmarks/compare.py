@@ -8,7 +8,8 @@ where it has them (benchmarks/install_horovod.sh). Each run is `hpctrain bench` 
 Per size the better native median of both MPIs is the rival: a user could have either. What `auto`
 adds to a call is seen against the native of its own MPI: a bound call against `own native`, which
 is bound as well (a partial of Allreduce and a specification made before), the plain call,
-`ht.allreduce(x, check=False)`, against `own native-plain`, `comm.Allreduce(MPI.IN_PLACE, x)`.
+`ht.allreduce(x)`, and the same with `check=False` (`auto-unchecked`), against `own native-plain`,
+`comm.Allreduce(MPI.IN_PLACE, x)`.
 
 Every run is kept as soon as it has ended. With --resume those of an interrupted comparison count,
 if they were asked for the same, of the same algorithms: only what is missing of --times is run.
@@ -38,7 +39,7 @@ from hpctrain.tuning import table
 
 HERE = Path(__file__).parent
 #: Near others: more lines would hide them.
-NOT_DRAWN = ("ring", "auto-bound", "direct-bound", "native-plain")
+NOT_DRAWN = ("ring", "auto-unchecked", "auto-bound", "direct-bound", "native-plain")
 MEET_RIVALS = ("allreduce", "step")
 _ROWS = "rows come here"
 #: Prints a hash of all sources, and where they lie.
@@ -50,7 +51,8 @@ print(hashlib.sha256(texts).hexdigest(), folder)
 """
 PARTS: dict[str, list[str]] = {
     "allreduce": ["allreduce", "--algorithms",
-                  "auto,auto-bound,direct,direct-bound,direct-shared,ring,native,native-plain"],
+                  "auto,auto-unchecked,auto-bound,direct,direct-bound,direct-shared,ring,native,"
+                  "native-plain"],
     "private": ["allreduce", "--algorithms", "auto,auto-bound,direct,ring,native",
                 "--buffers", "private"],
     "step": ["step", str(HERE / "mlp-10m.toml"), "--batch-per-rank", "32,128",

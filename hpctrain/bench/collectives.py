@@ -16,13 +16,15 @@ from hpctrain.bench.operations import COLLECTIVES, NATIVE, NATIVE_PLAIN
 from hpctrain.collectives import DTYPES, OPERATIONS
 from hpctrain.collectives.operations import reduced_by_mpi
 from hpctrain.errors import UsageError
+from hpctrain.tuning.measure import COLD_BYTES
 from hpctrain.world import World
 
 BUFFERS = {"node": True, "private": False}
 TIMED = (
     "per round, after a call that does not count, all ranks start at a barrier and make `calls` "
     "calls back to back; the slowest rank's time / calls counts; contenders and floor take "
-    "turns; buffers hold zeros"
+    "turns; buffers hold zeros; cold: one call after a barrier, before which each rank has written "
+    f"{COLD_BYTES} bytes of other arrays"
 )
 RIVALS_OPERATIONS = ("sum", "min", "max")
 RIVALS_DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")

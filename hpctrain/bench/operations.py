@@ -30,7 +30,7 @@ from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.direct import direct_shared
 from hpctrain.collectives.direct import reduce_scatter as direct_reduce_scatter
 from hpctrain.collectives.ring import all_gather, reduce_scatter
-from hpctrain.tuning.select import auto, bound
+from hpctrain.tuning.select import bound
 
 #: f(group, x, op): works in place; returns the array of the result where that is not `x`.
 Algorithm = Callable[[Group, np.ndarray, Operation], Any]
@@ -75,6 +75,7 @@ class Collective:
     busbw: Callable[[int], float]  #: ranks -> busbw / algbw
     moved: Callable[[int], int]  #: ranks of a node -> bytes in its memory / bytes
     moved_if_shared: Callable[[int], int] | None = None  #: where the result is one for all
+    typed: Mapping[str, bool] = field(default_factory=dict)  #: `ht.*` itself, and its `check`
     bound: Mapping[str, Binder] = field(default_factory=dict)  #: calls that are made once
     plain: bool = False  #: whether NATIVE_PLAIN is to be had
     equal_chunks: bool = False  #: whether the number of ranks divides the length
@@ -83,7 +84,7 @@ class Collective:
     def names(self) -> tuple[str, ...]:
         """What a user may ask for."""
         natives = (NATIVE, NATIVE_PLAIN) if self.plain else (NATIVE,)
-        return tuple(dict.fromkeys((*self.algorithms, *self.bound, *natives)))
+        return tuple(dict.fromkeys((*self.typed, *self.algorithms, *self.bound, *natives)))
 
     def length(self, nbytes: int, itemsize: int, ranks: int) -> int:
         """Return the elements of a vector of about `nbytes`, at least one."""
@@ -153,12 +154,13 @@ COLLECTIVES = {
     for one in (
         Collective(
             "allreduce",
-            {"auto": auto, **collectives.ALLREDUCE, "direct-shared": direct_shared},
+            {**collectives.ALLREDUCE, "direct-shared": direct_shared},
             before=_all,
             after=lambda case: _reduced(case, _all(case)),
             busbw=lambda ranks: 2 * (ranks - 1) / ranks,
             moved=lambda ranks: 2 * ranks,
             moved_if_shared=lambda ranks: ranks + 1,
+            typed={"auto": True, "auto-unchecked": False},
             bound={"auto-bound": bound, "direct-bound": partial(bound, name="direct")},
             plain=True,
         ),

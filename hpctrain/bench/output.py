@@ -50,6 +50,7 @@ COLLECTIVE: tuple[Column, ...] = (
     SIZE,
     WHO,
     *TIMES,
+    ("cold us", microseconds("cold_s")),
     ("algbw GB/s", number("algbw", ".3g")),
     ("busbw GB/s", number("busbw", ".3g")),
     ("of floor", number("share_of_floor", ".0%")),

@@ -1,7 +1,8 @@
 """Times a collective over sizes: every contender on the same buffer, in turn, in one run.
 
 For each size: the buffer is filled with random data, each contender is called once and judged
-against float64; then all are timed on zeros (so that no sum overflows), with the floor among them.
+against float64; then all are timed on zeros (so that no sum overflows), with the floor among them;
+then once more with cold caches.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from hpctrain.bench import floors
 from hpctrain.bench.operations import NATIVE, NATIVE_PLAIN, Case, Collective
 from hpctrain.bench.rivals import Rival
 from hpctrain.collectives import all_gather_bytes, operation
-from hpctrain.tuning.measure import Around, interleaved, paired_ratio, spread
+from hpctrain.tuning.measure import COLD_BYTES, Around, interleaved, paired_ratio, spread
 from hpctrain.tuning.select import auto, name_of
 from hpctrain.world import World
 
-FLOOR, AUTO = "floor", "auto"
+FLOOR = "floor"
 BATCH_BYTES, MOST_CALLS = 1 << 20, 64
 RIVALS_FIRST = 2  # calls of a rival that was asleep, before those that count
 Row = dict[str, Any]
@@ -92,8 +93,9 @@ def contenders(
             found[algorithm] = Contender(*world.link.native_call(name, x, op))
         elif algorithm == NATIVE_PLAIN:
             found[algorithm] = Contender(*world.link.native_call(f"{name} plain", x, op))
-        elif algorithm == AUTO:  # as people type it, too
-            found[algorithm] = Contender(lambda: allreduce(x, plan.op, world=world, check=False), x)
+        elif algorithm in plan.collective.typed:  # as people type it, too
+            check = plan.collective.typed[algorithm]
+            found[algorithm] = Contender(_typed(x, plan.op, world, check), x)
         elif bind := plan.collective.bound.get(algorithm):
             found[algorithm] = Contender(bind(world.main, x, op), x)
         else:
@@ -141,12 +143,13 @@ def _rows(world: World, plan: Plan, rivals: Mapping[str, Rival], x: np.ndarray) 
     around = {name: one.warm for name, one in found.items()}
     seconds = interleaved(world.link, timed, plan.rounds, plan.warm_up, calls, around)
     streamed = float(np.median(seconds.pop(FLOOR)))
+    cold = _cold(world, plan, found, x)
     rows = []
     for name, taken in seconds.items():
-        row = _times(world, plan, name, x.nbytes, taken)
+        row = _times(world, plan, name, x.nbytes, taken) | {"cold_s": cold.get(name)}
         if NATIVE in seconds:
             row["times_native"] = paired_ratio(seconds[NATIVE], taken)
-        if name == AUTO:
+        if name in plan.collective.typed:
             row["takes"] = name_of(auto, world.main, x)
         correct, shared = verdicts[name]
         row["result"] = "shared" if shared else "in place"
@@ -155,6 +158,25 @@ def _rows(world: World, plan: Plan, rivals: Mapping[str, Rival], x: np.ndarray) 
         row["share_of_floor"] = row["floor_s"] / row["median_s"]
         rows.append(row | {"rounds": plan.rounds, "calls": calls, "correct": correct})
     return rows
+
+
+def _cold(
+    world: World, plan: Plan, found: Mapping[str, Contender], x: np.ndarray
+) -> dict[str, float]:
+    """Return the median seconds of calls with cold caches; none where `x` itself fills them."""
+    if x.nbytes > COLD_BYTES:
+        return {}
+    timed = {name: one.call for name, one in found.items()}
+    around = {name: one.warm for name, one in found.items()}
+    other = np.zeros(COLD_BYTES // 4, np.float32)
+    link, rounds = world.link, (plan.rounds, plan.warm_up)
+    seconds = interleaved(link, timed, *rounds, around=around, other=other)
+    return {name: float(np.median(taken)) for name, taken in seconds.items()}
+
+
+def _typed(x: np.ndarray, op: str, world: World, check: bool) -> Callable[[], None]:
+    """Return what people type, in a function."""
+    return lambda: allreduce(x, op, world=world, check=check)
 
 
 def least_bytes(world: World, plan: Plan, shared: bool, nbytes: int) -> float:

@@ -13,7 +13,7 @@ from hpctrain.bench import collectives
 from hpctrain.bench.operations import COLLECTIVES
 
 DEFAULTS = {
-    "allreduce": "auto,ring,native",
+    "allreduce": "auto,auto-unchecked,ring,native",
     "reduce-scatter": "ring,native",
     "all-gather": "ring,native",
     "broadcast": "tree,native",

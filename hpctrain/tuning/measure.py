@@ -2,7 +2,8 @@
 
 On a busy machine two runs differ by more than two rivals. So rivals are taken in turn within one
 run, A B C A B C ..., and ratios are those of neighbours in time. A call that lasts as long as a
-barrier cannot be timed alone: several calls are made between two looks at the clock.
+barrier cannot be timed alone: several calls are made between two looks at the clock. All but the
+first of them find their arrays in the caches; so calls are also timed one by one, cold.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hpctrain.collectives import all_gather_short
 from hpctrain.transport.link import Link, Request
 from hpctrain.xp import Array, finish
 
+COLD_BYTES = 8 << 20  #: of other arrays that a rank writes before a call that is timed cold
 Around = Callable[[], AbstractContextManager[Any]]
 NOTHING_AROUND: Mapping[str, Around] = MappingProxyType({})
 
@@ -54,6 +56,20 @@ def timed(
     return float(all_gather_short(link, mine.view(np.uint8)).view(np.float64).max())
 
 
+def timed_cold(
+    link: Link, function: Callable[[], Any], other: Array, on: Array | None = None
+) -> float:
+    """Return the seconds that the slowest rank spends in one call, its caches full of `other`.
+
+    Before it every rank writes to all of `other`, as a training step does to its arrays between
+    two reductions, and waits at a barrier; collective. `on` as in `timed`. A call that does not
+    count goes first: what is left of code in the outer caches is not to depend on who came before.
+    """
+    function()
+    other += 1
+    return timed(link, function, 1, on)
+
+
 def rally(link: Line, peer: int, x: Any, calls: int, first: bool) -> None:
     """Send `x` to `peer` and back `calls` times; one of the two is `first`."""
     for _ in range(calls):
@@ -72,17 +88,22 @@ def interleaved(
     warm_up: int = 3,
     calls: int = 1,
     around: Mapping[str, Around] = NOTHING_AROUND,
+    other: Array | None = None,
 ) -> dict[str, list[float]]:
     """Return the seconds per call of each rival, taken in turn: A B C A B C ..., after a warm-up.
 
     Per round a rival makes `calls` calls back to back, as many as all others. `around`: what a
     rival is given for the time in which it is measured, such as threads that disturb all others.
+    With `other` each call is timed cold, see `timed_cold`.
     """
     seconds: dict[str, list[float]] = {name: [] for name in rivals}
     for round_ in range(warm_up + rounds):
         for name, function in rivals.items():
             with around.get(name, nullcontext)():
-                one = timed(link, function, calls)
+                if other is None:
+                    one = timed(link, function, calls)
+                else:
+                    one = timed_cold(link, function, other)
             if round_ >= warm_up:
                 seconds[name].append(one)
     return seconds

@@ -28,7 +28,8 @@ ASKED = {
 }
 # What design promises of each row of --json
 COLUMNS = {"operation", "algorithm", "bytes", "ranks", "median_s", "p5_s", "p95_s", "p99_s",
-           "algbw", "busbw", "correct", "share_of_floor", "floor_s", "calls", "rounds"}  # fmt: skip
+           "algbw", "busbw", "correct", "cold_s", "share_of_floor", "floor_s", "calls",
+           "rounds"}  # fmt: skip
 
 
 def asked(operation="allreduce", **changes):
@@ -134,7 +135,7 @@ REFUSED = {
     "buffers": ({"buffers": "nod"}, "unknown --buffers 'nod'; did you mean 'node'?"),
     "iterations": ({"iterations": 0}, "--iterations: expected at least 1, seen 0"),
     "warm-up": ({"warm_up": -1}, "--warm-up: expected at least 0, seen -1"),
-    "nobody": ({"algorithms": " "}, "--algorithms: choose some of auto, ring"),
+    "nobody": ({"algorithms": " "}, "--algorithms: choose some of auto, auto-unchecked, ring"),
     "sizes": ({"sizes_text": "4Q"}, "--sizes: expected sizes such as"),
 }
 
