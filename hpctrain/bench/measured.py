@@ -7,21 +7,21 @@ are compared with predictions, and nothing is fitted to them.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import pydantic
 
+from hpctrain import files
 from hpctrain.errors import UsageError
 from hpctrain.tuning import cost, fit, table
 from hpctrain.tuning.loggp import Wire, alike
 
 AGAIN = "measure again: mpirun -n RANKS hpctrain bench allreduce --json FILE, or hpctrain tune"
-Positive = Annotated[int, pydantic.Field(gt=0)]
+Positive = Annotated[int, pydantic.Field(gt=0, le=1 << 60)]
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,12 @@ _READER = pydantic.TypeAdapter(_Bench)
 def read(path: Path) -> Measured:
     """Return what file `path` tells; raise UsageError if it is damaged or of another version."""
     try:
-        text = path.read_bytes()
-        told: Any = json.loads(text)
-    except OSError as error:
-        raise UsageError(f"--measured {path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--measured {path}: damaged, no JSON ({error}); {AGAIN}") from None
-    if not isinstance(told, dict):
-        raise UsageError(f"--measured {path}: damaged, expected rows of a benchmark; {AGAIN}")
-    return _from_table(path, text) if "fingerprint" in told else _from_bench(path, text)
+        text = files.read_text(path, table.LIMIT_BYTES)
+        told = files.as_object(files.parsed_json(text, str(path)), str(path))
+    except files.FileError as error:
+        raise UsageError(f"--measured {error}; {AGAIN}") from None
+    read_as = _from_table if "fingerprint" in told else _from_bench
+    return read_as(path, text.encode())
 
 
 def _from_table(path: Path, text: bytes) -> Measured:
@@ -79,7 +76,11 @@ def _from_table(path: Path, text: bytes) -> Measured:
         found = table.parsed(text)
     except table.Unfit as error:
         raise UsageError(f"--measured {path}: {error}") from None
-    ranks, hosts = map(int, re.findall(r"(\d+) (?:ranks|nodes)", found.fingerprint.layout)[:2])
+    layout = re.match(r"(\d{1,9}) ranks on (\d{1,9}) node", found.fingerprint.layout)
+    if layout is None:
+        seen = files.brief(found.fingerprint.layout)
+        raise UsageError(f"--measured {path}: expected a layout 'N ranks on M nodes', seen {seen}")
+    ranks, hosts = map(int, layout.groups())
     rows = [
         Row("allreduce", one.algorithm, one.bytes, ranks, one.seconds)
         for one in found.rows

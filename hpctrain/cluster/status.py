@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpctrain import rundir
+from hpctrain import files, rundir, toml
 from hpctrain.cluster.controller import FORGOTTEN, NO_ANSWER, State, accounted
 from hpctrain.cluster.reasons import explained, of_an_end
 from hpctrain.cluster.submit import ENDED, JOBS, POLL_S, SCRIPT, hear, jobs_of
 from hpctrain.errors import UsageError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -161,7 +155,7 @@ def told(run: Path, job: str) -> Row:
     for row in rundir.rows(run):  # not every one comes with an evaluation
         last |= {key: row[key] for key in OF_ROWS if row.get(key) is not None}
     summary = _parsed(run / rundir.SUMMARY, lambda: rundir.read_summary(run)) or {}
-    asked = _parsed(run / rundir.RECIPE, lambda: _asked(run))
+    asked = _asked(run)
     ended = summary if rundir.ended_by(run, job) else {}
     return {
         "status": ended.get("status"),
@@ -175,12 +169,13 @@ def told(run: Path, job: str) -> Row:
 def _asked(run: Path) -> Row:
     """Return `[run]` of the resolved recipe; empty before training begins."""
     path = run / rundir.RECIPE
-    table: Row = tomllib.loads(path.read_text()).get("run", {}) if path.exists() else {}
-    return table
+    text = files.read_text(path, toml.LIMIT_BYTES) if path.exists() else ""
+    table = toml.parsed(text, str(path)).get("run")
+    return table if isinstance(table, dict) else {}
 
 
 def _parsed(path: Path, read: Callable[[], T]) -> T:
-    """Return what `read` does; name the file where it is no JSON, or TOML."""
+    """Return what `read` does; name the file where it is no JSON."""
     try:
         return read()
     except ValueError as error:

@@ -9,7 +9,6 @@ slurm-ID.out    what each of them said
 from __future__ import annotations
 
 import getpass
-import json
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -18,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
-from hpctrain import launchers, rundir
+from hpctrain import files, launchers, rundir
 from hpctrain.cluster import sbatch
 from hpctrain.cluster.controller import (
     NO_ANSWER,
@@ -36,6 +35,7 @@ from hpctrain.errors import HpctrainError, UsageError
 
 T = TypeVar("T", int, str)
 SCRIPT, JOBS = "job.sbatch", "jobs.json"
+LIMIT_BYTES = 1 << 20  #: of jobs.json
 POLL_S = 10.0
 ENDED = (
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
@@ -161,7 +161,8 @@ def jobs_of(folder: Path) -> list[int]:
     """Return the ids of the jobs of a run, the latest last."""
     path = folder / JOBS
     try:
-        return [int(job) for job in json.loads(path.read_text())["jobs"]] if path.exists() else []
+        told = files.read_json(path, LIMIT_BYTES) if path.exists() else {"jobs": []}
+        return [int(job) for job in told["jobs"]]
     except (ValueError, KeyError, TypeError):
         raise UsageError(
             f'{path} is damaged: expected {{"jobs": [17, ...]}}; write the ids anew, or remove it'

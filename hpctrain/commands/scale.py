@@ -54,7 +54,13 @@ interrupted. See docs/scaling.md.
 @click.option(
     "--steps", type=int, metavar="N", help="Timed per trial; some 2 s unless given, 200 on Slurm."
 )
-@click.option("--set", "sets", multiple=True, metavar="TABLE.KEY=VALUE", help="Change the recipe.")
+@click.option(
+    "--set",
+    "sets",
+    multiple=True,
+    metavar="TABLE.KEY=VALUE",
+    help="Change the recipe; a key that excludes this one is removed.",
+)
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),

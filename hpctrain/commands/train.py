@@ -39,7 +39,13 @@ A recipe is the name of a built-in one or a TOML file. Exit codes: 0 done; 1 a l
     shell_complete=choices(get_args(Device)),
     help="auto, cpu or gpu.",
 )
-@click.option("--set", "sets", multiple=True, metavar="TABLE.KEY=VALUE", help="Change the recipe.")
+@click.option(
+    "--set",
+    "sets",
+    multiple=True,
+    metavar="TABLE.KEY=VALUE",
+    help="Change the recipe; a key that excludes this one is removed.",
+)
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: runs/RECIPE-TIME."
 )

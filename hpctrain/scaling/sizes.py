@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+import pydantic
 
 from hpctrain.bench import quantities
 from hpctrain.errors import UsageError
+
+Positive = Annotated[int, pydantic.Field(ge=1, le=1 << 60)]
 
 
 @dataclass(frozen=True, order=True)
 class Size:
     """`ranks` in all, as many on each of `nodes`."""
 
-    ranks: int
-    nodes: int = 1
+    ranks: Positive
+    nodes: Positive = 1
 
     @property
     def per_node(self) -> int:

@@ -16,14 +16,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from hpctrain import atomic, rundir
+import pydantic
+
+from hpctrain import atomic, files, rundir
 from hpctrain.errors import UsageError
 from hpctrain.scaling.changes import Timing
-from hpctrain.scaling.sizes import Size, oversubscribed
+from hpctrain.scaling.sizes import Positive, Size, oversubscribed
 
 FILE, FORMAT = "study.json", 1
+LIMIT_BYTES = 16 << 20  #: of such a file; a size has some hundred bytes
 #: What makes it another study; all else may grow from call to call, or was decided once.
 SAME = ("name", "mode", "on", "link", "tables", "machine")
 
@@ -39,15 +42,15 @@ class Study:
     mode: str  #: strong or weak
     on: str  #: local, netlab or slurm
     link: str | None  #: of a netlab
-    sizes: tuple[Size, ...]
-    repeats: int
+    sizes: Annotated[tuple[Size, ...], pydantic.Field(min_length=1)]
+    repeats: Positive
     tables: dict[str, Any]  #: the recipe as the user has it
-    batch: int  #: of all ranks in strong scaling, of each worker in weak scaling
+    batch: Positive  #: of all ranks in strong scaling, of each worker in weak scaling
     gradient_bytes: int
     machine: dict[str, Any]  #: facts; with Slurm those of the login node
-    threads: int | None = None  #: BLAS threads of a rank; None: Slurm's affair
-    cores: int | None = None  #: that all sizes share; None where each node has its own
-    steps: int | None = None  #: timed steps per trial
+    threads: Positive | None = None  #: BLAS threads of a rank; None: Slurm's affair
+    cores: Positive | None = None  #: that all sizes share; None where each node has its own
+    steps: Positive | None = None  #: timed steps per trial
     job: dict[str, Any] = field(default_factory=dict)  #: what Slurm is asked for
 
     @property
@@ -108,14 +111,17 @@ class Folder:
 
 def read(path: Path) -> Study:
     """Return the study of study.json at `path`; raise UsageError if it cannot be read."""
+    told = files.read_json_object(path, LIMIT_BYTES)
+    if told.pop("format", None) != FORMAT:
+        raise UsageError(f"{path}: made by another version; name a new folder with --out")
     try:
-        told = json.loads(path.read_text())
-        if told.pop("format") != FORMAT:
-            raise UsageError(f"{path}: made by another version; name a new folder with --out")
-        sizes = tuple(Size(**one) for one in told.pop("sizes"))
-        return Study(sizes=sizes, **told)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}; name a new folder with --out") from None
+        return _READER.validate_json(json.dumps(told), strict=True)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UsageError(
+            f"{path}: {where}: {first['msg'].lower()}; name a new folder with --out"
+        ) from None
 
 
 @contextmanager
@@ -168,3 +174,6 @@ def _differing(name: str, before: Any, now: Any) -> str:
         return f"{name} was {before}, now {now}"
     keys = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k))
     return "; ".join(f"{name}.{k} was {before.get(k)}, now {now.get(k)}" for k in keys[:3])
+
+
+_READER = pydantic.TypeAdapter(Study)

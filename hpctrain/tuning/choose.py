@@ -23,7 +23,7 @@ NEVER = ("null",)  #: reduces nothing
 
 Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
-Bytes = Annotated[int, pydantic.Field(gt=0)]
+Bytes = Annotated[int, pydantic.Field(gt=0, le=1 << 60)]
 Buckets = tuple[tuple[int, float], ...]  #: ((bytes of a bucket, seconds per byte), ...)
 
 

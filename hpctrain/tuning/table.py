@@ -201,7 +201,7 @@ def read(path: Path) -> Table:
     try:
         return parsed(read_bytes(path, LIMIT_BYTES))
     except FileError as error:
-        raise Unfit(f"{error}; {ADVICE}") from None
+        raise Unfit(f"{str(error).removeprefix(f'{path}: ')}; {ADVICE}") from None
 
 
 def parsed(text: bytes) -> Table:

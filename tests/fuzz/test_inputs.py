@@ -1,4 +1,4 @@
-"""Data files, start weights, sites and tuning tables with random faults, against plain readers.
+"""Data files, start weights and sites with random faults, against plain readers.
 
 What is accepted is what NumPy, or a reader of a few lines, finds in the file; what was not changed
 is accepted; all else is refused in one way, which names the file.
@@ -13,7 +13,6 @@ import shlex
 import struct
 import warnings
 import zipfile
-from dataclasses import asdict
 from functools import partial
 from importlib import resources
 from math import prod
@@ -28,10 +27,7 @@ import tomli_w
 from fuzz import Generator, campaign, in_memory, mutated, mutated_json, value_or_refusal
 from hpctrain import data, toml, weights
 from hpctrain.cluster import site
-from hpctrain.collectives import ALLREDUCE
 from hpctrain.errors import HpctrainError
-from hpctrain.tuning import choose, table
-from hpctrain.tuning.cost import Machine
 
 DTYPES = ("u1", "i1", "<i4", ">i2", "<f4", ">f8", "<f2", "?", "<i8")
 IDX = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -224,40 +220,13 @@ def sites_case(rng: Generator, folder: Path) -> None:
         assert shell.items() >= exports.items()
 
 
-def tables_case(rng: Generator, folder: Path) -> None:
-    path, names = folder / "t.json", [name for name in ALLREDUCE if name != "null"]
-    here = table.Fingerprint("cpu", 8, 2, "Open MPI 5.0.8", "4 ranks on 2 nodes: 0 1, 2 3")
-    rows = [
-        choose.Row(rng.choice(names), rng.random() < 0.5, 4 << i, rng.random() + 1e-9, 0.1)
-        for i in range(rng.randint(1, 6))
-    ]
-    made = table.Table(here, rows, [(1 << 20, 1e-9)], Machine(), None, 0.5)
-    value = asdict(made)
-    kind = rng.choice(("whole", "values", "values", "bytes"))
-    if kind == "values":
-        value = mutated_json(value, rng)
-    content = json.dumps(value, indent=1).encode()
-    path.write_bytes(mutated(content, rng) if kind == "bytes" else content)
-    found = value_or_refusal(lambda: table.read(path), "damaged", "schema", path, exit_code=1)
-    if isinstance(found, HpctrainError):
-        assert kind != "whole", found
-        value_or_refusal(lambda: table.newest(1))  # which looks at all, good or bad
-        return
-    assert kind != "whole" or found == made
-    table.write(found, path)
-    assert table.read(path) == found
-    picks = choose.choices(table.plan_of(found)).picks
-    assert {one for pick in picks for one in pick} <= set(ALLREDUCE.values())
-
-
-CASES = [npy_case, npz_case, idx_case, weights_case, sites_case, tables_case]
+CASES = [npy_case, npz_case, idx_case, weights_case, sites_case]
 
 
 @pytest.mark.parametrize(
     "count", [200, pytest.param(20_000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])]
 )
 @pytest.mark.parametrize("case", CASES)
-def test_inputs(case, count, monkeypatch):
+def test_inputs(case, count):
     with in_memory() as folder:
-        monkeypatch.setenv(table.FILE, str(folder))
         campaign(case.__name__, count, partial(case, folder=folder))
