@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hpctrain import files, rundir, toml
 from hpctrain.cluster.controller import FORGOTTEN, NO_ANSWER, State, accounted
@@ -20,7 +20,6 @@ from hpctrain.cluster.reasons import explained, of_an_end
 from hpctrain.cluster.submit import ENDED, JOBS, POLL_S, SCRIPT, hear, jobs_of
 from hpctrain.errors import UsageError
 
-T = TypeVar("T")
 Row = dict[str, Any]
 DAMAGED = "damaged"
 LATE_S = 10.0  #: a shared file system may show the files of a job that has ended so much later
@@ -154,7 +153,7 @@ def told(run: Path, job: str) -> Row:
     last: Row = {}
     for row in rundir.rows(run):  # not every one comes with an evaluation
         last |= {key: row[key] for key in OF_ROWS if row.get(key) is not None}
-    summary = _parsed(run / rundir.SUMMARY, lambda: rundir.read_summary(run)) or {}
+    summary = rundir.read_summary(run) or {}
     asked = _asked(run)
     ended = summary if rundir.ended_by(run, job) else {}
     return {
@@ -172,14 +171,6 @@ def _asked(run: Path) -> Row:
     text = files.read_text(path, toml.LIMIT_BYTES) if path.exists() else ""
     table = toml.parsed(text, str(path)).get("run")
     return table if isinstance(table, dict) else {}
-
-
-def _parsed(path: Path, read: Callable[[], T]) -> T:
-    """Return what `read` does; name the file where it is no JSON."""
-    try:
-        return read()
-    except ValueError as error:
-        raise UsageError(f"{path}: {error}") from None
 
 
 def _log(folder: Path, state: State) -> Path | None:

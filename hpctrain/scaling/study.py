@@ -111,7 +111,10 @@ class Folder:
 
 def read(path: Path) -> Study:
     """Return the study of study.json at `path`; raise UsageError if it cannot be read."""
-    told = files.read_json_object(path, LIMIT_BYTES)
+    try:
+        told = files.read_json_object(path, LIMIT_BYTES)
+    except files.FileError as error:
+        raise UsageError(f"{error}; name a new folder with --out") from None
     if told.pop("format", None) != FORMAT:
         raise UsageError(f"{path}: made by another version; name a new folder with --out")
     try:

@@ -45,7 +45,7 @@ def run(*words: str):
         ("--ranks 4 --algorithms hierarchical", "works across nodes"),
         ("--ranks 4 --step 5,1MiB", "--step: expected a time"),
         ("--ranks 4 --step digit", "did you mean 'digits'?"),
-        ("--ranks 4 --measured nowhere.json", "No such file"),
+        ("--ranks 4 --measured nowhere.json", "expected a file, seen nothing"),
         ("--ranks 4 --sizes 4B --json nowhere/x.json", "cannot be written"),
         ("--ranks 4 --sizes 4B --plot x.unknown", "cannot be written"),
     ],
@@ -59,8 +59,8 @@ def test_what_it_refuses(words, said, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"rows": [', "damaged, no JSON"),
-        ("[1, 2]", "damaged, expected rows"),
+        ('{"rows": [', "expected JSON"),
+        ("[1, 2]", "expected a JSON object"),
         ('{"rows": []}', "machine: field required"),
         ('{"machine": {"hosts": 1}, "rows": [{"algorithm": "ring"}]}', "rows.0.operation"),
         ('{"fingerprint": {}, "schema": 99}', "its schema is 99"),

@@ -70,11 +70,11 @@ REFUSED = [
     (["--sizes", "8:4"], "from small to large"),
     (["--rounds", "2"], "--rounds: expected at least 3, seen 2"),
     (["--plot", "x.pdf"], "ends in .png or .svg"),
-    (["--show", "none.json"], "none.json: it cannot be read"),
+    (["--show", "none.json"], "none.json: expected a file, seen nothing"),
     (["--show", "--rounds", "3"], "--show measures nothing"),
     (["--device", "tpu"], "--device"),
     (["--show", "--device", "gpu"], "no tuning table on GPUs of this machine in"),
-    (["--show", "here"], "here: it cannot be read: Is a directory"),
+    (["--show", "here"], "here: expected a regular file, seen a directory"),
     ([], "one rank has nothing to tune"),
 ]
 
