@@ -14,7 +14,7 @@ from hpctrain.errors import UsageError
 from hpctrain.files import brief
 
 TABLES = ("run", "model", "data", "optimizer", "schedule", "engine", "wire", "checkpoint",
-          "early_stop", "trace", "faults")  # fmt: skip
+          "early_stop", "trace", "faults", "code")  # fmt: skip
 BATCH_KEYS = ("batch", "batch_per_rank")
 RIVALS = {
     "run": (("epochs", "steps"), ("evaluate_epochs", "evaluate_steps")),

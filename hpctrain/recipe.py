@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import AfterValidator, Field
 
-from hpctrain import config, data, engines, files, nn, optim, overrides, toml
+from hpctrain import config, data, engines, files, nn, optim, overrides, toml, usercode
 from hpctrain.callbacks import EarlyStop
 from hpctrain.collectives.direct import must_be_one_node
 from hpctrain.errors import UsageError
@@ -25,6 +25,7 @@ from hpctrain.gradients.reducer import ALLREDUCE_ALONE, WireOptions
 from hpctrain.metrics import Metric
 from hpctrain.trace import TraceOptions
 from hpctrain.tuning.select import allreduce_named
+from hpctrain.usercode import Code
 
 Positive = Annotated[int, Field(ge=1)]
 Table = dict[str, Any]
@@ -126,6 +127,7 @@ class Recipe:
     early_stop: EarlyStop | None
     trace: TraceOptions
     init: Path | None
+    code: Code
     tables: Table
 
     def toml(self) -> str:
@@ -155,7 +157,8 @@ def load(name: str, settings: Iterable[str] = ()) -> Recipe:
     Of the same key the last counts, and a rival of it in the file is taken away. Raises UsageError
     that tells every fault of a table, and the nearest name.
     """
-    return check(overrides.applied(read_tables(name), settings))
+    folder = Path(name).parent if _is_file(name) else "."
+    return check(overrides.applied(read_tables(name), settings), folder)
 
 
 def built_in() -> list[str]:
@@ -169,8 +172,11 @@ def read_tables(name: str) -> Table:
     return toml.parsed(_source(name), f"recipe {name}")
 
 
-def check(tables: Mapping[str, Any]) -> Recipe:
-    """Return the recipe that `tables` spell out."""
+def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
+    """Return the recipe that `tables` spell out; modules that it names lie in `folder`.
+
+    Where [code] names a folder, that counts: it was kept beside the results of a run.
+    """
     toml.must_be_plain(tables, "recipe")
     tables = dict(tables)
     if tables.pop("schema", None) != 1:
@@ -184,10 +190,14 @@ def check(tables: Mapping[str, Any]) -> Recipe:
     init = _init(at["model"].pop("init", None))
     if init is not None:  # the resolved recipe is to repeat the run wherever it is read
         tables["model"] = {**tables["model"], "init": str(init)}
+    run = _run(at["run"])
+    code = usercode.read(at, run.callbacks, str(folder))
+    tables.pop("code", None)
+    tables |= code.tables()
     return Recipe(
-        run=_run(at["run"]),
-        model=nn.read(at["model"]),
-        data=data.read(at["data"]),
+        run=run,
+        model=nn.read(at["model"], code.folder),
+        data=data.read(at["data"], code.folder),
         batch=_batch(batch),
         optimizer=_optimizer(at["optimizer"]),
         schedule=config.read_kind(
@@ -203,12 +213,17 @@ def check(tables: Mapping[str, Any]) -> Recipe:
         ),
         trace=config.read(TraceOptions, at["trace"], "trace"),
         init=init,
+        code=code,
         tables={"schema": 1, **tables},
     )
 
 
+def _is_file(name: str) -> bool:
+    return name.endswith(".toml") or "/" in name
+
+
 def _source(name: str) -> str:
-    if name.endswith(".toml") or "/" in name:
+    if _is_file(name):
         return files.read_text(name, toml.LIMIT_BYTES)
     if name not in built_in():
         raise UsageError(config.unknown("recipe", name, built_in()) + " (or name a .toml file)")

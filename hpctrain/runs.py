@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from pathlib import Path
 from typing import Any, get_args
@@ -27,6 +28,8 @@ from hpctrain.transport.gpus import Device
 from hpctrain.world import World
 from hpctrain.xp import on_device
 
+log = logging.getLogger(__name__)
+
 
 def train(
     spec: Recipe, world: World, out: Path | None, resume: bool, replay: Path | None = None
@@ -36,6 +39,7 @@ def train(
     Collective; raises what Trainer.fit raises.
     """
     world.together(lambda: spec.must_fit(world.size, len(world.main.nodes)))
+    _agree_on_code(spec, world)
     split = world.together(lambda: resized(spec.data.load(spec.run.seed), spec.run.epoch_samples))
     world.must_agree(_fingerprint(split.train), "training data (by the hash of a few samples)")
     model = world.together(lambda: build_model(spec, split))
@@ -97,9 +101,19 @@ def _has_begun(world: World, out: Path | None) -> bool:
     return bool(world.gather("yes" * begun)[0])
 
 
+def _agree_on_code(spec: Recipe, world: World) -> None:
+    """Raise UsageError unless all ranks have the same code; warn where a run's was another."""
+    now, recorded = spec.code.sha256, spec.code.recorded
+    world.must_agree(str(sorted(now.items())), "the code that the recipe names (by its SHA-256)")
+    changed = [name for name in now.keys() & recorded.keys() if now[name] != recorded[name]]
+    if changed and world.rank == 0:
+        log.warning("code has changed since the recipe was kept: module %s", ", ".join(changed))
+
+
 def _callbacks(spec: Recipe) -> list[Any]:
     """Return what is told of each row: early stop, then the user's own functions."""
-    own = [usercode.find(target, "[run] callbacks") for target in spec.run.callbacks]
+    folder, targets = spec.code.folder, spec.run.callbacks
+    own = [usercode.find(target, "[run] callbacks", folder) for target in targets]
     return [spec.early_stop, *own] if spec.early_stop else own
 
 
@@ -119,14 +133,17 @@ def load(
     best: bool = False,
     model: nn.Model | None = None,
     device: Device = "auto",
+    trust: bool = False,
 ) -> ModelReplica | MixedReplica:
     """Return the model of the run in folder `run`, with the weights of its newest checkpoint.
 
     With `best`, of the one that `keep_best` kept. `model` is that of a run which a Trainer made
     without a recipe. It computes on `device`: "cpu", "gpu", or "auto", where `init` has put this
     process, else on a GPU if there is one; there in the run's precision, on cores in float32 what
-    was trained in fewer bits. No MPI is needed. Raises UsageError where there is no recipe or no
-    good checkpoint, if the model is another, or if a "gpu" is not to be had.
+    was trained in fewer bits. No MPI is needed. A model that is a user's own function is called:
+    code that is not this user's, or not what the run was trained with, only with `trust`. Raises
+    UsageError where there is no recipe or no good checkpoint, if the model is another, or if a
+    "gpu" is not to be had.
     """
     folder = Path(run)
     if model is None and not (folder / rundir.RECIPE).is_file():
@@ -138,8 +155,17 @@ def load(
         found = weights.checkpoint_of(folder, best)
         precision: Precision = "float64" if found.arrays["param"].itemsize == 8 else "float32"
         return _holding(to_read(model, 0, precision, _on_gpu(device)), found)
-    spec = recipe.load(str(folder / rundir.RECIPE))
+    spec = _recipe_of(folder, trust)
     return with_weights(spec, weights.checkpoint_of(folder, best), _on_gpu(device))
+
+
+def _recipe_of(run: Path, trust: bool) -> Recipe:
+    """Return the recipe of a run, whose code may be run; raise UsageError if it may not."""
+    file = run / rundir.RECIPE
+    spec = recipe.load(str(file))
+    if spec.code.named and not trust:
+        usercode.must_be_own(run, file, spec.code)
+    return spec
 
 
 def with_weights(
@@ -179,14 +205,16 @@ def _holding(
     return replica
 
 
-def evaluate(run: str | Path, best: bool = False, device: Device = "auto") -> dict[str, Any]:
+def evaluate(
+    run: str | Path, best: bool = False, device: Device = "auto", trust: bool = False
+) -> dict[str, Any]:
     """Return loss, accuracy and number of samples of a run's model on its test set, and its step.
 
-    The newest checkpoint is evaluated, with `best` the one that `keep_best` kept; on `device`, see
-    `load`.
+    The newest checkpoint is evaluated, with `best` the one that `keep_best` kept; `device` and
+    `trust`: see `load`.
     """
     folder = Path(run)
-    spec = recipe.load(str(folder / rundir.RECIPE))
+    spec = _recipe_of(folder, trust)
     split = spec.data.load(spec.run.seed)
     if split.test is None:
         raise UsageError(f"{run}: the data of this run has no test set to evaluate on")

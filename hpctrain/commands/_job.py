@@ -18,7 +18,7 @@ from hpctrain.errors import UsageError
 from hpctrain.recipe import Recipe
 
 #: Options of a model that a run which is resumed may change.
-_FREE = ("dropout", "recompute", "arguments")
+_FREE = ("dropout", "recompute", "arguments", "folder")
 
 
 def asked_for(given: dict[str, Any], interactive: bool = False) -> tuple[Job, Site | None]:

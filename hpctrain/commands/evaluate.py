@@ -20,6 +20,11 @@ from hpctrain.transport.gpus import Device
     default="auto",
     help="Where to compute; auto: on a GPU if there is one.",
 )
-def evaluate(run: Path, best: bool, device: Device) -> None:
-    """Print loss and accuracy of the newest checkpoint in DIR on the test set, as JSON."""
-    click.echo(json.dumps(runs.evaluate(run, best, device)))
+@click.option("--trust", is_flag=True, help="Run code that DIR names, whosever it is.")
+def evaluate(run: Path, best: bool, device: Device, trust: bool) -> None:
+    """Print loss and accuracy of the newest checkpoint in DIR on the test set, as JSON.
+
+    Where data or model are functions of the user's own they are called: if folder and code belong
+    to you, nobody else can write to them, and the code is what DIR was trained with.
+    """
+    click.echo(json.dumps(runs.evaluate(run, best, device, trust)))

@@ -59,12 +59,13 @@ DATA: dict[str, type[Source]] = {
 }
 
 
-def read(table: Mapping[str, Any]) -> Source:
+def read(table: Mapping[str, Any], folder: str = ".") -> Source:
     """Return the options of the recipe's table `[data]`; raise UsageError for unknown names.
 
-    A `kind` with a colon is a user's function, and the other keys are its arguments.
+    A `kind` with a colon is a user's function, of a module in `folder` or an installed one, and the
+    other keys are its arguments.
     """
     if usercode.is_target(table):
         arguments = {key: value for key, value in table.items() if key != "kind"}
-        return CallOptions(target=table["kind"], arguments=arguments)
+        return CallOptions(target=table["kind"], arguments=arguments, folder=folder)
     return config.read_kind(DATA, table, "data")

@@ -18,6 +18,7 @@ class CallOptions:
 
     target: str
     arguments: dict[str, Any] = field(default_factory=dict)
+    folder: str = "."  #: where modules lie that are not installed
 
     def load(self, seed: int) -> Split:
         """Return what the function returns: a Split, or (train, test) with a test of None allowed.
@@ -25,7 +26,7 @@ class CallOptions:
         `train` and `test` are Datasets, other Samples or pairs (x, y). Raises UsageError, naming
         what cannot be found or what was returned instead; errors inside the function pass.
         """
-        returned = usercode.call(self.target, "[data] kind", **self.arguments)
+        returned = usercode.call(self.target, "[data] kind", self.folder, **self.arguments)
         return _as_split(returned, self.target)
 
 

@@ -64,12 +64,13 @@ __all__ = [
 ]
 
 
-def read(table: Mapping[str, Any]) -> Any:
+def read(table: Mapping[str, Any], folder: str = ".") -> Any:
     """Return the options of a recipe's table `[model]`; raise UsageError for unknown names.
 
-    A `kind` with a colon is a user's function, and the other keys are its arguments.
+    A `kind` with a colon is a user's function, of a module in `folder` or an installed one, and the
+    other keys are its arguments.
     """
     if usercode.is_target(table):
         arguments = {key: value for key, value in table.items() if key != "kind"}
-        return CallOptions(target=table["kind"], arguments=arguments)
+        return CallOptions(target=table["kind"], arguments=arguments, folder=folder)
     return config.read_kind(MODELS, table, "model")
