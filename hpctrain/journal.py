@@ -25,7 +25,7 @@ from hpctrain.gradients.arena import params_sha256
 from hpctrain.machine import blas_threads, versions
 from hpctrain.metrics import idle, means
 from hpctrain.nn import Sums, add
-from hpctrain.optim.optimizer import Schedule, rate_of
+from hpctrain.optim.optimizer import Schedule, rate_curve, rate_of
 from hpctrain.recipe import Recipe
 from hpctrain.timeline import Timeline
 from hpctrain.trace import TraceOptions
@@ -158,6 +158,7 @@ class Journal:
             **self._tested,
             "skipped_steps": self.skipped_steps,
             "rate": None if self.rate is None else rate_of(self.rate, self._updates(step)),
+            "rates": rate_curve(self.rate, self._row_step + 1, step, self._updates),
             "samples_per_s": done / max(now - self._row_s, 1e-9),
             "wall_s": now,
             **self._times(),

@@ -52,7 +52,7 @@ class Times:
 
     compute_s: float = 0.0  #: main thread in forward, backward, update
     wait_s: float = 0.0  #: main thread waiting for the wire: exposed communication
-    wire_s: float = 0.0  #: communication thread in collectives; overlaps compute
+    wire_s: float = 0.0  #: in collectives, of the communication thread where there is one
 
 
 class Task(NamedTuple):

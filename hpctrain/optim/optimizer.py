@@ -13,6 +13,7 @@ from hpctrain.errors import UsageError
 from hpctrain.xp import Array, namespace
 
 BLOCK = 65_536  #: elements handled at once; with their state they fit the second-level cache
+CURVE_POINTS = 17  #: of the rate in an interval, at most
 
 State = dict[str, Array]
 Schedule = Callable[[int], float]
@@ -82,6 +83,19 @@ def blocks(size: int) -> Iterator[slice]:
 def rate_of(rate: float | Schedule, step: int) -> float:
     """Return the rate of the 0-based `step`."""
     return float(rate(step) if callable(rate) else rate)
+
+
+def rate_curve(
+    rate: float | Schedule | None, first: int, last: int, updates: Callable[[int], int]
+) -> list[list[float]] | None:
+    """Return [step, rate] of some steps from `first` to `last`; None where it does not change.
+
+    `updates(step)` is the 0-based update that ends the 1-based `step`.
+    """
+    if not callable(rate):
+        return None
+    steps = np.unique(np.linspace(first, last, CURVE_POINTS).round().astype(int)).tolist()
+    return [[step, float(f"{rate_of(rate, updates(step)):.6g}")] for step in steps]
 
 
 _RANGES: dict[str, Callable[[float], bool]] = {

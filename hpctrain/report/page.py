@@ -27,6 +27,28 @@ HEADLINES = {
     "steps": ("steps", "{:,}"),
     "world_size": ("ranks", "{}"),
 }
+#: Keys of the summary that tell seconds; others that end in _s are rates.
+SECONDS = {"wall_s", "compute_s", "wait_s", "wire_s"}
+#: Keys of the summary that are not words once their underscores are gone.
+WORDS = {
+    "world_size": "ranks",
+    "gpus": "GPUs",
+    "gpu_paths": "paths of GPU memory",
+    "since_step": "times are those since step",
+    "samples_per_s": "samples/s",
+    "wall": "wall time",
+    "compute": "time in forward, backward, update",
+    "wait": "time waiting for the wire",
+    "wire": "time in collectives",
+    "bytes_sent_per_rank": "bytes sent, mean of ranks",
+    "staleness_mean": "staleness, mean",
+    "staleness_max": "staleness, largest",
+    "staleness_histogram": "gradients by staleness",
+    "clock_gap_max": "largest clock gap",
+    "idle_fraction": "idle fraction of each rank",
+    "params_sha256": "SHA-256 of the parameters",
+    "threads": "BLAS threads of a rank",
+}
 
 
 def write(run: Path, out: Path) -> Path:
@@ -68,7 +90,7 @@ def page(record: Record, images: Mapping[str, bytes]) -> str:
         record=record,
         headlines=_headlines(summary),
         images={name: b64encode(png).decode() for name, png in images.items()},
-        summary={key: shown(value) for key, value in summary.items()},
+        summary={key: (words(key), shown(value)) for key, value in summary.items()},
         versions=versions,
     )
 
@@ -80,9 +102,15 @@ def _headlines(summary: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def words(key: str) -> str:
+    """Return a key of the summary as people read it."""
+    name, unit = (key.removesuffix("_s"), " [s]") if key in SECONDS else (key, "")
+    return WORDS.get(name, name.replace("_", " ")) + unit
+
+
 def shown(value: Any) -> str:
     """Return a value of the summary as people read it; null is a dash."""
-    if value is None:
+    if value is None or value == []:
         return "–"
     if isinstance(value, float):
         return f"{value:,.6g}"

@@ -26,6 +26,7 @@ FEW = 40  #: up to so many points each gets a mark; more would hide the line
 DECADES = 30.0  #: a loss that falls by more than this factor is shown on a logarithmic axis
 LABELS = 16  #: more would run into each other
 BINS = 60  #: a histogram has no more bars than this
+WIRE = "wire (time in collectives)"
 UNITS = {"h": 3600.0, "min": 60.0, "s": 1.0}
 
 
@@ -81,14 +82,16 @@ def _both(record: Record, kind: str) -> np.ndarray:
 
 def _rate(record: Record) -> Figure | None:
     """The learning rate; None where no row tells it."""
-    rate = record.column("rate")
-    if not np.isfinite(rate).any():
+    if not np.isfinite(record.column("rate")).any():
         return None
     figure, axes = _single(record, "learning rate")
     _step_axis(axes, record)
-    mark = "o" if len(rate) <= FEW else ""
-    axes.plot(record.column("step"), rate, color=BLUE, marker=mark, markersize=4, clip_on=False)
-    axes.set_ylabel("rate at the last step of each interval")
+    points, curve = record.rates()
+    style: dict[str, Any] = (
+        {} if curve and len(points) > 1 else {"linestyle": "", "marker": "o", "markersize": 4}
+    )
+    axes.plot(*points.T, color=BLUE, clip_on=False, **style)
+    axes.set_ylabel("rate" if curve else "rate at the last step of each interval")
     axes.set_ylim(bottom=0)
     return figure
 
@@ -102,8 +105,8 @@ def _times(record: Record) -> Figure:
     _step_axis(axes, record)
     begin = record.column("step") - steps
     _stacked(axes, begin, steps, wall, compute, wait)
-    axes.hlines(wire, begin, begin + steps, color=BLACK, linewidth=1.5,
-                label="wire (overlaps compute)")  # fmt: skip
+    if wire.any():
+        axes.hlines(wire, begin, begin + steps, color=BLACK, linewidth=1.5, label=WIRE)
     _time_axis(figure, axes, "time per step, mean of an interval")
     return figure
 
@@ -116,18 +119,32 @@ def _ranks(record: Record) -> Figure | None:
     wall, compute, wait, wire = (times[f"{x}_s"] for x in ("wall", "compute", "wait", "wire"))
     since = f" since step {record.resumed()[-1]:.0f}" if record.resumed() else ""
     figure, axes = _single(record, f"time of each rank{since}")
-    ranks = np.arange(len(wall))
-    _stacked(axes, ranks - 0.4, np.full(len(wall), 0.6), wall, compute, wait)
-    axes.bar(ranks + 0.2, wire, 0.2, align="edge", color=BLACK, label="wire (overlaps compute)")
+    ranks, width = np.arange(len(wall)), 0.6 if wire.any() else 0.8
+    _stacked(axes, ranks - 0.4, np.full(len(wall), width), wall, compute, wait)
+    if wire.any():
+        axes.bar(ranks + 0.2, wire, 0.2, align="edge", color=BLACK, label=WIRE)
     if 1 < len(wall) <= LABELS:
         for rank, height, idle in zip(ranks, wall, wait / wall, strict=True):
-            axes.annotate(f"idle {idle:.0%}", (rank - 0.1, height), (0, 2), ha="center",
+            axes.annotate(f"idle {idle:.0%}", (rank - 0.4 + width / 2, height), (0, 2), ha="center",
                           textcoords="offset points", fontsize=8)  # fmt: skip
-    axes.set_xlabel("rank")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlim(-0.6, len(wall) - 0.4)
+    _rank_axis(axes, len(wall), record.first_server)
+    axes.set_ylim(top=1.08 * wall.max())  # room for what stands above the bars
     _time_axis(figure, axes, "time")
     return figure
+
+
+def _rank_axis(axes: Axes, size: int, first_server: int | None) -> None:
+    """Name the ranks, those that only serve as servers; one bar alone does not fill the axis."""
+    serving = range(size if first_server is None else first_server, size)
+    if size <= LABELS:
+        names = [f"{rank}\nserver" if rank in serving else f"{rank}" for rank in range(size)]
+        axes.set_xticks(range(size), names)
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    many = f" (servers: {serving[0]} to {size - 1})" if serving and size > LABELS else ""
+    axes.set_xlabel(f"rank{many}")
+    aside = 1.0 if size == 1 else 0.0
+    axes.set_xlim(-0.6 - aside, size - 0.4 + aside)
 
 
 def _staleness(record: Record) -> Figure | None:

@@ -66,6 +66,19 @@ class Record:
             raise FileError(f"{self.folder}: expected times of as many ranks each in 'ranks'")
         return {**found, "wall_s": np.full_like(found["compute_s"], row.get("wall_s"))}
 
+    def rates(self) -> tuple[np.ndarray, bool]:
+        """Return steps and rates, float64 (n, 2), and whether they are a curve or lone points."""
+        curves = [row.get("rates") or [[row["step"], row.get("rate")]] for row in self.rows]
+        points = np.array([point for curve in curves for point in curve], np.float64)
+        constant = len(set(points[:, 1].tolist())) == 1
+        return points, constant or all(row.get("rates") for row in self.rows)
+
+    @property
+    def first_server(self) -> int | None:
+        """The rank from which on ranks only serve; None where each works, or none has told."""
+        ranks, workers = self.summary.get("world_size"), self.summary.get("workers")
+        return workers if ranks and workers and workers < ranks else None
+
     def staleness(self) -> np.ndarray:
         """Return how many gradients had which staleness, int64 (rows, largest + 1), by each row.
 

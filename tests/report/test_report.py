@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 from browser import BROWSER, LOOK, browse, painted
 from matplotlib import image
+from ranks import run_on
 
-from hpctrain import rundir
+from hpctrain import recipe, rundir, runs
 from hpctrain.commands.report import report
 from hpctrain.errors import UsageError
+from hpctrain.optim import CosineOptions
+from hpctrain.optim.optimizer import rate_curve
 from hpctrain.report import page, plots, record
 
 NAME = "<script>alert('$x_1$ & more')</script>"
@@ -230,3 +233,72 @@ def test_the_console_is_heard(tmp_path):
     """Otherwise the page above could fail unheard."""
     (tmp_path / "page.html").write_text("<script>nowhere()</script>")
     assert len(browse(tmp_path, "--dump-dom", tmp_path / "page.html")[1]) == 1
+
+
+def test_the_summary_is_told_in_words(tmp_path):
+    spec = recipe.load("digits", ["run.epochs=1", "model.widths=[64,10]"])
+    done = run_on("threads", 1, lambda world: runs.train(spec, world, tmp_path / "run", False))[0]
+    seen = Page(page.write(tmp_path / "run", tmp_path / "run").read_text()).text
+    told = seen.partition("Summary")[2].partition("Recipe")[0]
+    assert all(page.words(key) in told for key in done if key != "versions")
+    assert "_" not in told.replace(done["recipe"], "")
+    assert page.words("wall_s") == "wall time [s]" and page.words("steps") == "steps"
+
+
+# ranks, workers in the summary (None: no summary) -> ticks, label of the axis
+RANKS = {
+    "one": (1, None, ["0"], "rank"),
+    "workers": (3, 3, ["0", "1", "2"], "rank"),
+    "a server": (3, 2, ["0", "1", "2\nserver"], "rank"),
+    "colocated": (2, 2, ["0", "1"], "rank"),
+    "many": (20, 17, None, "rank (servers: 17 to 19)"),
+    "many workers": (20, None, None, "rank"),
+}
+
+
+@pytest.mark.parametrize("case", RANKS)
+def test_ticks_are_ranks(case):
+    size, workers, ticks, label = RANKS[case]
+    times = {"compute_s": [0.5] * size, "wait_s": [0.1] * size, "wire_s": [0.2] * size}
+    told = {} if workers is None else {"world_size": size, "workers": workers}
+    figure = plots._ranks(record.Record("a", [row(10, ranks=times)], told))
+    (axes,) = figure.axes
+    figure.canvas.draw()
+    shown = [tick.get_text() for tick in axes.get_xticklabels()]
+    assert shown == ticks or ticks is None
+    assert all(float(place).is_integer() for place in axes.get_xticks())
+    assert axes.get_xlabel() == label
+
+
+def test_a_rank_alone_has_no_wire():
+    times = {"compute_s": [0.5], "wait_s": [0.0], "wire_s": [0.0]}
+    figure = plots._ranks(record.Record("a", [row(10, ranks=times)]))
+    assert plots.WIRE not in figure.axes[0].get_legend_handles_labels()[1]
+
+
+def test_the_rate_is_a_curve_by_step():
+    """Of cosine with a warm-up in 40 steps, and rows every 20: as the schedule has it."""
+    rate = CosineOptions(warm_up_epochs=1).build(0.1, 10, 40)
+    rates = [rate_curve(rate, first, first + 19, lambda step: step - 1) for first in (1, 21)]
+    rows = [row(20 * n, rate=one[-1][1], rates=one) for n, one in enumerate(rates, 1)]
+    (line,) = plots._rate(record.Record("a", rows)).axes[0].get_lines()
+    steps, drawn = line.get_data()
+    assert len(steps) == 34 and steps[0] == 1 and steps[-1] == 40
+    np.testing.assert_allclose(drawn, [rate(int(step) - 1) for step in steps], rtol=1e-5)
+    assert max(drawn) > 2 * drawn[0]  # it warms up inside the first row
+    assert line.get_linestyle() == "-"
+
+
+def test_the_curve_of_a_short_interval_has_each_step_once():
+    assert rate_curve(lambda update: 0.5**update, 5, 7, lambda step: step - 1) == [
+        [5, 0.0625], [6, 0.03125], [7, 0.015625]
+    ]  # fmt: skip
+    assert rate_curve(0.1, 1, 7, int) is None
+
+
+def test_rates_known_at_the_ends_of_rows_alone_are_points():
+    rows = [row(10, rate=0.1), row(20, rate=0.05)]
+    (line,) = plots._rate(record.Record("a", rows)).axes[0].get_lines()
+    assert (line.get_linestyle(), line.get_marker()) == ("None", "o")
+    (line,) = plots._rate(record.Record("a", ROWS)).axes[0].get_lines()  # a constant rate
+    assert line.get_linestyle() == "-"
