@@ -121,9 +121,9 @@ class Journal:
     def _begin_files(self) -> None:
         if self.run is not None and self.world.rank == 0:
             with rundir.writable(self.run):
-                rundir.begin(self.run)
                 if self.recipe is not None:
                     rundir.write_recipe(self.run, self.recipe.toml())
+                rundir.begin(self.run)  # only now: a summary goes when another run begins
 
     def step(self, step: int, sums: Sums) -> None:
         """Take note of this rank's share of a step that is done."""

@@ -12,7 +12,8 @@ import numpy as np
 from hpctrain import checkpoint, weights
 from hpctrain.callbacks import Row
 from hpctrain.engines import Engine
-from hpctrain.errors import SaveError
+from hpctrain.errors import SaveError, UsageError
+from hpctrain.files import brief
 from hpctrain.gradients.mixed import MixedReplica
 from hpctrain.gradients.replica import Replica
 from hpctrain.journal import Journal
@@ -61,6 +62,26 @@ class Keeper:
         names = [name for name in (self._scale_name, SCALE) if name in arrays]
         if self._scaled is not None and self._scaled.scaling is not None and names:
             self._scaled.scale_as(arrays[names[0]])
+
+    def must_fit(self, found: checkpoint.Loaded) -> None:
+        """Raise UsageError for a checkpoint whose facts are not those of this model and engine."""
+        recipe, seen = self._journal.recipe, found.about
+        model, here = seen.get("model") or {}, self._about["model"]
+        same_run = recipe is not None and seen.get("recipe_sha256") == recipe.sha256
+        facts: dict[str, tuple[Any, Any]] = {
+            "weights": (weights.layout(self._engine.replica.arena), seen.get("weights")),
+            "model.input_shape": (list(here["input_shape"]), model.get("input_shape")),
+        }
+        if same_run and seen.get("world_size") == self._world.size:
+            updates = self._engine.updates_per_step
+            facts["updates_per_step"] = updates, seen.get("updates_per_step")
+        for name, (expected, told) in facts.items():
+            if told is not None and told != expected:
+                raise UsageError(
+                    f"{found.path} does not fit the recipe: 'about.{name}' of its manifest: "
+                    f"expected {brief(expected)}, seen {brief(told)}; resume with the model and "
+                    "the engine that it was made with"
+                )
 
     def due(self, step: int, row: Row) -> bool:
         """Return whether to save after `step`, whose row of metrics is `row`, empty for none."""

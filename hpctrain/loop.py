@@ -265,6 +265,7 @@ class Loop:
         if found is None:  # a part that was lost before its first checkpoint may have left rows
             self.journal.resume(0, {})
             return
+        self.keeper.must_fit(found)
         ratio = self.engine.updates_per_step / found.about.get("updates_per_step", 1.0)
         arrays = _counted(for_any_engine(found.arrays), ratio)
         self.world.together(lambda: self.engine.load(arrays))

@@ -101,6 +101,7 @@ def fault_of(about: Mapping[str, Any], step: int, ranks: int, sizes: Mapping[str
     return (
         _differing("step", entries.step, step, given)
         or _differing("world_size", entries.world_size, ranks, given)
+        or _too_often(entries.updates_per_step, ranks)
         or _misplaced(entries, step, given)
         or _not_in_planes(entries.weights, sizes)
     )
@@ -110,6 +111,13 @@ def _differing(name: str, seen: object, expected: object, given: Any) -> str:
     if name not in given or seen == expected:
         return ""
     return f"'about.{name}': expected {expected}, seen {seen}"
+
+
+def _too_often(updates_per_step: float, ranks: int) -> str:
+    """Return what is wrong with more updates in a step than there are ranks to send gradients."""
+    if updates_per_step <= ranks:
+        return ""
+    return f"'about.updates_per_step': expected at most {ranks}, seen {updates_per_step}"
 
 
 def _misplaced(about: About, step: int, given: Any) -> str:
