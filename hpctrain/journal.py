@@ -56,6 +56,7 @@ class Journal:
         self.total_steps, self.run, self.recipe, self.rate = total_steps, run, recipe, rate
         self.name = recipe.run.name if recipe else "training"
         self.steps_redone = 0
+        self.intervals: int | None = 0  #: since the first step, each ended where all ranks met
         self.skipped_steps = self.skipped_in_a_row = 0  # since the first step, also before a resume
         self._dropped_before = self._dropped_earlier = 0
         self._timeline = Timeline(world, run, trace)
@@ -77,6 +78,7 @@ class Journal:
             log.warning("batch was %s before, now %s", about["batch"], self.sampler.batch)
         if about.get("staleness"):
             self._stale_before = Staleness.from_json(about["staleness"])
+        self.intervals = about.get("intervals", None if step else 0)
         self.skipped_steps = about.get("skipped_steps", 0)
         self.skipped_in_a_row = about.get("skipped_in_a_row", 0)
         self._dropped_before = about.get("dropped_not_finite", 0)
@@ -124,6 +126,10 @@ class Journal:
                 if self.recipe is not None:
                     rundir.write_recipe(self.run, self.recipe.toml())
                 rundir.begin(self.run)  # only now: a summary goes when another run begins
+
+    def count_interval(self) -> None:
+        """Take note that an interval has ended; where an older part did not count, nobody does."""
+        self.intervals = None if self.intervals is None else self.intervals + 1
 
     def step(self, step: int, sums: Sums) -> None:
         """Take note of this rank's share of a step that is done."""
@@ -194,6 +200,7 @@ class Journal:
             "updates_per_step": self.engine.updates_per_step,
             "staleness": self._staleness and self._staleness.to_json(),
             "steps_redone": self.steps_redone,
+            "intervals": self.intervals,
             "rows_due": self._due,
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.skipped_in_a_row,

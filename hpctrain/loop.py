@@ -180,7 +180,7 @@ class Loop:
 
     def _begin_log(self) -> None:
         with rundir.writable(self.journal.run or Path()):
-            self.order.begin(self.step)
+            self.order.begin(self.step, self.journal.intervals)
 
     def run(self, request: StopRequest) -> dict[str, Any]:
         """Train from `step` to the end, or to the step at which somebody asked to stop."""
@@ -197,6 +197,7 @@ class Loop:
             work.at(self.step)
             before = self.step
             self.step, flags = self.engine.train(work, self.step, self._until())
+            self.journal.count_interval()
             self.order.keep()
             if self.step > before:
                 self.journal.skipped_in_a_row = 0
@@ -242,7 +243,7 @@ class Loop:
                 "order; train again without --replay"
             )
         told, intervals = self.world.together(lambda: replay.read(run, rank, self._depends_on()))
-        recorder.repeat(intervals)
+        recorder.repeat(intervals, self.journal.intervals or 0)
         said = filter(None, self.world.gather(replay.differences(told, replay.about())))
         if rank == 0 and (text := " | ".join(said)):
             log.warning("the last bits may differ from those of %s: %s", run, text)

@@ -77,6 +77,7 @@ class About(pydantic.BaseModel):
     updates_per_step: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     staleness: StalenessAbout | None = None
     steps_redone: Count = 0
+    intervals: Count | None = None
     recipe: str | None = None
     recipe_sha256: str | None = None
     model: ModelAbout | None = None

@@ -34,7 +34,7 @@ FOLDER = "replay"
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 #: An event as a list of JSON: who has reported, the order (the second number is a
 #: Use, see shard.py), the answers, perhaps the staleness.
-OrderEntry = tuple[list[Count], Annotated[int, Field(ge=0, le=4)], float, list[Count], bool]
+OrderEntry = tuple[list[Count], Annotated[int, Field(ge=0, le=5)], float, list[Count], bool]
 Answers = list[tuple[Count, Count, Count, Count]]
 EventEntry = (
     tuple[list[Count], OrderEntry, Answers] | tuple[list[Count], OrderEntry, Answers, Count | None]
@@ -85,7 +85,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self._noted: list[Interval] = []
-        self._log: dict[tuple[int, int], Interval] | None = None
+        self._log: list[Interval] | None = None
+        self._next = 0  # the interval of the log that is repeated next
 
     @property
     def repeats(self) -> bool:
@@ -100,20 +101,25 @@ class Recorder:
         noted, self._noted = self._noted, []
         return noted
 
-    def repeat(self, log: list[Interval]) -> None:
-        """Do from now on what the log says."""
-        self._log = {(one["start"], one["until"]): one for one in log}
+    def repeat(self, log: list[Interval], first: int) -> None:
+        """Do from now on what the log says, from interval `first` on."""
+        self._log, self._next = log, first
 
     def interval(self, start: int, until: int) -> Interval:
-        """Return what the log has of the steps from `start`; raise HpctrainError if it has none."""
+        """Return the next interval of the log; raise HpctrainError if it has other steps.
+
+        Two may have the same steps: one in which a stop was asked for before all workers had done
+        a step has changed the parameters nevertheless.
+        """
         assert self._log is not None
-        if (start, until) not in self._log:
-            known = ", ".join(f"{a} to {b}" for a, b in list(self._log)[:4]) or "none"
+        rest, self._next = self._log[self._next :], self._next + 1
+        if not rest or (rest[0]["start"], rest[0]["until"]) != (start, until):
+            known = ", ".join(f"{one['start']} to {one['until']}" for one in rest[:4]) or "none"
             raise HpctrainError(
                 f"the log to be replayed has no steps {start} to {until} but {known}, ...; was the "
                 "run killed before it came so far?"
             )
-        return self._log[start, until]
+        return rest[0]
 
 
 class Log:
@@ -126,19 +132,23 @@ class Log:
         self._path = None if recorder is None or run is None else path_of(run, rank)
         self._due: list[str] = []  # lines for which there was no room yet
 
-    def begin(self, step: int) -> None:
-        """Drop what an earlier part of the run did after `step`: it will be done again.
+    def begin(self, step: int, intervals: int | None) -> None:
+        """Drop all but the first `intervals`: what came after `step` will be done again.
 
-        Raises FileError for a damaged log; half a last line, which a crash leaves, is dropped.
+        An older checkpoint does not tell how many there were before it: None. Raises FileError for
+        a damaged log; half a last line, which a crash leaves, is dropped.
         """
         if self._path is None or not os.path.lexists(self._path):
             return
         there = _read(self._path)
         if there.torn_bytes:
             log.warning("%s ended in half a line, which is dropped", self._path)
-        # One that began before `step` ended by then, whatever it was asked for: checkpoints
-        # are made between intervals. The first line, of the machine, has no start.
-        kept = [one for one in there.entries if one.get("start", -1) < step]
+        if intervals is None:  # the first line, of the machine, has no start
+            kept = [one for one in there.entries if one.get("start", -1) < step]
+        else:
+            kept = there.entries[: intervals + 1]
+            if len(kept) <= intervals:
+                log.warning("%s has a gap: the run cannot be replayed", self._path)
         if len(kept) < len(there.entries) or there.torn_bytes:
             atomic.replace(self._path, "".join(map(_line, kept)))
 

@@ -265,7 +265,7 @@ def test_a_replay_lets_a_worker_leave_before_others_have_met():
     def body(world):
         engine = Gossip().build(world, Quadratic(), optim.sgd(RATE))
         log = [{"start": 0, "until": 1, **logs[world.rank]}] if world.rank in logs else []
-        engine.recorder.repeat(log)
+        engine.recorder.repeat(log, 0)
         found = engine.train(Targets(engine.worker), 0, 1)
         engine.close()
         return found

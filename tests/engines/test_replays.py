@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from functools import partial
+import threading
+import time
 
 import pytest
 from ranks import run_on
@@ -28,7 +30,11 @@ ENGINES = {
 def train(engine, out, resume=False, again=None):
     """Return the summary of a run, or of the repetition of the run in folder `again`."""
     spec = recipe.load("digits", [*KEYS, *ENGINES[engine]])
-    body = partial(runs.train, spec, out=out, resume=resume, replay=again)
+
+    def body(world):
+        threading.current_thread().name = f"rank {world.rank}"
+        return runs.train(spec, world, out, resume, again)
+
     return run_on("threads", RANKS, body)[0]
 
 
@@ -41,6 +47,46 @@ def test_a_run_that_was_stopped_and_resumed(tmp_path, monkeypatch, engine):
         patch.setattr(StopRequest, "requested", asked, raising=False)
         train(engine, tmp_path / "run")
     whole = train(engine, tmp_path / "run", resume=True)
+    again = train(engine, tmp_path / "again", again=tmp_path / "run")
+    assert again["params_sha256"] == whole["params_sha256"]
+
+
+class AfterOneGradient:
+    """Asks rank 0 for a stop when it has begun a gradient; other workers begin after that."""
+
+    def __init__(self, workers):
+        self.looks, self.asked = 0, threading.Event()
+        self.waiting = {f"rank {worker}" for worker in range(1, workers)}
+
+    def __get__(self, request, kind=None):
+        rank = threading.current_thread().name
+        if rank == "rank 0":
+            self.looks += 1
+            if self.looks == 2:
+                self.asked.set()
+            return self.looks >= 2
+        if rank in self.waiting:
+            self.waiting.remove(rank)
+            self.asked.wait(10)
+            time.sleep(0.3)  # until the first server has heard of it
+        return False
+
+    def __set__(self, request, value):
+        """Take no note."""
+
+
+@pytest.mark.parametrize(("engine", "workers"), [("ps-async", RANKS - 1), ("gossip", RANKS)])
+def test_a_run_that_was_stopped_before_all_had_done_a_step(tmp_path, monkeypatch, engine, workers):
+    """Worker 0 has changed the parameters, but the run is at the step where it was."""
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(StopRequest, "requested", AfterOneGradient(workers), raising=False)
+        train(engine, tmp_path / "run")
+    server = replay.path_of(tmp_path / "run", workers % RANKS)
+    (_, interval) = map(json.loads, server.read_text().splitlines())
+    assert (interval["start"], sum(interval["clocks"])) == (0, 1)
+    whole = train(engine, tmp_path / "run", resume=True)
+    starts = [json.loads(line).get("start") for line in server.read_text().splitlines()]
+    assert starts[1:3] == [0, 0]
     again = train(engine, tmp_path / "again", again=tmp_path / "run")
     assert again["params_sha256"] == whole["params_sha256"]
 
