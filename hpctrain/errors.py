@@ -56,7 +56,7 @@ class SaveError(HpctrainError):
 
 
 class TrainingError(HpctrainError):
-    """Training failed: the loss is no longer finite."""
+    """Training failed: a loss or a gradient is not finite."""
 
     exit_code = 3
 

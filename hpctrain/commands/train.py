@@ -19,8 +19,8 @@ Examples:
   mpirun -n 8 hpctrain train digits --out runs/ring --resume
 
 A recipe is the name of a built-in one or a TOML file. Exit codes: 0 done; 1 a lost rank or a bug;
-2 wrong usage, recipe or data; 3 the loss is not finite; 75 stopped on request after a checkpoint
-(resume with --resume); 86 hung, ended by the watch; 130 interrupted.
+2 wrong usage, recipe or data; 3 a loss or gradient is not finite; 75 stopped on request after a
+checkpoint (resume with --resume); 86 hung, ended by the watch; 130 interrupted.
 """
 
 

@@ -25,6 +25,7 @@ STEPS, BATCH, BAD, INTERVAL = 9, 24, 4, 3
 SLOT = "linear2.weight"
 LARGE = float(np.finfo(np.float32).max)
 VALUES = {"nan": np.nan, "inf": np.inf, "large": LARGE}
+PLANTED = ["nan", pytest.param("inf", marks=pytest.mark.full), "large"]
 SGD, CLIPPED = optim.sgd(0.05, 0.9), optim.sgd(0.05, 0.9, clip_norm=1.0)
 MLP, RESNET = nn.MlpOptions(widths=[64, 24, 10]), nn.ResNetOptions(blocks=1, channels=[4, 6])
 SMALL = {"bucket_bytes": 4096}
@@ -140,11 +141,15 @@ def last_worker(engine, size: int) -> int:
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("value", PLANTED)
 @pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
 @pytest.mark.parametrize("name", TOGETHER)
-@on_ranks(3, mpi=(3,))
+@on_ranks(3, mpi=())
 def test_a_step_that_is_skipped_leaves_no_trace(ranks, name, first, value):
+    leaves_no_trace(ranks, name, first, value)
+
+
+def leaves_no_trace(ranks, name, first, value):
     engine = TOGETHER[name]
     rank = 0 if first else last_worker(engine, ranks.size)
 
@@ -161,11 +166,15 @@ def test_a_step_that_is_skipped_leaves_no_trace(ranks, name, first, value):
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("value", PLANTED)
 @pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
 @pytest.mark.parametrize("name", [*TOGETHER, *APART])
-@on_ranks(3, mpi=(3,))
+@on_ranks(3, mpi=())
 def test_a_run_stops_and_says_where(ranks, name, first, value):
+    stops_and_says_where(ranks, name, first, value)
+
+
+def stops_and_says_where(ranks, name, first, value):
     engine = (TOGETHER | APART)[name]
     if name == "bipartite" and ranks.size < 2:
         pytest.skip("needs pairs")
@@ -203,11 +212,15 @@ def test_a_run_stops_and_says_where(ranks, name, first, value):
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("value", PLANTED)
 @pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
 @pytest.mark.parametrize("name", APART)
-@on_ranks(3, 4, mpi=(4,))
+@on_ranks(4, mpi=())
 def test_a_worker_drops_its_own_gradient_and_goes_on(ranks, name, first, value):
+    drops_and_goes_on(ranks, name, first, value)
+
+
+def drops_and_goes_on(ranks, name, first, value):
     engine = APART[name]
     rank = 0 if first else last_worker(engine, ranks.size)
     bad = range(BAD, BAD + 2)  # with two gradients a push: one push
@@ -232,6 +245,22 @@ def test_a_worker_drops_its_own_gradient_and_goes_on(ranks, name, first, value):
         trainer.close()
 
     ranks(body)
+
+
+#: Of these a row runs over MPI in each run of the tests, of the others with `full`.
+OVER_MPI = ("overlap", "shard_optimizer", "share_parameters", "ps-sync, sharded", "ps-async",
+            "easgd", "exponential", "bipartite")  # fmt: skip
+NAMES = [
+    pytest.param(name, marks=() if name in OVER_MPI else pytest.mark.full)
+    for name in TOGETHER | APART
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(mpi=(4,))
+def test_over_mpi(ranks, name):
+    (leaves_no_trace if name in TOGETHER else drops_and_goes_on)(ranks, name, True, "nan")
+    stops_and_says_where(ranks, name, False, "large")
 
 
 @pytest.mark.parametrize("name", ["overlap", "ps-sync", "local-sgd", "ring", "ps-async", "easgd"])
