@@ -1,7 +1,8 @@
 """The MPI library's own all-reduce: the yardstick of our benchmarks and an oracle of our tests.
 
-Minima and maxima of floats are reduced as integers (extremum.py): of floats Open MPI's own lose a
-NaN, and MPICH's the sign of a zero.
+Minima and maxima of floats are reduced as integers (extremum.py): Open MPI's own lose NaNs, and
+MPICH's the signs of zeros. Integers of 8 and 16 bits are reduced in 32: Open MPI's own sums, if
+long enough, saturate where others wrap around (its issue 8045).
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ def native(group: Group, x: np.ndarray, op: Operation) -> None:
 def _on_the_host(group: Group, x: np.ndarray, op: Operation) -> None:
     if isinstance(op, Extremum):
         keys = op.encode(x)
-        group.link.native_allreduce(keys, op.ufunc)
+        _on_the_host(group, keys, op.ufunc)
         op.decode(keys)
-        return
-    group.link.native_allreduce(x, np.multiply if op is complex_product else op)
+    elif x.dtype.kind in "iu" and x.itemsize <= 2:
+        wide = x.astype(np.int32)
+        group.link.native_allreduce(wide, op)
+        x[...] = wide
+    else:
+        group.link.native_allreduce(x, np.multiply if op is complex_product else op)

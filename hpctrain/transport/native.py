@@ -28,10 +28,11 @@ _INTEGER: _Operations = {
     np.bitwise_or: MPI.BOR,
     np.bitwise_xor: MPI.BXOR,
 }
-#: NumPy's code of a dtype -> its ufunc -> MPI's operation with the same result.
+#: NumPy's code of a dtype -> its ufunc -> MPI's operation with the same result. Open MPI's sums of
+#: integers of 8 and 16 bits saturate.
 OPERATIONS: dict[str, _Operations] = {
     "?": _LOGICAL,
-    **dict.fromkeys("bBhHiIlLqQ", _INTEGER),
+    **dict.fromkeys("ilq", _INTEGER),
     **dict.fromkeys("fdFD", _FLOAT),
 }
 
