@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain import launchers, progress, rundir
+from hpctrain.collectives import all_gather_bytes
 from hpctrain.data import Sampler, TextOptions
 from hpctrain.engines import Engine
 from hpctrain.engines import staleness as stale
@@ -311,11 +312,16 @@ class Journal:
             **stale.metrics(self._staleness),
             **self._dropped(ranks),
             "idle_fraction": idle(ranks),
-            "params_sha256": params_sha256(engine.replica.arena),
+            "params_sha256": self._params_sha256(),
             "seed": self.sampler.seed,
             "threads": blas_threads(),
             "versions": versions(),
         }
+
+    def _params_sha256(self) -> str:
+        """Return the hash of what was trained: worker 0's, for a server's replica stays as it was."""
+        own = params_sha256(self.engine.replica.arena) if self.engine.worker == 0 else ""
+        return b"".join(all_gather_bytes(self.world.link, own.encode())).decode()
 
     def _summed(self) -> tuple[Sums, dict[str, np.ndarray]]:
         """Return the sums of this interval, and by name each rank's own numbers: float64 (ranks,).

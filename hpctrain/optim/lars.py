@@ -6,7 +6,8 @@
 
 So no tensor moves by more than a share of its own size, and large batches can have large rates.
 Tensors of one dim (biases, norms) take l = 1 and do not decay unless `exempt_vectors` is off, as
-in all runs of LARS that set records: their sizes say nothing. A tensor of zeros has l = 1 too.
+in all runs of LARS that set records: their sizes say nothing. l is also 1 for a tensor of zeros,
+and where nothing divides: no gradient and no decay. Without a gradient l = trust / decay.
 """
 
 from __future__ import annotations
@@ -115,8 +116,7 @@ def _trusts(
     """Return l of each slot, float64."""
     own = squares_of([param, grad], [at for _, at in pieces(param.size, slots)])
     w, g = np.sqrt(by_slot(total(own), slots)).T
-    # With a gradient of 0 there is nothing to follow, and decay alone gives l = trust / decay.
-    return ratio(a.trust * w, np.where(g > 0, clip * g + a.weight_decay * w, 0))
+    return ratio(a.trust * w, clip * g + a.weight_decay * w)
 
 
 @options

@@ -239,6 +239,21 @@ def test_factors_follow_the_rule(tmp_path):
     assert version >= 3 * 12
 
 
+def test_a_dedicated_server_returns_the_hash_of_what_was_trained(tmp_path):
+    """As the summary has it, though its own replica stays as it was."""
+
+    def body(world):
+        trainer = trainer_of(world, PsSync())
+        summary = trainer.fit(digits(), steps=STEPS, batch=BATCH, out=tmp_path / "run")
+        trainer.close()
+        return trainer.engine.worker is None, summary["params_sha256"]
+
+    found = run_on("threads", 4, body)
+    written = json.loads((tmp_path / "run/summary.json").read_text())["params_sha256"]
+    assert sum(serves for serves, _ in found) == 1
+    assert {told for _, told in found} == {written}
+
+
 @pytest.mark.parametrize("regime", REGIMES)
 def test_a_replay_ends_with_the_same_bytes(tmp_path, regime):
     engine = REGIMES[regime]

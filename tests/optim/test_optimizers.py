@@ -262,6 +262,8 @@ BY_HAND = {
     "lamb from 0": (optim.lamb(0.1, epsilon=1e-12), [0.0], [[2]], [-0.1]),
     # and without a gradient nothing moves, or divides by 0
     "lars at rest": (optim.lars(0.1), [1.0], [[0]], [1.0]),
+    # l = 0.1 * 5 / (0 + 2 * 5) = 0.05: decay takes 2 * 0.05 * 2 w, a share of w whatever decay is
+    "lars, decay alone": (optim.lars(2.0, 0.9, 2.0, 0.1), [3.0, 4.0], [[0, 0]], [2.4, 3.2]),
     "lamb at rest": (optim.lamb(0.1, weight_decay=0.0), [1.0], [[0]], [1.0]),
 }
 
