@@ -319,7 +319,7 @@ class Journal:
         }
 
     def _params_sha256(self) -> str:
-        """Return the hash of what was trained: worker 0's, for a server's replica stays as it was."""
+        """Return the hash of what was trained: worker 0's, as a server's replica is not."""
         own = params_sha256(self.engine.replica.arena) if self.engine.worker == 0 else ""
         return b"".join(all_gather_bytes(self.world.link, own.encode())).decode()
 
