@@ -13,13 +13,22 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, which would look for a screen
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import (
+    EngFormatter,
+    FixedLocator,
+    Formatter,
+    FuncFormatter,
+    LogLocator,
+    NullLocator,
+)
 
 from hpctrain.bench.sizes import shown
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKS = "osD^vP*X"
-FEW_TICKS = 9
+FEW_TICKS = 7  #: more sizes would run into each other
+SECONDS = EngFormatter(unit="s")  #: 100 us, 1 ms
+PLAIN = FuncFormatter(lambda y, _: f"{y:g}")
 Row = Mapping[str, Any]
 
 
@@ -32,14 +41,14 @@ def draw(rows: Sequence[Row], title: str, path: Path, bandwidth: str = "busbw") 
     for name in names:
         own = sorted((row for row in rows if row["algorithm"] == name), key=lambda r: r["bytes"])
         style = styles[name]
-        _line(time, own, name, style, "median_s", 1e6)
+        _line(time, own, name, style, "median_s")
         timed = [row for row in own if row[bandwidth]]
-        _line(speed, timed, name, style, bandwidth, 1.0)
-        times = [np.array([row[key] for row in own]) * 1e6 for key in ("p5_s", "p95_s")]
+        _line(speed, timed, name, style, bandwidth)
+        times = [[row[key] for row in own] for key in ("p5_s", "p95_s")]
         sizes = [row["bytes"] for row in own]
         time.fill_between(sizes, *times, color=style["color"], alpha=0.12, linewidth=0)
     sizes = sorted({row["bytes"] for row in rows})
-    axes_over(time, sizes, "median time of a call [us]")
+    axes_over(time, sizes, "median time of a call", SECONDS)
     axes_over(speed, sizes, f"{bandwidth} [GB/s]")
     handles, labels = time.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize="small")
@@ -89,22 +98,30 @@ def bars(rows: Sequence[Row], title: str, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _line(
-    axes: Axes, rows: Sequence[Row], name: str, style: Mapping[str, Any], key: str, factor: float
-) -> None:
-    values = [row[key] * factor for row in rows]
+def _line(axes: Axes, rows: Sequence[Row], name: str, style: Mapping[str, Any], key: str) -> None:
+    values = [row[key] for row in rows]
     axes.plot([row["bytes"] for row in rows], values, label=name, linewidth=1.5, **style)
 
 
-def axes_over(axes: Axes, sizes: Sequence[int], label: str) -> None:
-    """Make both axes logarithmic, with `sizes` along x and `label` along y."""
+def axes_over(axes: Axes, sizes: Sequence[int], label: str, numbers: Formatter = PLAIN) -> None:
+    """Make both axes logarithmic, with `sizes` along x and `label` along y, as `numbers` has it."""
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    log_axis(axes, numbers)
     every = -(-len(sizes) // FEW_TICKS)
     axes.xaxis.set_major_locator(FixedLocator(list(sizes)[::every]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: shown(round(size))))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     axes.set_xlabel("size")
     axes.set_ylabel(label)
-    axes.grid(alpha=0.3, which="both")
+    axes.grid(alpha=0.3)
+
+
+def log_axis(axes: Axes, numbers: Formatter) -> None:
+    """Make the y axis logarithmic, with ticks at 1, 2 and 5 times powers of ten, as `numbers`.
+
+    Minor ticks would be named too where the axis spans little, and in a form of their own.
+    """
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(numbers)

@@ -8,8 +8,9 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, which would look for a screen
-from matplotlib.ticker import EngFormatter, FuncFormatter
+from matplotlib.ticker import FuncFormatter
 
+from hpctrain.bench.plot import SECONDS, log_axis
 from hpctrain.bench.sizes import shown
 from hpctrain.tuning.schedules import SCHEDULES
 
@@ -61,10 +62,9 @@ def _lines(axes: Axes, rows: Sequence[Row], key: str) -> None:
 
 def _scales(axes: Axes, key: str) -> None:
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    log_axis(axes, SECONDS)
     axes.set_xlabel("size" if key == "bytes" else "ranks")
     axes.set_ylabel("time")
     tick = shown if key == "bytes" else str
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: tick(round(x))))
-    axes.yaxis.set_major_formatter(EngFormatter(unit="s"))
     axes.grid(alpha=0.3)

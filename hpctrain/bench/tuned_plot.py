@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, which would look for a screen
 
 from hpctrain import stairs
-from hpctrain.bench.plot import COLORS, MARKS, axes_over
+from hpctrain.bench.plot import COLORS, MARKS, SECONDS, axes_over
 from hpctrain.bench.tuned import heading, kinds
 from hpctrain.tuning.table import Table
 
@@ -21,7 +21,7 @@ def draw(found: Table, path: Path) -> None:
     names = list(dict.fromkeys(row.algorithm for row in found.rows))
     for axes, (kind, times) in zip(all_axes, by.items(), strict=True):
         _lines(axes, times, names)
-        axes_over(axes, list(times), "time of a call [us]")
+        axes_over(axes, list(times), "time of a call", SECONDS)
         axes.label_outer()
         axes.set_title(heading(found, kind))
     all_axes[0].legend(fontsize="small")
@@ -35,10 +35,10 @@ def _lines(axes: Axes, times: stairs.Times, names: list[str]) -> None:
     """Draw a line per algorithm, and rings where it is taken."""
     for number, name in enumerate(names):
         sizes = [nbytes for nbytes, seconds in times.items() if name in seconds]
-        own = [times[nbytes][name] * 1e6 for nbytes in sizes]
+        own = [times[nbytes][name] for nbytes in sizes]
         color, mark = COLORS[number % 8], MARKS[number % 8]
         axes.plot(sizes, own, label=name, color=color, marker=mark, linewidth=1.3, markersize=3.5)
     taken = stairs.taken_at(times)
-    micros = [times[nbytes][name] * 1e6 for nbytes, name in taken.items()]
-    axes.plot(list(taken), micros, "o", markersize=9, markerfacecolor="none",
+    seconds = [times[nbytes][name] for nbytes, name in taken.items()]
+    axes.plot(list(taken), seconds, "o", markersize=9, markerfacecolor="none",
               markeredgecolor="black", label="taken by auto")  # fmt: skip

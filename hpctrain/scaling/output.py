@@ -38,11 +38,9 @@ def write(where: Path, found: Result, changes: Sequence[str], drawn: bool) -> li
     }
     if drawn:
         from hpctrain.scaling.page import PAGE, page
-        from hpctrain.scaling.plots import plots
+        from hpctrain.scaling.plots import for_page, plots
 
-        images = plots(found)
-        pngs = {name: data for name, data in images.items() if name.endswith(".png")}
-        files |= {**images, PAGE: page(found, pngs, changes).encode()}
+        files |= {**plots(found), PAGE: page(found, for_page(found), changes).encode()}
     try:
         for name, content in files.items():
             atomic.replace(where / name, content)

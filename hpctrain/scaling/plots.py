@@ -26,7 +26,7 @@ from matplotlib.ticker import (
 
 from hpctrain.report.plots import BLACK, BLUE, GREY, ORANGE, VERMILION
 from hpctrain.scaling.results import Result, Row
-from hpctrain.scaling.show import GAP, MEASURED, PREDICTED, title
+from hpctrain.scaling.show import GAP, MEASURED, PREDICTED, tells, title
 
 FORMATS = ("png", "svg")
 WIDTH = 11.0  #: of all figures, so that their letters are as large on a page
@@ -49,7 +49,15 @@ def plots(found: Result) -> dict[str, bytes]:
     return {f"{name}.{kind}": _bytes(figures[name], kind) for name in figures for kind in FORMATS}
 
 
-def scaling(found: Result) -> Figure:
+def for_page(found: Result) -> dict[str, bytes]:
+    """Return {file name: PNG} of the same without the title, which the page itself has."""
+    if not found.of(MEASURED):
+        return {}
+    figures = {"scaling.png": scaling(found, ""), "time.png": time(found, "")}
+    return {name: _bytes(figure, "png") for name, figure in figures.items()}
+
+
+def scaling(found: Result, heading: str | None = None) -> Figure:
     """Draw samples/s and efficiency over ranks or nodes, beside the ideal."""
     figure = Figure((WIDTH, 4.6), layout="constrained")
     rate, efficiency = figure.subplots(1, 2)
@@ -69,11 +77,11 @@ def scaling(found: Result) -> Figure:
     order = sorted(range(len(labels)), key=lambda i: LEGEND.index(labels[i].split()[0].strip(",:")))
     handles, labels = [handles[i] for i in order], [labels[i] for i in order]
     figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize="small")
-    figure.suptitle(_plain(title(found.study)))
+    figure.suptitle(_plain(title(found.study) if heading is None else heading))
     return figure
 
 
-def time(found: Result) -> Figure:
+def time(found: Result, heading: str | None = None) -> Figure:
     """Draw the time of a step per size: compute, exposed wire, the rest; beside it the wire."""
     rows = found.rows
     figure = Figure((WIDTH, 4.6), layout="constrained")
@@ -97,7 +105,7 @@ def time(found: Result) -> Figure:
     axes.grid(alpha=0.3, axis="y")
     axes.set_axisbelow(True)
     figure.legend(loc="outside lower center", ncols=5, fontsize="small")
-    figure.suptitle(_plain(title(found.study)))
+    figure.suptitle(_plain(title(found.study) if heading is None else heading))
     return figure
 
 
@@ -218,10 +226,10 @@ def _values(rows: Sequence[Row], key: str) -> list[float]:
 
 
 def _spread(rows: Sequence[Row], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ends of intervals; on a logarithmic axis one below zero would have no end."""
+    """Return the ends of intervals: the value itself where there is none that tells anything."""
     values = np.array(_values(rows, key))
-    half = np.array([row.get(f"{key}_ci95") or 0.0 for row in rows])
-    return np.maximum(values - half, 0.1 * values), values + half
+    half = np.array([row[f"{key}_ci95"] if tells(row, key) else 0.0 for row in rows])
+    return values - half, values + half
 
 
 def _plain(text: str) -> str:

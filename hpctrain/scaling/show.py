@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hpctrain.bench.predicted import time
+from hpctrain.cluster.netlab import bits_of
 from hpctrain.scaling import laws
 from hpctrain.scaling.forecast import Model
 from hpctrain.scaling.results import Result, Row
@@ -22,6 +23,7 @@ MEASURED, GAP, PREDICTED = "measured", "gap", "predicted"
 BEYOND = "Predicted, not measured, for ranks with cores of their own"
 UNTESTED = "which meet any such model: one more size would test it"
 WIDE = 0.1  #: half an interval of efficiency
+MOST = 1.02  #: efficiency, and a share of a link's rate, beyond which there is noise at work
 BOUND = 1 - 1e-9  #: serial fractions above are 1
 
 
@@ -75,7 +77,15 @@ def within(row: Row, name: str, form: str) -> str:
     """Return a mean and half its interval, in one unit."""
     half = row.get(f"{name}_ci95")
     mean = format(row[name], form)
-    return mean if half is None else f"{mean.rstrip('%')} ± {format(half, form)}"
+    if half is None:
+        return mean
+    return f"{mean.rstrip('%')} ± {format(half, form)}" if tells(row, name) else f"{mean} ± ?"
+
+
+def tells(row: Row, name: str) -> bool:
+    """Return whether the interval of a mean tells anything: no rate and no time is below zero."""
+    half = row.get(f"{name}_ci95")
+    return half is not None and half < abs(row[name])
 
 
 def remarks(row: Row) -> Iterator[str]:
@@ -88,6 +98,10 @@ def remarks(row: Row) -> Iterator[str]:
         yield f"{row['repeats_missing']} of its repeats missing: {row['reason']}"
     if row.get("ranks_per_core", 1.0) > 1:
         yield f"oversubscribed: {row['ranks_per_core']:.3g} ranks per core"
+    if row.get("samples_per_s_ci95") is not None and not tells(row, "samples_per_s"):
+        yield "± ?: repeats differ by more than they have in common"
+    if row["kind"] == MEASURED and row["efficiency"] > MOST:
+        yield "above 100 %: noise, or data that fit the caches of more ranks alone"
     if "prediction_error" in row:
         error, step = row["prediction_error"], time(row["predicted_step_s"])
         yield f"from smaller sizes {step} was predicted ({error:+.1%})"
@@ -123,7 +137,8 @@ def facts(found: Result) -> dict[str, str]:
         told[laws_name(found.law)] = law_said(found)
     if found.model is not None:
         untested = "" if found.tested else f", {UNTESTED}"
-        told["alpha-beta model"] = _model_said(found.model) + untested
+        noise = _faster_than_link(found.model, found.study.link)
+        told["alpha-beta model"] = _model_said(found.model) + noise + untested
     return told
 
 
@@ -149,6 +164,13 @@ def _model_said(model: Model) -> str:
         f"{model.algorithm} of {model.nbytes:,} bytes, {when}; from {model.origin}, scaled to the "
         f"wire of {listed(model.ranks)}"
     )
+
+
+def _faster_than_link(model: Model, link: str | None) -> str:
+    """Return a word on a fitted rate that no link of the netlab has; "" where there is none."""
+    if link is None or not model.beta_s or 8 / model.beta_s < MOST * bits_of(link):
+        return ""
+    return f"; more than a link of {link} carries: noise, or trials too short to fill it"
 
 
 def laws_name(law: str) -> str:

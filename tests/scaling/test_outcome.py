@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from browser import BROWSER, LOOK, browse, painted
@@ -429,3 +430,48 @@ def test_without_the_extra_all_but_pictures_is_there(missing, tmp_path, monkeypa
     assert "pip install 'hpctrain[report]'" in caplog.text
     written = {path.name for path in (tmp_path / "s").iterdir() if path.is_file()}
     assert written == {".lock", "study.json", "scaling.json", "scaling.csv"}
+
+
+def noisy():
+    """Return a study of which the second repeat did 100 times the samples/s of the first."""
+    of = study((1, 2), repeats=2)
+    return result(of, trials(of, lambda n, i: Times(1e-2 / n / 100**i, 1e-3 / n / 100**i)))
+
+
+def test_an_interval_beyond_its_mean_is_not_drawn_and_said():
+    found = noisy()
+    for row in found.of("measured"):
+        assert row["samples_per_s_ci95"] > row["samples_per_s"]
+        assert show.within(row, "samples_per_s", ",.0f").endswith(" ± ?")
+        assert "repeats differ by more" in "; ".join(show.remarks(row))
+        values, half = row["samples_per_s"], plots._spread([row], "samples_per_s")
+        assert [*half[0], *half[1]] == [values, values]
+    steady = result(study((1, 2)), trials(study((1, 2)), lambda n, i: amdahl(n, i))).rows[0]
+    low, high = plots._spread([steady], "samples_per_s")
+    assert low < steady["samples_per_s"] < high
+    assert "± ?" not in "; ".join(
+        [show.within(steady, "samples_per_s", "g"), *show.remarks(steady)]
+    )
+
+
+@pytest.mark.parametrize(("times", "said"), [(0.44, True), (0.495, False), (0.6, False)])
+def test_an_efficiency_above_the_ideal_gets_a_word(times, said):
+    of = study((1, 2))
+    found = result(of, trials(of, lambda n, i: Times(1e-2 * (times if n == 2 else 1), 1e-3)))
+    words = "; ".join(show.remarks(found.rows[1]))
+    assert ("above 100 %: noise" in words) == said
+
+
+@pytest.mark.parametrize(("gbit", "said"), [(1.41, True), (1.01, False), (0.9, False)])
+def test_a_wire_faster_than_its_link_gets_a_word(gbit, said):
+    model = SimpleNamespace(beta_s=8e-9 / gbit)
+    assert ("more than a link of 1gbit carries" in show._faster_than_link(model, "1gbit")) == said
+    assert show._faster_than_link(model, None) == ""  # on this machine no rate is known
+
+
+def test_the_page_says_its_title_once():
+    found = with_gaps()
+    assert plots.scaling(found).get_suptitle() == plots.time(found).get_suptitle() != ""
+    assert plots.for_page(found).keys() == {"scaling.png", "time.png"}
+    assert plots.scaling(found, "").get_suptitle() == plots.time(found, "").get_suptitle() == ""
+    assert page(found, {}, []).count(show.title(found.study)) == 2  # of the window, of the page
