@@ -18,6 +18,7 @@ from hpctrain.files import expanded, open_regular
 
 _KEYS = ("x", "y", "x_test", "y_test")
 _HINT = "write it with numpy.savez(path, x=..., y=...)"
+_MAGIC = (b"PK\x03\x04", b"PK\x05\x06")
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  #: those that NumPy writes
 
 
@@ -42,8 +43,8 @@ def _pair(arrays: dict[str, np.ndarray], x: str, y: str, path: str) -> Dataset:
 def _read(path: Path) -> dict[str, np.ndarray]:
     with open_regular(path) as file:
         try:
-            if not zipfile.is_zipfile(file):
-                raise zipfile.BadZipFile("no end of a zip file is in it")
+            if file.read(4) not in _MAGIC:  # zipfile would take any bytes in front
+                raise zipfile.BadZipFile("it does not begin as a zip file does")
             with zipfile.ZipFile(file) as archive:
                 names = {name.removesuffix(".npy"): name for name in archive.namelist()}
                 return {key: _array(path, archive, names[key]) for key in _keys(path, list(names))}
