@@ -26,6 +26,7 @@ from hpctrain.scaling.changes import Timing
 from hpctrain.scaling.sizes import Positive, Size, oversubscribed
 
 FILE, FORMAT = "study.json", 1
+MOST_REPEATS = 10_000  #: a larger number is damage: trials are listed
 LIMIT_BYTES = 16 << 20  #: of such a file; a size has some hundred bytes
 #: What makes it another study; all else may grow from call to call, or was decided once.
 SAME = ("name", "mode", "on", "link", "tables", "machine")
@@ -43,7 +44,7 @@ class Study:
     on: str  #: local, netlab or slurm
     link: str | None  #: of a netlab
     sizes: Annotated[tuple[Size, ...], pydantic.Field(min_length=1)]
-    repeats: Positive
+    repeats: Annotated[int, pydantic.Field(ge=1, le=MOST_REPEATS)]
     tables: dict[str, Any]  #: the recipe as the user has it
     batch: Positive  #: of all ranks in strong scaling, of each worker in weak scaling
     gradient_bytes: int
