@@ -26,6 +26,8 @@ LOST = {
     "sys.exit(0)": (("leave", 1), 1, r"\[rank 1 on [^\]]+\] SystemExit: 0"),
     "error in a callback": (("none", 1), 1,
         r"\[rank 1 on [^\]]+\] \S+: callback broken: RuntimeError: the callback broke"),
+    "gradient not finite": (("spoil", 1), 3,
+        r"hpctrain: the gradient of 'linear0\.\w+' is not finite at step 7 on rank 1 \(\S+\);"),
     "loss not finite": (("diverge", 1), 3,
         r"hpctrain: the loss is not finite at step 7 on rank 1 \(\S+\); no rank has taken"),
 }  # fmt: skip
