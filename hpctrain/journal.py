@@ -28,6 +28,7 @@ from hpctrain.metrics import idle, means
 from hpctrain.nn import Sums, add
 from hpctrain.optim.optimizer import Schedule, rate_curve, rate_of
 from hpctrain.recipe import Recipe
+from hpctrain.runfiles import RunFiles
 from hpctrain.timeline import Timeline
 from hpctrain.trace import TraceOptions
 from hpctrain.transport import paths
@@ -60,10 +61,10 @@ class Journal:
         self.intervals: int | None = 0  #: since the first step, each ended where all ranks met
         self.skipped_steps = self.skipped_in_a_row = 0  # since the first step, also before a resume
         self._dropped_before = self._dropped_earlier = 0
+        self.files = RunFiles(None if world.rank else run)
         self._timeline = Timeline(world, run, trace)
         self._bar = progress.Bar(self.name, 0, total_steps, shown=False)  # until training begins
         self._last: dict[str, Any] = {}  # the latest row
-        self._due: list[dict[str, Any]] = []  # rows that could not be written yet
         self._whole: dict[str, Any] | None = None  # the summary of a run that was done before
         self._tested: dict[str, Any] = {"test_loss": None, "test_accuracy": None}
         self._sums, self._row_step, self._row_s = NOTHING, 0, 0.0
@@ -87,8 +88,9 @@ class Journal:
         self._row_step = open_row["since_step"]
         if self.world.rank == 0:  # they are the sums of all ranks
             self._sums = Sums(*open_row["sums"])
-        rows, whole = self.world.together(lambda: self._before(step, about))
+        rows, whole = self.world.together(lambda: self.files.go_back(step, about))
         rows, whole = json.loads(self.world.gather(json.dumps([rows, whole]))[0])
+        self.steps_redone = self.files.steps_redone
         if whole and (whole["status"], whole.get("steps")) == ("done", step):
             self._whole = whole
         # A run that was complete makes no row of its own: its summary tells of the last one.
@@ -98,35 +100,17 @@ class Journal:
             self._tell("resumed at step %d of %d", step, self.total_steps)
         return rows
 
-    def _before(
-        self, step: int, about: dict[str, Any]
-    ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-        """Return the rows up to `step` and the summary, where there is one, on rank 0."""
-        if self.run is None or self.world.rank:
-            return [], None
-        with rundir.writable(self.run):
-            self.steps_redone = rundir.go_back(self.run, step, about.get("steps_redone", 0))
-            # Rows that the part before could not write, though it could save a checkpoint.
-            rows = rundir.add_missing(self.run, about.get("rows_due", []))
-        return rows, rundir.read_summary(self.run)
-
     def begin(self, step: int) -> None:
         """Write what the run is, start the clocks and the bar; raise UsageError; collective."""
         self._first_step = step
-        self.world.together(self._begin_files)
+        text = self.recipe.toml() if self.recipe else None
+        self.world.together(lambda: self.files.begin(text))
         shown = self.world.rank == 0 and log.isEnabledFor(logging.INFO)
         self._timeline.begin()
         self._bar = progress.Bar(self.name, step, self.total_steps, shown)
         self._times_before = dict(vars(self.engine.times))
         self._dropped_earlier = self.engine.check.dropped  # an engine may train more than once
         self._began = perf_counter()
-
-    def _begin_files(self) -> None:
-        if self.run is not None and self.world.rank == 0:
-            with rundir.writable(self.run):
-                if self.recipe is not None:
-                    rundir.write_recipe(self.run, self.recipe.toml())
-                rundir.begin(self.run)  # only now: a summary goes when another run begins
 
     def count_interval(self) -> None:
         """Take note that an interval has ended; where an older part did not count, nobody does."""
@@ -181,11 +165,6 @@ class Journal:
             self._write_row()
         return self._last
 
-    def sync(self) -> None:
-        """Write the rows through to the disk: no checkpoint is to tell of rows that are lost."""
-        if self.run is not None and self.world.rank == 0:
-            rundir.sync_rows(self.run)
-
     def about_now(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint made after `step` steps keeps beside the arrays; collective."""
         epoch, index = self.sampler.place(step)
@@ -202,7 +181,7 @@ class Journal:
             "staleness": self._staleness and self._staleness.to_json(),
             "steps_redone": self.steps_redone,
             "intervals": self.intervals,
-            "rows_due": self._due,
+            "rows_due": self.files.due,
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
             "dropped_not_finite": self._dropped_not_finite(self._summed()[1]),
@@ -235,33 +214,11 @@ class Journal:
 
         Where that fails, a run that is done raises SaveError; one that has failed only says so.
         """
-        fault = self.world.gather(self._fault_at_end(summary))[0]
+        fault = self.world.gather(self.files.end(summary))[0]
         if fault and summary["status"] == "done":
             raise SaveError(fault)
         if fault and self.world.rank == 0:
             log.warning("%s", fault)
-
-    def _fault_at_end(self, summary: dict[str, Any]) -> str:
-        if self.run is None or self.world.rank:
-            return ""
-        try:
-            if self._due:
-                rundir.append_row(self.run, *self._due)
-                self._due = []
-        except OSError as error:
-            missing = ", ".join(str(row["step"]) for row in self._due)
-            fault = (
-                f"{self.run / rundir.METRICS} lacks the rows of steps {missing}: {error.strerror}. "
-                "The last checkpoint has them: make room, and go on with --resume"
-            )
-            if summary["status"] == "done":
-                return fault
-            log.warning("%s", fault)
-        try:
-            rundir.write_summary(self.run, summary)
-        except OSError as error:
-            return f"{self.run / rundir.SUMMARY} cannot be written: {error.strerror}"
-        return ""
 
     def fail_alone(self, error: BaseException) -> bool:
         """Write what can be told by a rank that fails while the others know nothing of it.
@@ -370,8 +327,7 @@ class Journal:
         return int(max(step - 1 - self.skipped_steps, 0) * self.engine.updates_per_step)
 
     def _write_row(self) -> None:
-        if self.run is not None:
-            self._due = rundir.appended(self.run, [*self._due, self._last])
+        self.files.add(self._last)
         if not self._bar.drawn:
             log.info(progress.line(self._last, self.total_steps))
 

@@ -94,7 +94,7 @@ class Keeper:
         if run is None:
             return
         self._engine.settle()
-        self._journal.sync()
+        self._journal.files.sync()
         try:
             with self._world.trace.span("save a checkpoint", "other"):
                 self._write(run, step, row)

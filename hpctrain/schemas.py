@@ -90,8 +90,13 @@ def _checked(model: type[pydantic.BaseModel], entry: dict[str, Any]) -> dict[str
     try:
         model.model_validate(entry)
     except pydantic.ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        seen = "nothing" if first["type"] == "missing" else brief(first["input"])
-        raise ValueError(f"'{brief(key)[1:-1]}': {first['msg'].lower()}, seen {seen}") from None
+        raise ValueError(first_fault(error)) from None
     return entry
+
+
+def first_fault(error: pydantic.ValidationError, within: str = "") -> str:
+    """Return the first fault that a model found, in a line: the key, what was expected and seen."""
+    first = error.errors(include_url=False)[0]
+    key = ".".join(map(str, (*[within] * bool(within), *first["loc"])))
+    seen = "nothing" if first["type"] == "missing" else brief(first["input"])
+    return f"'{brief(key)[1:-1]}': {first['msg'].lower()}, seen {seen}"

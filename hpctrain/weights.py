@@ -19,7 +19,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from hpctrain import checkpoint, xp
+from hpctrain import atomic, checkpoint, xp
 from hpctrain.checkpoint import Loaded
 from hpctrain.errors import UsageError
 from hpctrain.files import FileError, MissingError, open_regular
@@ -118,7 +118,7 @@ def export(run: Path, output: Path | None = None, best: bool = False, force: boo
         raise UsageError(f"{file} exists; name another --output, or replace it with --force")
     tensors = {name: np.ascontiguousarray(x).reshape(x.shape) for name, x in named(found).items()}
     try:
-        checkpoint.replace(file, safetensors.numpy.save(tensors, _metadata(found)))
+        atomic.replace(file, safetensors.numpy.save(tensors, _metadata(found)))
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}") from error
     return file

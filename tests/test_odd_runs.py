@@ -12,6 +12,8 @@ from fuzz import limited
 from ranks import run_on
 
 from hpctrain import atomic, checkpoint, files, recipe, rundir, runs
+from hpctrain.checkpoint import format as formats
+from hpctrain.checkpoint.about import About
 from hpctrain.cli import _guarded
 from hpctrain.errors import SaveError, UsageError
 
@@ -212,9 +214,12 @@ def test_commands_on_a_damaged_run_end_with_2(tmp_path, trained, monkeypatch, ca
     assert str(run / broken) in said and "seen a FIFO" in said and "Traceback" not in said
 
 
-def test_a_forged_checkpoint_of_another_model_is_refused(tmp_path, trained):
-    from hpctrain.checkpoint import format as formats
+def test_whatever_a_run_keeps_in_a_checkpoint_has_a_type(trained):
+    for found in checkpoint.listing(trained[0]):
+        assert found.about.keys() <= About.model_fields.keys()
 
+
+def test_a_forged_checkpoint_of_another_model_is_refused(tmp_path, trained):
     run = shutil.copytree(trained[0], tmp_path / "run")
     for found in checkpoint.listing(run):
         table = json.loads((found.path / "manifest.json").read_text())

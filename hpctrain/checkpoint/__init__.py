@@ -1,8 +1,8 @@
 """Saving the state of a run so that it survives a kill at any moment, and finding it again."""
 
 from hpctrain.checkpoint.folder import Found, kept_best, listing, ranked, value_of
-from hpctrain.checkpoint.format import Piece, replace
+from hpctrain.checkpoint.format import Piece
 from hpctrain.checkpoint.store import Loaded, best_value, is_one, load, read, save, verify
 
 __all__ = ["Found", "Loaded", "Piece", "best_value", "is_one", "kept_best", "listing", "load",
-           "ranked", "read", "replace", "save", "value_of", "verify"]  # fmt: skip
+           "ranked", "read", "save", "value_of", "verify"]  # fmt: skip

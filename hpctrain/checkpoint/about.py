@@ -17,6 +17,7 @@ from pydantic import Field
 
 from hpctrain.files import brief
 from hpctrain.metrics import Metric
+from hpctrain.schemas import first_fault
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
@@ -78,6 +79,9 @@ class About(pydantic.BaseModel):
     staleness: StalenessAbout | None = None
     steps_redone: Count = 0
     intervals: Count | None = None
+    skipped_steps: Count = 0
+    skipped_in_a_row: Count = 0
+    dropped_not_finite: Count = 0
     recipe: str | None = None
     recipe_sha256: str | None = None
     model: ModelAbout | None = None
@@ -95,9 +99,7 @@ def fault_of(about: Mapping[str, Any], step: int, ranks: int, sizes: Mapping[str
     try:
         entries = About.model_validate(dict(about))
     except pydantic.ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, ("about", *first["loc"])))
-        return f"'{brief(key)[1:-1]}': {first['msg'].lower()}, seen {brief(first['input'])}"
+        return first_fault(error, "about")
     given = about.keys()
     return (
         _differing("step", entries.step, step, given)

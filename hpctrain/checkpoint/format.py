@@ -29,6 +29,7 @@ from hpctrain import config, files
 from hpctrain.checkpoint.about import fault_of
 from hpctrain.errors import UsageError
 from hpctrain.files import brief
+from hpctrain.schemas import first_fault
 from hpctrain.xp import to_host
 
 MANIFEST = "manifest.json"
@@ -167,8 +168,11 @@ def read_manifest(path: Path) -> Manifest:
             raise Damaged(f"{file} was altered: its own SHA-256 is another")
         newer = table["format"] > 1
         manifest = None if newer else _MANIFEST.validate_json(json.dumps(table))
+    except pydantic.ValidationError as error:
+        raise Damaged(f"{file} cannot be understood: {first_fault(error)}") from None
     except _NONSENSE as error:
-        raise Damaged(f"{file} cannot be understood: {_brief(error)}") from None
+        seen = f"{type(error).__name__}: {brief(str(error))[1:-1]}"
+        raise Damaged(f"{file} cannot be understood: {seen}") from None
     if manifest is None:
         raise UsageError(f"{path} has format {brief(table['format'])}; install a newer hpctrain")
     named = NAME.fullmatch(path.name)
@@ -193,15 +197,6 @@ def _table(file: Path) -> dict[str, Any]:
         )
     except files.FileError as error:
         raise Damaged(f"{file} cannot be understood: {error}") from None
-
-
-def _brief(error: Exception) -> str:
-    """Return what an error says, pydantic's in a line."""
-    if isinstance(error, pydantic.ValidationError):
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        return f"{brief(where)[1:-1]}: {first['msg'].lower()}, seen {brief(first['input'])}"
-    return f"{type(error).__name__}: {brief(str(error))[1:-1]}"
 
 
 def read(path: Path, wanted: bool) -> tuple[Manifest, dict[str, np.ndarray]]:
@@ -247,17 +242,6 @@ def write(file: Path, data: bytes) -> None:
             os.close(handle)
     except OSError as error:  # those of write and fsync do not know the file's name
         raise OSError(error.errno, error.strerror, str(file)) from None
-
-
-def replace(file: Path, data: bytes) -> None:
-    """Write `file` through to the disk, whole or not at all, in place of one that may be there."""
-    aside = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        write(aside, data)
-        os.replace(aside, file)
-    finally:
-        aside.unlink(missing_ok=True)
-    sync(file.parent)
 
 
 def sync(directory: Path) -> None:

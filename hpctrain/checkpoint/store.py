@@ -149,7 +149,7 @@ def best_value(run: Path, metric: Metric, link: Link) -> float | None:
 
 
 def verify(path: Path) -> str | None:
-    """Return what is wrong with the checkpoint at `path`, or None; reads and hashes every part."""
+    """Return what is wrong with the checkpoint at `path`, or None; reads and hashes all."""
     try:
         folder.must_be_folder(path)
         files.read(path, wanted=False)
@@ -168,7 +168,7 @@ def _prepare(partial: Path) -> None:
 
 
 def _remove(left: Path) -> None:
-    """Remove a folder that nobody reads; what cannot be removed stays, and is not in the way."""
+    """Remove a folder that nobody reads, or whatever lies there."""
     if left.is_dir() and not left.is_symlink():
         shutil.rmtree(left, ignore_errors=True)
     else:

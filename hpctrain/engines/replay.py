@@ -28,6 +28,7 @@ from pydantic import Field
 
 from hpctrain import atomic, files
 from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.schemas import first_fault
 
 log = logging.getLogger(__name__)
 FOLDER = "replay"
@@ -264,8 +265,5 @@ def _checked(entry: dict[str, Any]) -> dict[str, Any]:
     try:
         (Head if "run" in entry else IntervalEntry).model_validate_json(text)
     except pydantic.ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        value = files.brief(first["input"])
-        raise ValueError(f"'{key}': {first['msg'].lower()}, seen {value}") from None
+        raise ValueError(first_fault(error)) from None
     return entry
