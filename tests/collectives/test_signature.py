@@ -1,0 +1,97 @@
+"""Collective matching: whoever calls otherwise or cannot call, all ranks raise one text and go on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from ranks import on_ranks
+
+from hpctrain.collectives.agree import maximum
+from hpctrain.collectives.signature import faulty, matched, must_match, of_length, signature
+from hpctrain.errors import UsageError
+from hpctrain.transport.local import run_ranks
+from hpctrain.transport.memory import Memory
+from hpctrain.world import over_threads
+
+CALL, OTHER, FAULT = signature("one call"), signature("another"), faulty("no array")
+#: hosts of the ranks, by which they make up nodes
+HOSTS = ("aaa", "aab", "aabb", "abab", "aaabc", "abcde", "aabbccd")
+
+
+def refused(group, call):
+    with pytest.raises(UsageError) as error:
+        must_match(group, call)
+    return str(error.value)
+
+
+def everything(group):
+    """Try each rank as the one that differs; all that follows finds ranks in step."""
+    size, rank = group.link.size, group.link.rank
+    for culprit in range(size):
+        must_match(group, CALL)
+        assert matched(group, CALL, lambda: "done")() == "done"
+        told = refused(group, OTHER if rank == culprit else CALL)
+        assert told.startswith("shape, dtype and call must be the same on all ranks; ")
+        assert f"rank {culprit} has another" in told
+        told = refused(group, FAULT if rank == culprit else CALL)
+        assert told == f"rank {culprit}: no array"
+        calls = [signature(f"call {r}") for r in range(size)]
+        if size > 2:
+            assert f"rank {size - 1} has call {size - 1}" in refused(group, calls[rank])
+    assert refused(group, FAULT) == "no array"
+    must_match(group, CALL)
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize("shares", [True, False])
+def test_on_nodes(hosts, shares):
+    """Between nodes the leaders alone send, 16 bytes to each partner."""
+    nodes = len(set(hosts))
+
+    def body(link):
+        group = over_threads(link, hosts).main
+        if not shares:
+            group = replace(group, memory=Memory(group.node, None, kinds=()))
+        must_match(group, CALL)
+        before = [one.messages_sent for one in group.links], group.bytes_sent
+        must_match(group, CALL)
+        sent = [one.messages_sent - n for one, n in zip(group.links, before[0], strict=True)]
+        leads = nodes > 1 and group.node.rank == 0
+        if shares:
+            assert sum(sent) == (math.ceil(math.log2(nodes)) if leads else 0)
+        assert group.bytes_sent - before[1] == 16 * sum(sent)
+        everything(group)
+
+    run_ranks(len(hosts), body, timeout_s=20)
+
+
+@on_ranks(2, 3, 4, mpi=(2, 3, 4, 5))
+def test_in_a_node(ranks):
+    """Also with the spinning of real ranks, and alone by messages."""
+
+    def body(world):
+        everything(world.main)
+        everything(replace(world.main, memory=Memory(world.link, None, kinds=())))
+
+    ranks(body)
+
+
+@on_ranks(1, 2, 3, 5, 8, mpi=(3, 4))
+def test_maximum(ranks):
+    def body(world):
+        for culprit in range(world.size):
+            numbers = np.array([world.rank == culprit, world.rank], np.uint64)
+            maximum(world.link, numbers)
+            assert numbers.tolist() == [1, world.size - 1]
+
+    ranks(body)
+
+
+def test_signatures_differ():
+    texts = [f"allreduce sum auto of float32 ({n},)" for n in range(10_000)]
+    assert len({signature(text).payload for text in texts}) == len(texts)
+    assert faulty(texts[0]).digest != signature(texts[0]).digest
+    assert of_length(4) != of_length(4, True)
