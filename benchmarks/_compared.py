@@ -19,8 +19,8 @@ CLAIMS: dict[tuple[str, int], list[tuple[str, str, int, int, str, float | None]]
         ("direct", "native", 256 * KIB, 128 * KIB * KIB, "mean", 3.0),
         ("direct-bound", "native", 8 * KIB, 8 * KIB, "each", 1.9),
         ("auto", "native", 8 * KIB, 8 * KIB, "each", None),
-        ("auto-bound", "own native", 4, 128 * KIB * KIB, "each", 0.85),
-        ("auto-unchecked", "own native-plain", 4, 2 * KIB, "each", 0.75),
+        ("auto-bound", "own native", 4, 128 * KIB * KIB, "each", 0.8),
+        ("auto-unchecked", "own native-plain", 4, 2 * KIB, "each", 0.7),
         ("auto", "own native-plain", 4, 2 * KIB, "each", None),
         ("auto", "own native", 4, 2 * KIB, "each", None),
         ("auto", "horovod", 4, 128 * KIB * KIB, "mean", 5.0),
@@ -31,7 +31,7 @@ CLAIMS: dict[tuple[str, int], list[tuple[str, str, int, int, str, float | None]]
         ("direct", "native", 256 * KIB, 128 * KIB * KIB, "mean", 2.3),
     ],
     ("private", 2): [
-        ("auto-bound", "own native", 4, 128 * KIB * KIB, "each", 0.85),
+        ("auto-bound", "own native", 4, 128 * KIB * KIB, "each", 0.8),
         ("auto", "native", 8 * KIB * KIB, 128 * KIB * KIB, "each", 1.2),
     ],
     ("step", 2): [

@@ -110,7 +110,8 @@ def bind(
     call = bound(world.main, flat, operation, algorithm, result == "shared")
 
     def unless_read_only() -> Any:
-        must_be_writable(x)
+        if not x.flags.writeable:  # asked here: to call who raises costs as much again
+            must_be_writable(x)
         return call()
 
     return call if on_device(x) else unless_read_only

@@ -67,7 +67,7 @@ def test_what_is_only_shown_is_no_claim(compare):
     told = compare.claims("allreduce", 2, compare.merge([rows], ["A"], "allreduce"))
     assert told == {
         "allreduce: all results are right": True,
-        "allreduce: auto-unchecked, A 0.88x own native-plain (least, at 4 B, 4 B), >= 0.75": True,
+        "allreduce: auto-unchecked, A 0.88x own native-plain (least, at 4 B, 4 B), >= 0.7": True,
         "allreduce: auto, A 0.92x own native-plain (least, at 4 B, 4 B)": None,
         "allreduce: auto, A 0.83x own native (least, at 4 B, 4 B)": None,
     }

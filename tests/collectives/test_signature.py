@@ -1,4 +1,4 @@
-"""Collective matching: whoever calls otherwise or cannot call, all ranks raise one text and go on."""
+"""Matching of collective calls: whoever calls otherwise, or cannot, all ranks raise one text."""
 
 from __future__ import annotations
 
