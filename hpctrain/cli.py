@@ -36,6 +36,8 @@ Examples:
   mpirun -n 4 hpctrain train digits              on four ranks; also srun
   hpctrain launch -n 4 train digits              with the mpiexec of the MPI that mpi4py loads
   hpctrain train --help
+
+On fewer cores than ranks Open MPI wants `mpirun --oversubscribe`; `hpctrain launch` sees to that.
 """,
 )
 @click.option("-v", "--verbose", is_flag=True, help="Say more.")

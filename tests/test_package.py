@@ -7,6 +7,7 @@ import sys
 from importlib import metadata, resources
 
 import pytest
+from click.testing import CliRunner
 
 import hpctrain as ht
 from hpctrain import cli
@@ -64,3 +65,14 @@ def test_nothing_is_said_when_nobody_reads_on(told, monkeypatch, capfd):
     monkeypatch.setattr(cli.world, "current", lambda: None)
     assert cli._guarded() == 1
     assert capfd.readouterr().err == ""
+
+
+PAGES = [["--help"], ["train", "--help"], ["tune", "--help"], ["bench", "--help"],
+         ["bench", "allreduce", "--help"], ["doctor", "--help"]]  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES, ids=" ".join)
+def test_beside_four_ranks_stands_what_fewer_cores_want(page):
+    shown = CliRunner().invoke(cli.hpctrain, page).output
+    assert "mpirun -n 4" in shown
+    assert "mpirun --oversubscribe" in shown

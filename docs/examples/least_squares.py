@@ -1,7 +1,8 @@
 """All-reduce without a trainer: a least-squares fit over rows that no single rank holds.
 
 Each rank makes A'A and A'b of its own rows; their sums over all ranks give the fit of all rows.
-Run it alone, or on four ranks with `mpirun -n 4 python least_squares.py`.
+Run it alone, or on four ranks with `mpirun -n 4 python least_squares.py`
+(Open MPI on fewer cores: `mpirun --oversubscribe -n 4 ...`).
 """
 
 import numpy as np

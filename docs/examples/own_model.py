@@ -1,6 +1,7 @@
 """Train a model with a layer of our own: on which arm of a spiral does a point lie?
 
-Run it alone, or on four ranks with `mpirun -n 4 python own_model.py`.
+Run it alone, or on four ranks with `mpirun -n 4 python own_model.py`
+(Open MPI on fewer cores: `mpirun --oversubscribe -n 4 ...`).
 """
 
 from dataclasses import dataclass

@@ -20,7 +20,7 @@ from hpctrain.errors import UsageError
 from hpctrain.tuning import cost, fit, table
 from hpctrain.tuning.loggp import Wire, alike
 
-AGAIN = "measure again: mpirun -n RANKS hpctrain bench allreduce --json FILE, or hpctrain tune"
+AGAIN = "measure again: hpctrain launch -n RANKS bench allreduce --json FILE, or ... tune"
 Positive = Annotated[int, pydantic.Field(gt=0, le=1 << 60)]
 
 

@@ -209,7 +209,7 @@ def _pair(text: str) -> tuple[int, int]:
 def _ends(world: World, wanted: tuple[int, int] | None) -> tuple[int, int]:
     """Return the two ranks: those asked for, or the first and one on another node if there is."""
     if world.size < 2:
-        raise UsageError("p2p needs two ranks, seen 1: mpirun -n 2 hpctrain bench p2p")
+        raise UsageError("p2p needs two ranks, seen 1: hpctrain launch -n 2 bench p2p")
     if wanted is None:
         nodes = world.main.nodes
         return 0, nodes[1][0] if len(nodes) > 1 else 1

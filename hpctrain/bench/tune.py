@@ -66,7 +66,7 @@ def check(
 def run(world: World, asked: Asked) -> None:
     """Measure, write the table, show and draw it. Collective; rank 0 touches files and speaks."""
     if world.size == 1:
-        raise UsageError("one rank has nothing to tune; start more: mpirun -n RANKS hpctrain tune")
+        raise UsageError("one rank has nothing to tune; start more: hpctrain launch -n RANKS tune")
     group, over_mpi, on_gpu = world.main, world.transport == "mpi", asked.device == "gpu"
     if on_gpu:
         room.check_gpu(world, max(asked.sizes), sweep.bytes_needed(max(asked.sizes)))

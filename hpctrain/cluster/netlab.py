@@ -38,6 +38,7 @@ from hpctrain.interpreter import module_command
 
 MOST_HOSTS = 64
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mount", "hostname", "taskset")
+LAUNCHERS = ("mpiexec", "mpirun", "orterun", "prterun", "prun", "srun")
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
 _INTERRUPTED, _GRACE_S = 130, 10.0
 
@@ -88,9 +89,10 @@ def refusal() -> str | None:
 def netlab(lab: Lab, argv: Sequence[str]) -> int:
     """Run `argv` on all ranks of `lab` and return its exit code; 130 if it was interrupted.
 
-    Raises UsageError inside a rank of a job, and where namespaces or MPI are missing.
+    Raises UsageError inside a rank of a job, where `argv` would start ranks itself, and where
+    namespaces or MPI are missing.
     """
-    _refuse()
+    _refuse(lab, argv)
     mpi = find_mpi()
     inner = [*module_command("hpctrain.cluster.netns"), json.dumps(asdict(lab))]
     line = [*namespaces(), *inner, *command(mpi, lab, argv)]
@@ -150,7 +152,15 @@ def _defaults(mpi: Mpi, ranks: int) -> dict[str, str]:
     return leave | {f"OMPI_MCA_{name}": value for name, value in chosen.items()} | eager_defaults()
 
 
-def _refuse() -> None:
+def _refuse(lab: Lab, argv: Sequence[str]) -> None:
+    program = next((word for word in argv if word != "env" and "=" not in word), "")
+    name = Path(program).name
+    if name.partition(".")[0] in LAUNCHERS:  # also mpiexec.hydra
+        raise UsageError(
+            f"netlab -- {name} ...: netlab starts the {lab.ranks} ranks itself, and each would "
+            f"start a job of its own; leave {name} out: hpctrain netlab --hosts {lab.hosts} "
+            f"--ranks-per-host {lab.ranks_per_host} -- PROGRAM ..."
+        )
     here = launchers.launched(os.environ)
     if here.size > 1:
         raise UsageError(f"this is rank {here.rank} of {here.size}: netlab starts ranks itself")

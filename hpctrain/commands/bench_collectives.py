@@ -26,6 +26,8 @@ Examples:
 
 Algorithms: {algorithms}. `native` is the MPI library's own, called in place with nothing around
 it. Rivals that are not installed are named and left out. Columns: docs/benchmarks.md.
+
+On fewer cores than ranks Open MPI wants `mpirun --oversubscribe`; `hpctrain launch` sees to that.
 """
 
 

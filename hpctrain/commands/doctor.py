@@ -23,6 +23,8 @@ Examples:
 
 With --job all ranks take part, as they would in training: their versions, seats, clocks, cores and
 the messages between them are compared. Ends with 1 if something would break a run, else with 0.
+
+On fewer cores than ranks Open MPI wants `mpirun --oversubscribe`; `hpctrain launch` sees to that.
 """
 FILE = click.Path(path_type=Path, dir_okay=False)
 DEVICES: dict[str, gpus.Device] = {"auto": "auto", "cpu": "cpu", "gpu": "gpu"}

@@ -21,6 +21,10 @@ Examples:
 A recipe is the name of a built-in one or a TOML file. Exit codes: 0 done; 1 a lost rank or a bug;
 2 wrong usage, recipe or data; 3 a loss or gradient is not finite; 75 stopped on request after a
 checkpoint (resume with --resume); 86 hung, ended by the watch; 130 interrupted.
+
+On fewer cores than ranks Open MPI wants `mpirun --oversubscribe`; `hpctrain launch` sees to that.
+
+A recipe may name functions in files beside it: whoever trains a recipe runs its code.
 """
 
 

@@ -24,6 +24,8 @@ The table lies in $XDG_CACHE_HOME/hpctrain/tuning, by default ~/.cache/hpctrain/
 environment variable HPCTRAIN_TUNING names another folder, or one file. `auto` takes it wherever
 machine, MPI and layout of the ranks are the same: see docs/tuning.md. Arrays on GPUs have a table
 of their own, for these GPUs and the way their memory takes.
+
+On fewer cores than ranks Open MPI wants `mpirun --oversubscribe`; `hpctrain launch` sees to that.
 """
 
 

@@ -37,7 +37,7 @@ SCHEMA = 1
 LIMIT_BYTES = 64 << 20  #: of a file; a row has some hundred bytes
 FILE = "HPCTRAIN_TUNING"  #: environment: another file, or another folder of them
 CPU = "cpu"
-ADVICE = "make one with: mpirun -n RANKS hpctrain tune"
+ADVICE = "make one with: hpctrain launch -n RANKS tune"
 
 
 @cache

@@ -101,7 +101,7 @@ def run(typed):
 
 def test_show_where_there_is_no_table_says_how_to_make_one(tmp_path, monkeypatch):
     monkeypatch.setenv(table.FILE, str(tmp_path))
-    with pytest.raises(UsageError, match=r"no tuning table of this machine in .*mpirun -n"):
+    with pytest.raises(UsageError, match=r"no tuning table of this machine in .*launch -n"):
         run(["--show"])
 
 
