@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain import files
 from hpctrain.errors import UsageError
 from hpctrain.trace import Clock, Reading, TraceOptions
 from hpctrain.transport.link import Link
@@ -32,6 +33,7 @@ from hpctrain.world import World
 
 log = logging.getLogger(__name__)
 ROUNDS = 10  #: round trips per rank and reading of its clock
+_HEAD_BYTES = files.MIB  #: of the first line
 FOLDER, MERGED = "trace", "trace.json"
 _KERNEL = Path("/proc/sys/kernel/random/boot_id")
 
@@ -126,12 +128,12 @@ def path_of(run: Path, rank: int) -> Path:
 
 def merge(run: Path, size: int) -> None:
     """Write one trace of those that lie there of `size` ranks, line by line; raise OSError."""
-    files: list[Path] = []
+    merged: list[Path] = []
     # Ranks that fail at once merge at once: whoever is last to rename has seen all files.
-    while (there := _files(run, size)) != files:
-        files = there
-        about = {"ranks": [_head(path) for path in files]}
-        _write(run / MERGED, about, chain.from_iterable(map(_lines, files)))
+    while (there := _files(run, size)) != merged:
+        merged = there
+        about = {"ranks": [_head(path) for path in merged]}
+        _write(run / MERGED, about, chain.from_iterable(map(_lines, merged)))
 
 
 def _files(run: Path, size: int) -> list[Path]:
@@ -193,6 +195,8 @@ def _fault_of(write: Callable[[], None]) -> str:
         write()
     except OSError as error:
         return f"{error.filename or ''} {error.strerror}".strip()
+    except UsageError as error:  # a rank's file that another program wrote
+        return str(error)
     return ""
 
 
@@ -213,9 +217,11 @@ def _write(path: Path, about: dict[str, Any], events: Iterable[str]) -> None:
 
 
 def _head(path: Path) -> dict[str, Any]:
-    with open(path) as file:
-        about: dict[str, Any] = json.loads(file.readline().rstrip(",\n") + "}")["otherData"]
-    return about
+    with files.open_regular(path) as file:
+        line = file.readline(_HEAD_BYTES).rstrip(b",\n") + b"}"
+    where = f"{path}, line 1"
+    head = files.as_object(files.parsed_json(files.decoded(line, where), where), where)
+    return files.as_object(head.get("otherData"), where)
 
 
 def _lines(path: Path) -> Iterator[str]:

@@ -258,3 +258,11 @@ def test_ranks_on_other_hosts_are_measured(tmp_path, monkeypatch):
     for waits in zip(*([e for e in m if e["cat"] == "wait"] for m in main), strict=True):
         # None is through with a sum before the last has come to it.
         assert min(map(ends, waits)) + 2 * uncertain >= max(e["ts"] for e in waits)
+
+
+@pytest.mark.parametrize("line", [b"", b"\xff", b"[]", b"{", b'{"otherData": 3', b"[" * 100_000])
+def test_a_trace_of_another_program_is_no_reason_to_end(tmp_path, line):
+    (tmp_path / timeline.FOLDER).mkdir()
+    timeline.path_of(tmp_path, 0).write_bytes(line + b",\n")
+    said = timeline._fault_of(lambda: timeline.merge(tmp_path, 1))
+    assert "rank-00000.json, line 1" in said
