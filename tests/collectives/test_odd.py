@@ -95,13 +95,13 @@ def must_be_right(world: World, name: str, dtype: str, step: int) -> int:
             x = placed(memory, odd.rows(case)[world.rank], form)
             with np.errstate(all="ignore"):
                 arrays.allreduce(x, op, name, world, check=False)
-                faults += [(op, form, i) for i in odd.wrong(x.reshape(-1), case)]
+                faults += [(op, form, i) for i in odd.wrong(x.reshape(-1), case)[:3]]
             one_result = case.exact or not by_mpi
             digests.append((op, form, crc32(x.tobytes()) if one_result else 0))
     told = all_gather_bytes(world.link, np.array([one[2] for one in digests], np.int64).tobytes())
     first, own = (np.frombuffer(one, np.int64) for one in (told[0], told[world.rank]))
     faults += [(*digests[i][:2], "unlike rank 0") for i in np.flatnonzero(first != own)]
-    assert faults == []
+    assert not faults, faults[:10]  # pytest takes minutes to compare long lists
     return len(digests)
 
 
