@@ -40,7 +40,7 @@ Examples:
 On fewer cores than ranks Open MPI wants `mpirun --oversubscribe`; `hpctrain launch` sees to that.
 """,
 )
-@click.option("-v", "--verbose", is_flag=True, help="Say more.")
+@click.option("-v", "--verbose", is_flag=True, help="Also say where short refusals came from.")
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing but warnings and errors.")
 @click.version_option(package_name="hpctrain")
 def hpctrain(verbose: bool, quiet: bool) -> None:

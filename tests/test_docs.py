@@ -3,21 +3,32 @@
 A ```python block runs unless its fence says ```python no-run: REASON. The blocks of a file run in
 one process, in order, as a reader would. Lines after `$` run in blocks fenced ```console run; in
 those fenced ```console train they train for a few steps only, with ranks as threads.
+
+After ```text printed by: stand the first words of a command of the page, and it must print each
+line of the block, but for numbers, units of time, paths and the width of tables; after
+```text printed exactly by: with them. What looks like output and is not compared says why.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import threading
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from conftest import BIN, LAUNCHER
 from ranks import run_on
 
+from hpctrain import data, engines, nn, optim, recipe
 from hpctrain import world as worlds
+from hpctrain.callbacks import EarlyStop
 from hpctrain.commands.train import train
+from hpctrain.faults import FaultsOptions
+from hpctrain.gradients.reducer import WireOptions
+from hpctrain.trace import TraceOptions
 from hpctrain.world import World
 
 ROOT = Path(__file__).parent.parent
@@ -51,12 +62,34 @@ def commands(text: str, fence: str = "console run") -> list[str]:
     return [line.removeprefix("$ ") for code in run for line in code if line.startswith("$ ")]
 
 
+def normal(line: str) -> str:
+    """Return a line without what differs from run to run: numbers, their units, paths, widths."""
+    line = re.sub(r"(?<![\w.])/\S+", "PATH", line)
+    line = re.sub(r"\d[\d,.]*(e[-+]?\d+)?( (us|ms|s)\b)?", "N", line)
+    return " ".join(re.sub(r"[━─]+", "━", line).split())
+
+
+#: fence of output: what of a line is compared
+PRINTED = {"text printed by: ": normal, "text printed exactly by: ": str.rstrip}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_fences_are_known(page):
     for info, first, _ in blocks(PAGES[page]):
         known = info.split(" ")[0] in ("python", "console", "toml", "text", "bash", "json")
         reason = "no-run" not in info or info.startswith("python no-run: ")
         assert known and reason, f"{page}:{first}: fence {info!r}"
+
+
+OUTPUT = re.compile(r"[┃│┏┌]  ?\w|━━|^(\[0\]|hpctrain:) ", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_output_is_compared_or_says_why_not(page):
+    for info, first, code in blocks(PAGES[page]):
+        if info.startswith("text") and OUTPUT.search("\n".join(code)):
+            marked = info.startswith((*PRINTED, "text not compared: "))
+            assert marked, f"{page}:{first}: is this output compared with what is printed?"
 
 
 @pytest.mark.parametrize("page", [page for page, text in PAGES.items() if script(text).strip()])
@@ -70,11 +103,32 @@ def test_python_blocks(page, start, tmp_path):
 @pytest.mark.parametrize("page", [page for page, text in PAGES.items() if commands(text)])
 def test_commands(page, tmp_path):
     env = {**os.environ, **LAUNCHER, "PATH": f"{BIN}:{os.environ['PATH']}"}
+    said: dict[str, str] = {}
     for command in commands(PAGES[page]):
         done = subprocess.run(
             command, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        said[command] = done.stdout + done.stderr
+    for info, first, code in blocks(PAGES[page]):
+        for fence, form in PRINTED.items():
+            if info.startswith(fence):
+                (answer,) = (a for c, a in said.items() if c.startswith(info.removeprefix(fence)))
+                printed = {form(line) for line in answer.splitlines()}
+                missing = [line for line in code if form(line) not in printed]
+                assert not missing, f"{page}:{first}: not printed:\n" + "\n".join(missing) + answer
+
+
+def test_lines_are_compared_but_for_numbers_paths_and_widths():
+    alike = {
+        "│ wall        │ 1.82 s for 360 steps │": "│ wall  │ 912.0 ms for 24 steps     │",
+        "[0] results: /home/ada/runs/first": "[0] results: /tmp/pytest-0/runs/ring",
+        "┏━━━━━┳━━━━┓": "┏━━━━━━━━━━━━━━┳━┓",
+        "rate 1e-05": "rate 0.1",
+    }
+    assert all(normal(doc) == normal(line) for doc, line in alike.items())
+    assert normal("│ wall │ 1 s for 2 steps │") != normal("│ wall │ 1 s for 2 epochs │")
+    assert normal("│ wire (overlaps compute) │ 1 s │") != normal("│ wire │ 1 s │")
 
 
 TRAIN, STEPS = "console train", 3
@@ -133,3 +187,30 @@ def test_page_is_taken_apart():
     assert script(PAGE).splitlines()[2] == "a = 1"
     assert script(PAGE).split() == ["a", "=", "1"]
     assert commands(PAGE) == ["ls"]
+
+
+#: table of a recipe: options whose keys README shows there, or names in a comment
+SHOWN = {
+    "run": recipe.RunOptions, "model": nn.MlpOptions, "data": data.DigitsOptions,
+    "optimizer": optim.SgdOptions, "schedule": optim.CosineOptions, "engine": engines.AllReduce,
+    "wire": WireOptions, "checkpoint": recipe.CheckpointOptions, "early_stop": EarlyStop,
+    "trace": TraceOptions, "faults": FaultsOptions,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("table", SHOWN)
+def test_the_recipe_of_the_readme_has_every_key(table):
+    (text,) = ("\n".join(c) for i, _, c in blocks(PAGES["README.md"]) if "[faults]" in "\n".join(c))
+    part = text.partition(f"[{table}]")[2].partition("\n[")[0]
+    names = [field.name for field in fields(SHOWN[table])]
+    if table == "engine":  # which takes the keys of [wire] along
+        names = [name for name in names if name not in {f.name for f in fields(WireOptions)}]
+    names += [field.name for field in fields(recipe.BatchOptions)] if table == "optimizer" else []
+    assert [name for name in names if not re.search(rf"\b{name}\b", part)] == []
+
+
+@pytest.mark.parametrize("kind", nn.MODELS)
+def test_the_readme_lists_the_keys_of_every_model(kind):
+    (line,) = (line for line in PAGES["README.md"].splitlines() if line.startswith(f"| `{kind}` |"))
+    keys = line.split("|")[2]
+    assert [f.name for f in fields(nn.MODELS[kind]) if not re.search(rf"`{f.name}\b", keys)] == []

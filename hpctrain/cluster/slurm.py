@@ -30,6 +30,9 @@ DEFAULTS = {
 }
 
 
+SOURCED = ". slurm/site.env && "  #: what comes before `sbatch` in the head of a template
+
+
 def render(job: Job, site: Site | None = None) -> str:
     """Return the script of `job`; without a site it reads slurm/site.env when it runs.
 
@@ -37,7 +40,8 @@ def render(job: Job, site: Site | None = None) -> str:
     """
     check(job, site)
     values = _interactive(job, site) if job.interactive else _batch(job, site)
-    return _filled(_template(job.template), values)
+    text = _filled(_template(job.template), values)
+    return text.replace(SOURCED, "") if site else text  # what a site sets up stands in the script
 
 
 def _batch(job: Job, site: Site | None) -> dict[str, str]:
