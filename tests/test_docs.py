@@ -63,8 +63,9 @@ def commands(text: str, fence: str = "console run") -> list[str]:
 
 
 def normal(line: str) -> str:
-    """Return a line without what differs from run to run: numbers, their units, paths, widths."""
+    """Return a line without what differs from run to run: numbers, units, paths, widths, choices."""
     line = re.sub(r"(?<![\w.])/\S+", "PATH", line)
+    line = re.sub(r"auto \([\w-]+\)", "auto", line)  # what it takes depends on the cores
     line = re.sub(r"\d[\d,.]*(e[-+]?\d+)?( (us|ms|s)\b)?", "N", line)
     return " ".join(re.sub(r"[━─]+", "━", line).split())
 
