@@ -63,7 +63,7 @@ def commands(text: str, fence: str = "console run") -> list[str]:
 
 
 def normal(line: str) -> str:
-    """Return a line without what differs from run to run: numbers, units, paths, widths, choices."""
+    """Return a line without what differs from run to run: numbers, units, paths, widths."""
     line = re.sub(r"(?<![\w.])/\S+", "PATH", line)
     line = re.sub(r"auto \([\w-]+\)", "auto", line)  # what it takes depends on the cores
     line = re.sub(r"\d[\d,.]*(e[-+]?\d+)?( (us|ms|s)\b)?", "N", line)
