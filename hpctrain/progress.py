@@ -93,6 +93,8 @@ def closing_table(summary: Mapping[str, Any], text: bool = False) -> Table:
         "wait (exposed wire)": _part(summary["wait_s"], wall),
         "wire": _part(summary["wire_s"], wall),
     }
+    if skipped := summary.get("skipped_steps"):
+        rows["steps skipped"] = f"{skipped}, whose gradient was not finite"
     if summary.get("reason"):
         rows = {"ended early": summary["reason"], **rows}
     for name, value in rows.items():
