@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import random
 import signal
 import subprocess
@@ -475,3 +477,15 @@ def test_a_call_that_notes_nothing_is_noted_by_the_watch() -> None:
     thread.join(20)
     insides.look()
     assert [call.operation for call in record.snapshot().waits] == ["barrier"]
+
+
+def test_a_record_that_the_disk_does_not_let_go_ends_no_run(tmp_path, monkeypatch):
+    record = Record(record_path(tmp_path, 0), 0, 1)
+
+    def read_only(self):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", read_only)
+        record.close()
+    assert record_path(tmp_path, 0).exists()

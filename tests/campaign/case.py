@@ -207,6 +207,8 @@ def _fault(draw: random.Random, ranks: int) -> Fault:
 
 def _to_rank(draw: random.Random, ranks: int) -> Signal:
     number = draw.choice(["SIGKILL", "SIGKILL", "SIGKILL", "SIGUSR1", "SIGTERM", "SIGSTOP"])
+    if (number, ranks) == ("SIGSTOP", 1):
+        number = "SIGTERM"  # it is other ranks that see it
     step = draw.choice([1, *[draw.randint(2, 66)] * 4, 69])
     return Signal(number, draw.randrange(ranks), step, round(draw.uniform(0, 12), 1))
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-import os
 import subprocess
+import tempfile
 from pathlib import Path
 
 from campaign.case import FailingFile
@@ -17,10 +17,11 @@ def build(folder: Path) -> Path:
     """Compile failing.c into `folder`, unless it is there; return the library."""
     library = folder / "failing.so"
     if not library.exists():
-        fresh = folder / f"failing.{os.getpid()}.so"
+        fresh = Path(tempfile.mkdtemp(dir=folder)) / library.name  # others may build it too
         command = ["cc", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", fresh, SOURCE, "-ldl"]
         subprocess.run(command, check=True)
         fresh.rename(library)
+        fresh.parent.rmdir()
     return library
 
 

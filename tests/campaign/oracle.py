@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,10 @@ def _codes_of_signal(fault: Signal, launched: bool, lost: frozenset[int]) -> fro
         return lost
     if fault.signal == "SIGSTOP":
         return frozenset({0, 86})
-    return frozenset({0, 75}) | (frozenset({130}) if fault.signal == "SIGINT" else frozenset())
+    codes = {0, 75, 130} if fault.signal == "SIGINT" else {0, 75}
+    if fault.step is None:  # perhaps before launch catches signals: then nothing has begun
+        codes.add(-signal.Signals[fault.signal])
+    return frozenset(codes)
 
 
 def problems_of(case: Case, fault: Fault | None, seen: Attempt, run: Path) -> Iterator[str]:
@@ -65,7 +69,7 @@ def problems_of(case: Case, fault: Fault | None, seen: Attempt, run: Path) -> It
     codes = expected_codes(case, fault if seen.fired else None)
     if seen.code not in codes:
         yield f"exit code {seen.code}, expected one of {sorted(codes)[:9]}"
-    if "Traceback (most recent call last)" in seen.stderr:
+    if "Traceback (most recent call last)" in seen.stderr and not _at_import(case, fault):
         yield "a traceback"
     if seen.processes:
         yield f"processes left: {list(seen.processes.values())}"
@@ -82,6 +86,12 @@ def problems_of(case: Case, fault: Fault | None, seen: Attempt, run: Path) -> It
 def _not_of_mpi(case: Case, names: list[str]) -> list[str]:
     """Return the names but those that MPI's own launcher leaves when it, or a rank, is killed."""
     return [n for n in names if case.launcher == "launch" or not OF_MPI.match(n)]
+
+
+def _at_import(case: Case, fault: Fault | None) -> bool:
+    """Return whether a Ctrl-C may have met the interpreter before it knew of us."""
+    interrupt = isinstance(fault, Signal) and (fault.signal, fault.step) == ("SIGINT", None)
+    return interrupt and case.launcher == "mpiexec"
 
 
 def _problems_of_summary(case: Case, seen: Attempt, run: Path) -> Iterator[str]:
