@@ -62,7 +62,7 @@ def studies_case(rng: Generator, folder: Path) -> None:
         return
     assert kind != "whole" or found == made
     home.save(found)
-    assert home.known() == found
+    assert repr(home.known()) == repr(found)  # by repr: a machine may have nan among its facts
     assert len(found.trials) == found.repeats * len(found.sizes)
     assert all(found.share(size) >= 1 for size in found.sizes)
 
