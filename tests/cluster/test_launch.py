@@ -282,7 +282,9 @@ LIMIT_S = 10.0  # from the death of launch to that of its last process
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("mode", ["polite", "stubborn", "suspended"])
+@pytest.mark.parametrize(
+    "mode", ["polite", "stubborn", pytest.param("suspended", marks=pytest.mark.full)]
+)
 def test_a_killed_launch_takes_its_ranks_along(job, mode):
     launch, _ = job
     running = launch("polite" if mode == "polite" else "stubborn")
