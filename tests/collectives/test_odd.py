@@ -126,6 +126,51 @@ def test_all_reduce(ranks, name, nodes, dtype, step, checks):
     checks += ranks(body)
 
 
+def on_root(x: np.ndarray, op: str, world: World) -> np.ndarray | None:
+    arrays.reduce(x, op, world.size - 1, world, check=False)
+    return x if world.rank == world.size - 1 else None
+
+
+def bound(x: np.ndarray, op: str, world: World) -> np.ndarray | None:
+    """Reduce by a bound call; there is none of a mean."""
+    return None if op == "mean" else arrays.bind(x, op, result="shared", world=world)()
+
+
+#: What else reduces `x`: each returns the rows of the result that this rank has, or None.
+OTHERS = {
+    "reduce": on_root,
+    "reduce_scatter": lambda x, op, world: arrays.reduce_scatter(x, op, world, check=False),
+    "bind": bound,
+}
+
+
+@pytest.mark.pairs
+@on_ranks(2, 3, 5)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("call", OTHERS)
+def test_other_reductions(ranks, call, dtype, checks):
+    """Arrays of a row for each rank, of which each has one element or a few."""
+
+    def body(world):
+        faults, count = [], 0
+        for op in names(dtype_of(dtype)):
+            for width in (1, 7):
+                case = odd.Case(world.size, world.size * width, dtype, op)
+                x = odd.rows(case)[world.rank].copy().reshape(world.size, width)
+                with np.errstate(all="ignore"):
+                    found = OTHERS[call](x, op, world)
+                if found is not None:
+                    start = world.rank * width if found.size == width else 0
+                    wrong = odd.wrong(found.reshape(-1), case, start)
+                    faults += [(op, i) for i in wrong[:3]]
+                    count += 1
+                world.link.barrier()  # nobody writes what others still read
+        assert not faults, faults[:10]
+        return count
+
+    checks += ranks(body)
+
+
 def over_two_nodes(plain: World) -> World:
     """Return the World of the same ranks on two nodes, of which the first may have one more."""
     half = (plain.size + 1) // 2
