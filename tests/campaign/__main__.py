@@ -5,7 +5,8 @@
     PYTHONPATH=tests .venv-openmpi/bin/python -m campaign run --from FILE --failed
     PYTHONPATH=tests .venv-openmpi/bin/python -m campaign show FILE
 
-Cases that FILE has results of are not run again. The work folder keeps what failed.
+Cases that passed, as FILE tells, are not run again; of a case its last result counts. The work
+folder keeps what failed.
 """
 
 from __future__ import annotations
@@ -93,13 +94,16 @@ def _chosen(options: argparse.Namespace) -> list[Case]:
         lost = [t for t in tables if not options.failed or t.get("verdict") == "failed"]
         return [read(json.dumps(table)) for table in lost]
     known = _tables(options.results) if options.results else []
-    done = {(t["case"]["seed"], t["case"]["index"]) for t in known}
-    return [generate(options.seed, i) for i in options.cases if (options.seed, i) not in done]
+    passed = {(t["case"]["seed"], t["case"]["index"]) for t in known if t["verdict"] == "passed"}
+    return [generate(options.seed, i) for i in options.cases if (options.seed, i) not in passed]
 
 
 def _tables(path: Path) -> list[dict[str, Any]]:
-    tables = (json.loads(line) for line in path.read_text().splitlines()) if path.exists() else ()
-    return [table for table in tables if "campaign" not in table]
+    """Return the lines of a file of cases or results, the last one of each case."""
+    tables = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    of_cases = [table for table in tables if "campaign" not in table]
+    keys = [((case := t.get("case", t))["seed"], case["index"]) for t in of_cases]
+    return list(dict(zip(keys, of_cases, strict=True)).values())
 
 
 def _results(cases: Iterable[Case], work: Path, workers: int) -> Iterator[dict[str, Any]]:
