@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain import engines, nn, rundir, weights
+from hpctrain import checkpoint, engines, nn, rundir, weights
 from hpctrain import loop as loops
 from hpctrain import world as worlds
 from hpctrain.callbacks import Callbacks, EarlyStop
@@ -220,6 +220,7 @@ class Trainer:
         def claim() -> None:
             if self.world.rank == 0:
                 stack.enter_context(rundir.claimed(run, resume))
+                checkpoint.sweep(run)
 
         self.world.together(claim)
         stack.enter_context(self.world.watched(run, timeout_s))

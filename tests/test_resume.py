@@ -161,6 +161,15 @@ def test_resuming_a_complete_run_changes_nothing(tmp_path):
     assert before["wall_s"] == whole["wall_s"] > 0
 
 
+def test_resuming_a_complete_run_removes_what_the_disk_did_not_let_go(tmp_path):
+    run_on("threads", 1, lambda w: train(w, tmp_path / "run"))
+    left = tmp_path / "run" / "checkpoints" / ".step-00000024.partial"
+    left.mkdir()
+    (left / "part-00000.safetensors").touch()
+    run_on("threads", 1, lambda w: train(w, tmp_path / "run", True))
+    assert not left.exists()
+
+
 def test_a_resumed_run_tells_since_when_its_times_are(tmp_path):
     run_on("threads", 1, lambda w: train(w, tmp_path / "run"))
     shutil.rmtree(max((tmp_path / "run" / "checkpoints").glob("step-*")))

@@ -2,7 +2,7 @@
 
     RUN/checkpoints/step-00001200/             committed: one rename, when all is in it, makes it
     RUN/checkpoints/step-00001200.2/           the same step, saved once more
-    RUN/checkpoints/.step-00001300.partial/    being written; a killed job's goes at the next save
+    RUN/checkpoints/.step-00001300.partial/    being written; a killed job's goes with the next part
     RUN/checkpoints/bad-step-00001100/         found damaged by `load`, kept for a person to see
 
 A job killed at any moment leaves the checkpoints before it and perhaps a partial one that no one
@@ -162,9 +162,21 @@ def _prepare(partial: Path) -> None:
     checkpoints = partial.parent
     checkpoints.mkdir(parents=True, exist_ok=True)
     files.sync(checkpoints.parent)
+    _remove_partial(checkpoints)
+    partial.mkdir()
+
+
+def sweep(run: Path) -> None:
+    """Remove the partial checkpoints in `run`, which the caller holds; those that stay are seen."""
+    try:
+        _remove_partial(folder.of(run))
+    except OSError as error:
+        logger.warning("partial checkpoints stay: %s", error)
+
+
+def _remove_partial(checkpoints: Path) -> None:
     for left in checkpoints.glob(".step-*.partial"):
         _remove(left)
-    partial.mkdir()
 
 
 def _remove(left: Path) -> None:

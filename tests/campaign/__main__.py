@@ -20,6 +20,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _facts() -> dict[str, Any]:
-    return {"mpi": attempt.mpi(), "python": sys.version.split()[0], "cpu": machine.cpu(),
+    mpi = f"{attempt.mpi()} {metadata.version(attempt.mpi())}"
+    return {"mpi": mpi, "python": sys.version.split()[0], "cpu": machine.cpu(),
             "cores": os.cpu_count(), "versions": machine.versions()}  # fmt: skip
 
 
