@@ -479,6 +479,14 @@ def test_a_call_that_notes_nothing_is_noted_by_the_watch() -> None:
     assert [call.operation for call in record.snapshot().waits] == ["barrier"]
 
 
+def test_what_a_killed_rank_left_aside_goes_with_its_next_record(tmp_path):
+    path = record_path(tmp_path, 1)
+    for rank in (1, 2):
+        record_path(tmp_path, rank).with_name(f".rank-0000{rank}.4711").touch()
+    Record(path, 1, 3).close()
+    assert [left.name for left in tmp_path.iterdir()] == [".rank-00002.4711"]
+
+
 def test_a_record_that_the_disk_does_not_let_go_ends_no_run(tmp_path, monkeypatch):
     record = Record(record_path(tmp_path, 0), 0, 1)
 

@@ -163,6 +163,8 @@ def _open(path: Path | None) -> tuple[int | None, mmap.mmap | bytearray]:
     if path is None:
         return None, bytearray(_BYTES)
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{path.name}.*"):  # this rank was killed here, or had no room
+        left.unlink(missing_ok=True)
     # Written, not truncated to length: a full disk must fail here, not as SIGBUS in a message.
     # Renamed into place: somebody may still map the file of an earlier job.
     fresh = path.with_name(f".{path.name}.{os.getpid()}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -40,5 +41,7 @@ def mount(folder: Path, kib: int) -> None:
 
 
 def resize(folder: Path, kib: int = ROOM_KIB) -> None:
-    """Change the size of a file system that `mount` made."""
+    """Change the size of a file system that `mount` made, but not below what lies there."""
+    disk = os.statvfs(folder)
+    kib = max(kib, (disk.f_blocks - disk.f_bfree) * disk.f_frsize >> 10)
     subprocess.run(["mount", "-o", f"remount,size={kib}k", folder], check=True)
