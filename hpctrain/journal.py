@@ -5,35 +5,30 @@ Every rank has a journal, since sums are made by all; rank 0 alone writes and sp
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from hpctrain import launchers, progress, rundir
-from hpctrain.collectives import all_gather_bytes
+from hpctrain import facts, progress
 from hpctrain.data import Sampler, TextOptions
 from hpctrain.engines import Engine
 from hpctrain.engines import staleness as stale
 from hpctrain.engines.staleness import Staleness
 from hpctrain.errors import SaveError
-from hpctrain.gradients.arena import params_sha256
-from hpctrain.machine import blas_threads, versions
+from hpctrain.machine import versions
 from hpctrain.metrics import idle, means
 from hpctrain.nn import Sums, add
 from hpctrain.optim.optimizer import Schedule, rate_curve, rate_of
 from hpctrain.recipe import Recipe
 from hpctrain.runfiles import RunFiles
+from hpctrain.skip_counter import SkipCounter
 from hpctrain.timeline import Timeline
 from hpctrain.trace import TraceOptions
-from hpctrain.transport import paths
 from hpctrain.world import World
-from hpctrain.xp import shortage
 
 log = logging.getLogger(__name__)
 BAR_S = 0.1  # the bar is drawn this often at most: drawing takes time from training
@@ -59,8 +54,7 @@ class Journal:
         self.name = recipe.run.name if recipe else "training"
         self.steps_redone = 0
         self.intervals: int | None = 0  #: since the first step, each ended where all ranks met
-        self.skipped_steps = self.skipped_in_a_row = 0  # since the first step, also before a resume
-        self._dropped_before = self._dropped_earlier = 0
+        self.skips = SkipCounter(world, engine)
         self.files = RunFiles(None if world.rank else run)
         self._timeline = Timeline(world, run, trace)
         self._bar = progress.Bar(self.name, 0, total_steps, shown=False)  # until training begins
@@ -81,9 +75,7 @@ class Journal:
         if about.get("staleness"):
             self._stale_before = Staleness.from_json(about["staleness"])
         self.intervals = about.get("intervals", None if step else 0)
-        self.skipped_steps = about.get("skipped_steps", 0)
-        self.skipped_in_a_row = about.get("skipped_in_a_row", 0)
-        self._dropped_before = about.get("dropped_not_finite", 0)
+        self.skips.resume(about)
         open_row = about.get("open_row") or {"since_step": step, "sums": NOTHING}
         self._row_step = open_row["since_step"]
         if self.world.rank == 0:  # they are the sums of all ranks
@@ -109,7 +101,7 @@ class Journal:
         self._timeline.begin()
         self._bar = progress.Bar(self.name, step, self.total_steps, shown)
         self._times_before = dict(vars(self.engine.times))
-        self._dropped_earlier = self.engine.check.dropped  # an engine may train more than once
+        self.skips.begin()
         self._began = perf_counter()
 
     def count_interval(self) -> None:
@@ -144,10 +136,10 @@ class Journal:
             "steps": step - self._row_step,
             "since_step": self._first_step,  # where clocks began: a resumed run has several parts
             "epoch": self._epoch(step),
-            "samples": self._samples_before(step),
+            "samples": self.sampler.samples_before(step),
             **means("train", *sums),
             **self._tested,
-            "skipped_steps": self.skipped_steps,
+            "skipped_steps": self.skips.skipped_steps,
             "rate": None if self.rate is None else rate_of(self.rate, self._updates(step)),
             "rates": rate_curve(self.rate, self._row_step + 1, step, self._updates),
             "samples_per_s": done / max(now - self._row_s, 1e-9),
@@ -155,7 +147,7 @@ class Journal:
             **self._times(),
             "ranks": {name: ranks[name].round(6).tolist() for name in self._times()},
             **stale.metrics(self._staleness),
-            **self._dropped(ranks),
+            "dropped_gradients": self.skips.dropped_gradients(ranks, self._staleness),
             "idle_fraction": idle(ranks),
         }
         if interrupted:
@@ -182,9 +174,7 @@ class Journal:
             "steps_redone": self.steps_redone,
             "intervals": self.intervals,
             "rows_due": self.files.due,
-            "skipped_steps": self.skipped_steps,
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "dropped_not_finite": self._dropped_not_finite(self._summed()[1]),
+            **self.skips.state(self._summed()[1]),
             "recipe": self.name,
             "recipe_sha256": self.recipe and self.recipe.sha256,
         }
@@ -220,20 +210,10 @@ class Journal:
         if fault and self.world.rank == 0:
             log.warning("%s", fault)
 
-    def fail_alone(self, error: BaseException) -> bool:
-        """Write what can be told by a rank that fails while the others know nothing of it.
-
-        Returns whether it was the first to do so, as far as it can tell.
-        """
-        error = shortage(error) or error
+    def end_alone(self) -> None:
+        """End bar and trace, on a rank that fails while the others know nothing of it."""
         self._bar.close(self._row_step)
         self._timeline.end_alone()
-        who = f"rank {self.world.rank} on {self.world.host}, step {self.world.trace.step}"
-        reason = f"{who}: {type(error).__name__}: {error}"
-        told = {"status": "failed", "exit_code": 1, "reason": reason, "recipe": self.name}
-        with contextlib.suppress(OSError):  # a full disk, say: the error itself is to be seen
-            return self.run is None or rundir.write_first_summary(self.run, told)
-        return True
 
     def _summary(self, status: str, exit_code: int, reason: str | None) -> dict[str, Any]:
         world, engine, step = self.world, self.engine, self._row_step
@@ -244,22 +224,13 @@ class Journal:
             "exit_code": exit_code,
             "reason": reason,
             "recipe": self.name,
-            "engine": engine.name,
-            "algorithm": engine.algorithm,
-            "transport": world.transport,
-            "world_size": world.size,
-            "workers": engine.workers,
-            "servers": engine.servers,
-            "hosts": sorted(set(world.hosts)),
-            "gpus": sorted({place.gpu for place in world.places} - {""}),
-            "gpu_paths": _gpu_paths(world),
+            **facts.of_run(world, engine),
             "epochs": step / self.sampler.steps_per_epoch,
             "steps": step,
             "since_step": self._first_step,  # of a resumed run: since when times are told
             "steps_redone": self.steps_redone,
-            "skipped_steps": self.skipped_steps,
-            "restarts": launchers.restarts(os.environ),
-            "samples": self._samples_before(step),
+            "skipped_steps": self.skips.skipped_steps,
+            "samples": self.sampler.samples_before(step),
             "samples_per_s": self._samples(step) / max(wall, 1e-9),
             "wall_s": wall,
             **{name: float(ranks[name].mean()) for name in self._times()},
@@ -267,18 +238,11 @@ class Journal:
             "train_loss": self._last.get("train_loss"),
             **self._tested,
             **stale.metrics(self._staleness),
-            **self._dropped(ranks),
+            "dropped_gradients": self.skips.dropped_gradients(ranks, self._staleness),
             "idle_fraction": idle(ranks),
-            "params_sha256": self._params_sha256(),
+            "params_sha256": facts.trained_sha256(world, engine),
             "seed": self.sampler.seed,
-            "threads": blas_threads(),
-            "versions": versions(),
         }
-
-    def _params_sha256(self) -> str:
-        """Return the hash of what was trained: worker 0's, as a server's replica is not."""
-        own = params_sha256(self.engine.replica.arena) if self.engine.worker == 0 else ""
-        return b"".join(all_gather_bytes(self.world.link, own.encode())).decode()
 
     def _summed(self) -> tuple[Sums, dict[str, np.ndarray]]:
         """Return the sums of this interval, and by name each rank's own numbers: float64 (ranks,).
@@ -290,8 +254,7 @@ class Journal:
             **self._times(),
             "wall_s": self._wall_s(),
             "bytes_sent": engine.bytes_sent,
-            "dropped": engine.check.dropped - self._dropped_earlier,
-            "own_steps": engine.check.own_steps,
+            **self.skips.of_this_rank(),
         }
         table = np.zeros((len(mine), self.world.size))
         table[:, self.world.rank] = list(mine.values())
@@ -311,20 +274,9 @@ class Journal:
         here, before = self.engine.staleness, self._stale_before
         return here.merged(before) if here and before else here or before
 
-    def _dropped_not_finite(self, ranks: dict[str, np.ndarray]) -> int:
-        """Return how many gradients workers have dropped, since they were not finite."""
-        return self._dropped_before + int(ranks["dropped"].sum())
-
-    def _dropped(self, ranks: dict[str, np.ndarray]) -> dict[str, int | None]:
-        """Return how many gradients nobody took; None in a regime that drops none."""
-        late = self._staleness and self._staleness.dropped
-        if late is None and not ranks["own_steps"].any():
-            return {"dropped_gradients": None}
-        return {"dropped_gradients": (late or 0) + self._dropped_not_finite(ranks)}
-
     def _updates(self, step: int) -> int:
         """Return how many updates came before that of step `step`, counted from 1."""
-        return int(max(step - 1 - self.skipped_steps, 0) * self.engine.updates_per_step)
+        return int(max(step - 1 - self.skips.skipped_steps, 0) * self.engine.updates_per_step)
 
     def _write_row(self) -> None:
         self.files.add(self._last)
@@ -341,18 +293,5 @@ class Journal:
     def _epoch(self, step: int) -> int:
         return -(-step // self.sampler.steps_per_epoch)
 
-    def _samples_before(self, step: int) -> int:
-        """Return the samples of the first `step` steps: each epoch's last batch may be short."""
-        epoch, index = self.sampler.place(step)
-        return epoch * self.sampler.n + index
-
     def _samples(self, step: int) -> int:
-        return self._samples_before(step) - self._samples_before(self._first_step)
-
-
-def _gpu_paths(world: World) -> dict[str, str] | None:
-    """Return which way GPU memory took between ranks, and why; None on CPUs."""
-    if not any(place.gpu for place in world.places):
-        return None
-    arenas = world.memory.gpu
-    return paths.table(world.verdict, arenas is not None and arenas.refused)
+        return self.sampler.samples_before(step) - self.sampler.samples_before(self._first_step)

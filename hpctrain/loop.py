@@ -8,50 +8,29 @@ counts by itself: there it is 1 over the worker's own targets.
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import reduce
-from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from hpctrain import checkpoint, nn, rundir
 from hpctrain.callbacks import Callbacks, Row
-from hpctrain.data import Prefetch, Sampler, Samples, in_pieces, share
-from hpctrain.engines import Engine, Flags, Task, replay
+from hpctrain.data import Samples, in_pieces, share
+from hpctrain.engines import Engine, replay
 from hpctrain.engines.apart import for_any_engine
-from hpctrain.errors import Interrupted, Stopped, TrainingError, UsageError
+from hpctrain.errors import Interrupted, Stopped, UsageError
 from hpctrain.gradients.blocks import NOTHING, in_order
 from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.journal import Journal
 from hpctrain.keeper import Keeper
-from hpctrain.recipe import CheckpointOptions
 from hpctrain.stop import StopRequest, by_what
+from hpctrain.tasks import Plan, Tasks
 from hpctrain.world import World
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one call of fit does: the samples, and every how many steps what is done."""
-
-    train: Samples
-    test: Samples | None
-    sampler: Sampler
-    targets: int  #: per sample
-    blocks: int  #: parts of a batch; see hpctrain.engines.blocks_of
-    interval: int  #: steps per row of metrics
-    evaluate_every: int  #: steps; the model is also evaluated at the end
-    prefetch: int
-    timeout_s: float
-    checkpoints: CheckpointOptions
-    max_skipped: int  #: steps in a row that may be skipped, since a gradient is not finite; 0: none
-    about: dict[str, Any]  #: what checkpoints keep of the model
 
 
 def evaluate(engine: Engine, samples: Samples, blocks: int) -> nn.Sums:
@@ -73,80 +52,6 @@ def sums_over(replica: Replica, samples: Samples, indexes: np.ndarray) -> nn.Sum
     """Return the sums over the samples at `indexes`, read a few at a time."""
     pieces = (Batch(*rows) for rows in in_pieces(samples, indexes))
     return reduce(nn.add, map(replica.evaluate, pieces), NOTHING)
-
-
-class _Share(NamedTuple):
-    """What a worker has of a step: its samples, where they begin in the batch, of how many."""
-
-    step: int
-    first: int
-    batch: Batch
-    samples: int
-
-
-class _Work:
-    """The tasks of this worker, read ahead; see `hpctrain.engines.Work`. A context manager."""
-
-    def __init__(
-        self, world: World, engine: Engine, plan: Plan, journal: Journal, request: StopRequest
-    ):
-        self._world, self._engine, self._plan = world, engine, plan
-        self._journal, self._request = journal, request
-        self._shares: Prefetch[_Share] | None = None
-        self.may_drop = plan.max_skipped
-
-    def __enter__(self) -> _Work:
-        """Return self."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Read no more."""
-        if self._shares is not None:
-            self._shares.close()
-
-    def task(self, step: int) -> Task:
-        """Return this worker's share of a step, and the scale: see the top of this file."""
-        self.at(step)
-        if self._shares is None:
-            self._shares = Prefetch(
-                self._read, self._steps(step), self._plan.prefetch, self._plan.timeout_s
-            )
-        with self._world.trace.span("wait for data", "other"):
-            while (share := self._shares.next()).step < step:
-                pass  # of a step that the others took without this worker
-        samples = len(share.batch.y) if self._engine.asynchronous else share.samples
-        scale = 1.0 / max(samples * self._plan.targets, 1)
-        key = nn.Key(self._plan.sampler.seed, step, share.first, samples=share.samples)
-        return Task(share.batch, scale, key)
-
-    def done(self, step: int, sums: nn.Sums) -> None:
-        """Tell the journal."""
-        self._journal.step(step, sums)
-
-    def flags(self) -> Flags:
-        """Return whether this rank was asked to stop, and by which signal."""
-        return Flags(stop=self._request.number if self._request.requested else 0)
-
-    def at(self, step: int) -> None:
-        """Let the watch and the trace know the step."""
-        self._world.trace.step = step
-        if self._world.record is not None:
-            self._world.record.step = step
-
-    def _steps(self, first: int) -> Iterable[int]:
-        # A worker that is faster than the others computes more than its part of all steps.
-        return (
-            count(first) if self._engine.asynchronous else range(first, self._journal.total_steps)
-        )
-
-    def _read(self, step: int) -> _Share:
-        """Return this worker's share of a step; called by the thread that reads ahead."""
-        sampler, engine = self._plan.sampler, self._engine
-        assert engine.worker is not None  # who only serves asks for no tasks
-        indexes = sampler.batch_indexes(step)
-        first, own = share(indexes, engine.worker, engine.workers, self._plan.blocks)
-        epoch, _ = sampler.place(step)
-        return _Share(step, first, Batch(*self._plan.train.rows(own, epoch)), len(indexes))
 
 
 class Loop:
@@ -185,13 +90,13 @@ class Loop:
     def run(self, request: StopRequest) -> dict[str, Any]:
         """Train from `step` to the end, or to the step at which somebody asked to stop."""
         self.ended = self.callbacks.begin(self.rows)
-        with _Work(self.world, self.engine, self.plan, self.journal, request) as work:
+        with Tasks(self.world, self.engine, self.plan, self.journal, request) as work:
             self._train(work)
         self.order.end()
         early = self.step < self.journal.total_steps
         return self.journal.finish("done", 0, self.ended if early else None)
 
-    def _train(self, work: _Work) -> None:
+    def _train(self, work: Tasks) -> None:
         total = self.journal.total_steps
         while self.step < total and not self.ended:
             work.at(self.step)
@@ -200,9 +105,10 @@ class Loop:
             self.journal.count_interval()
             self.order.keep()
             if self.step > before:
-                self.journal.skipped_in_a_row = 0
+                self.journal.skips.in_a_row = 0
             if flags.failed:
-                self._skip(flags.failed - 1)
+                self.journal.skips.skip(self.step, flags.failed - 1, self.plan.max_skipped)
+                self.step += 1
             stopped = bool(flags.stop) and self.step < total
             self._look(stopped)
             last = self.step == total or stopped or bool(self.ended)
@@ -274,34 +180,6 @@ class Loop:
         self.step = found.step
         self.rows = self.journal.resume(found.step, found.about)
         self.keeper.resume(run)
-
-    def _skip(self, rank: int) -> None:
-        """Go on behind a step that no rank has taken; raise TrainingError if that is too much.
-
-        `rank` made a gradient that is not finite; the number of ranks: all of them, together.
-        """
-        journal, size = self.journal, self.world.size
-        check = self.engine.check
-        told = self.world.gather(json.dumps([check.fault, check.own_steps]))
-        fault, own_steps = json.loads(told[rank % size])
-        where = f"rank {rank} ({self.world.hosts[rank]})" if rank < size else "all ranks"
-        text = f"{fault} at step {self.step} on {where}"
-        if own_steps or journal.skipped_in_a_row >= self.plan.max_skipped:
-            raise TrainingError(
-                f"{text}; no rank has taken its gradient. {self._advice(own_steps)}"
-            )
-        if self.world.rank == 0 and not journal.skipped_steps:
-            log.warning("%s; the step is skipped. Rows of metrics count skipped_steps", text)
-        journal.skipped_steps += 1
-        journal.skipped_in_a_row += 1
-        self.step += 1
-
-    def _advice(self, own_steps: bool) -> str:
-        advice = "Lower the rate or lengthen the warm-up"
-        if not self.plan.max_skipped:
-            return f"{advice}, or set [run] not_finite = 'skip'"
-        these = "gradients that it made" if own_steps else "steps"
-        return f"Nor were the {self.plan.max_skipped} {these} before. {advice}"
 
     @property
     def _epoch(self) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TypeVar
 
+from hpctrain import rundir
 from hpctrain.ends import SPEAK_FIRST_S
 from hpctrain.errors import (
     HpctrainError,
@@ -26,7 +28,7 @@ E = TypeVar("E", bound=BaseException)
 @contextmanager
 def told(journal: Journal) -> Iterator[None]:
     """See to it that the summary tells how a run ended, also where it ended badly."""
-    journal.world.last_words = journal.fail_alone
+    journal.world.last_words = partial(_fail_alone, journal)
     try:
         yield
     except Stopped as error:
@@ -38,10 +40,10 @@ def told(journal: Journal) -> Iterator[None]:
         _with_last_lines(error, journal)
         raise
     except UsageError as error:  # out of a user's code, on this rank: the time to refuse is over
-        journal.fail_alone(error)
+        _fail_alone(journal, error)
         raise _with_last_lines(HpctrainError(str(error)), journal) from error
     except BaseException as error:
-        first = journal.fail_alone(error)
+        first = _fail_alone(journal, error)
         _with_last_lines(error, journal)
         if (short := shortage(error)) is None:
             raise
@@ -50,6 +52,21 @@ def told(journal: Journal) -> Iterator[None]:
         raise short from error
     finally:
         journal.world.last_words = None
+
+
+def _fail_alone(journal: Journal, error: BaseException) -> bool:
+    """Write the summary of a rank that fails while the others know nothing of it.
+
+    Returns whether it was the first to do so, as far as it can tell.
+    """
+    error, world = shortage(error) or error, journal.world
+    journal.end_alone()
+    who = f"rank {world.rank} on {world.host}, step {world.trace.step}"
+    reason = f"{who}: {type(error).__name__}: {error}"
+    facts = {"status": "failed", "exit_code": 1, "reason": reason, "recipe": journal.name}
+    with suppress(OSError):  # a full disk, say: the error itself is to be shown
+        return journal.run is None or rundir.write_first_summary(journal.run, facts)
+    return True
 
 
 def _with_last_lines(error: E, journal: Journal) -> E:

@@ -23,13 +23,14 @@ from hpctrain.gradients.precision import Precision, replica_of
 from hpctrain.gradients.replica import Replica
 from hpctrain.gradients.slowed import Slowed
 from hpctrain.journal import Journal
-from hpctrain.loop import Loop, Plan
+from hpctrain.loop import Loop
 from hpctrain.metrics import Metric
 from hpctrain.optim import Optimizer
 from hpctrain.outcome import told
 from hpctrain.recipe import CheckpointOptions, NotFinite, Recipe, most_skipped
 from hpctrain.resume import last_lines
 from hpctrain.stop import StopRequest
+from hpctrain.tasks import Plan
 from hpctrain.trace import TraceOptions
 from hpctrain.world import World
 from hpctrain.xp import shortage_told

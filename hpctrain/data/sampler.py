@@ -58,6 +58,11 @@ class Sampler:
         epoch, within = divmod(step, self.steps_per_epoch)
         return epoch, within * self.batch
 
+    def samples_before(self, step: int) -> int:
+        """Return the samples of the first `step` steps: each epoch's last batch may be short."""
+        epoch, index = self.place(step)
+        return epoch * self.n + index
+
     def batch_indexes(self, step: int) -> np.ndarray:
         """Return the global indexes of the samples of `step`, int64; the last may be short."""
         epoch, first = self.place(step)
