@@ -29,6 +29,7 @@ from hpctrain.keeper import Keeper
 from hpctrain.stop import StopRequest, by_what
 from hpctrain.tasks import Plan, Tasks
 from hpctrain.world import World
+from hpctrain.xp import finish
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ class Loop:
             last = self.step == total or stopped or bool(self.ended)
             if last:
                 self.engine.settle()  # what is left in the arena is what was trained
+                finish(self.engine.replica.arena.param)  # no copy into it outlives us
             if last or self.keeper.due(self.step, self.row):
                 self.order.sync()
                 self.keeper.save(self.step, self.row, must=last)
