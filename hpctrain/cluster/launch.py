@@ -19,25 +19,21 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hpctrain import launchers, resume, rundir
 from hpctrain.cluster import gpus, guard
-from hpctrain.errors import UsageError
+from hpctrain.cluster.job_end import STOPPED, Ended, exit_code, say
+from hpctrain.errors import Stopped, UsageError
 from hpctrain.interpreter import module_command
 from hpctrain.progress import TERMINAL
 
-_OURS = (0, 1, 2, 3, 75, 86, 130)  # the exit codes that mean what we agreed on
-_REFUSED, _STOPPED, _INTERRUPTED = 2, 75, 130
-_ENDINGS = ("done", "stopped", "failed", "hung")
 _STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 #: Open MPI sends so much over TCP unasked: a segment of the ring, and MPI's header.
 EAGER_BYTES = (1 << 20) + 4096
 PROBE_S = 120  # a cold shared file system takes its time
 #: After mpiexec has ended, or a second Ctrl-C: (seconds, signal to all that are left).
 _LEFT = ((5.0, signal.SIGKILL), (5.5, signal.SIGKILL))
-_FULL = ": a bus error; is /dev/shm full? See `hpctrain doctor`"
-_SAME_TIME_S = 0.05  # file times come from a clock that ticks more coarsely than time.time()
 
 
 class Mpi(NamedTuple):
@@ -47,18 +43,6 @@ class Mpi(NamedTuple):
     version: str
     libmpi: str
     mpiexec: str | None
-
-
-class Ended(NamedTuple):
-    """How mpiexec ended (as in subprocess) and the signals that asked us to stop."""
-
-    code: int
-    signals: tuple[int, ...]
-
-    @property
-    def killed(self) -> bool:
-        """Whether a second Ctrl-C ended it."""
-        return self.signals.count(signal.SIGINT) > 1
 
 
 def launch(n: int, arguments: Sequence[str]) -> int:
@@ -75,6 +59,15 @@ def launch(n: int, arguments: Sequence[str]) -> int:
 def launch_argv(n: int, argv: Sequence[str]) -> int:
     """Run the command `argv` on `n` ranks; as `launch`."""
     _refuse(n, launchers.launched(os.environ))
+    try:
+        with _stoppable():
+            return _launched(n, argv)
+    except Stopped as error:
+        say(str(error))
+        return STOPPED
+
+
+def _launched(n: int, argv: Sequence[str]) -> int:
     mpi, started = find_mpi(), time.time()
     slots = launchers.slots(os.environ) or _physical_cores()
     line, extra = command(mpi, n, argv, n > slots, os.geteuid() == 0)
@@ -83,7 +76,24 @@ def launch_argv(n: int, argv: Sequence[str]) -> int:
         ours |= _for_ranks(_shown(note.fileno()))
         environ = eager_defaults() | launchers.scrubbed(os.environ) | extra | ours
         ended = _supervise(line, environ)
-        return _outcome(ended, _announced(note.read()), started)
+        return exit_code(ended, note.read(), started)
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Turn a signal that asks for a stop into Stopped, as long as there is no job to hand it to."""
+
+    def stop(number: int, _: object) -> None:
+        raise Stopped(f"stopped by {signal.Signals(number).name} before a run began")
+
+    numbers = [number for number in _STOPS if signal.getsignal(number) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def command(
@@ -234,58 +244,3 @@ def stop_signals() -> Iterator[Callable[[], list[int]]]:
             signal.signal(number, handler)
         os.close(inbox)
         os.close(outbox)
-
-
-def _announced(note: bytes) -> Path | None:
-    run = Path(os.fsdecode(note)) if note else None
-    return run if run and run.is_dir() else None
-
-
-def _outcome(ended: Ended, run: Path | None, started: float) -> int:
-    """Return the exit code of the job; write a summary where its ranks could not."""
-    summary = _fresh(run, started) if run else None
-    refused = ended.code == _REFUSED and not ended.killed
-    if run and summary is None and not refused:
-        summary = _record_loss(run, ended)
-    if ended.killed:
-        return _INTERRUPTED
-    return int(summary["exit_code"]) if summary else _without_run(ended)
-
-
-def _record_loss(run: Path, ended: Ended) -> dict[str, Any]:
-    code = _INTERRUPTED if ended.killed else 1
-    what = "interrupted twice" if ended.killed else f"a rank was lost: {_told(ended.code)}"
-    lost = {"status": "failed", "exit_code": code, "reason": what}
-    summary = (rundir.read_summary(run) or {}) | lost | {"launcher_exit_code": ended.code}
-    rundir.write_summary(run, summary)
-    _say("\nhpctrain: ".join([what, *resume.last_lines(run)]))
-    return summary
-
-
-def _without_run(ended: Ended) -> int:
-    """Return the code of a job that has no folder: it is no training, or did not come to it."""
-    if ended.code in _OURS:
-        return ended.code
-    if ended.signals:  # nothing can be lost yet: to start again is to resume
-        _say("stopped before a run began")
-        return _INTERRUPTED if signal.SIGINT in ended.signals else _STOPPED
-    _say(f"before a run began, {_told(ended.code)}")
-    return 1
-
-
-def _fresh(run: Path, started: float) -> dict[str, Any] | None:
-    """Return the summary that this job wrote, None if there is none."""
-    summary = rundir.read_summary(run)
-    if summary is None or summary.get("status") not in _ENDINGS:
-        return None
-    written = (run / rundir.SUMMARY).stat().st_mtime
-    return summary if written >= started - _SAME_TIME_S else None
-
-
-def _told(code: int) -> str:
-    name = code if code >= 0 else signal.Signals(-code).name
-    return f"mpiexec ended with {name}{_FULL * (code % 128 == signal.SIGBUS)}"
-
-
-def _say(text: str) -> None:
-    print(f"hpctrain: {text}", file=sys.stderr, flush=True)

@@ -56,7 +56,7 @@ def _codes_of_signal(fault: Signal, launched: bool, lost: frozenset[int]) -> fro
     if fault.signal == "SIGSTOP":
         return frozenset({0, 86})
     codes = {0, 75, 130} if fault.signal == "SIGINT" else {0, 75}
-    if fault.step is None:  # perhaps before launch catches signals: then nothing has begun
+    if fault.step is None:  # perhaps while Python itself starts: then nothing has begun
         codes.add(-signal.Signals[fault.signal])
     return frozenset(codes)
 

@@ -17,7 +17,8 @@ from hpctrain import rundir
 from hpctrain.cli import hpctrain as whole_command
 from hpctrain.cluster import guard
 from hpctrain.cluster import launch as module
-from hpctrain.cluster.launch import Ended, Mpi, command
+from hpctrain.cluster.job_end import Ended, exit_code
+from hpctrain.cluster.launch import Mpi, command
 from hpctrain.commands.launch import launch as launch_command
 from hpctrain.errors import UsageError
 
@@ -123,7 +124,7 @@ def test_outcome(tmp_path, code, signals, status, expected):
     if status:
         rundir.write_summary(tmp_path, {"status": status, "exit_code": CODES[status]})
     run = None if status == "" else tmp_path
-    assert module._outcome(Ended(code, signals), run, time.time() - 1) == expected
+    assert exit_code(Ended(code, signals), os.fsencode(run or ""), time.time() - 1) == expected
 
 
 @pytest.mark.parametrize("age_s, status", [(60, "done"), (0, "running")])
@@ -133,7 +134,7 @@ def test_what_this_job_did_not_end_with_is_no_outcome(tmp_path, capsys, age_s, s
     os.utime(tmp_path / rundir.SUMMARY, (then, then))
     (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-00000007" / "manifest.json").touch()
-    assert module._outcome(Ended(-9, ()), tmp_path, time.time() - 1) == 1
+    assert exit_code(Ended(-9, ()), os.fsencode(tmp_path), time.time() - 1) == 1
     told = {"status": "failed", "exit_code": 1, "launcher_exit_code": -9, "steps": 7}
     told["reason"] = "a rank was lost: mpiexec ended with SIGKILL"
     assert rundir.read_summary(tmp_path) == told
@@ -346,3 +347,20 @@ def test_a_stop_before_the_run_began(start, tmp_path):
     running.until("up")
     running.process.send_signal(signal.SIGINT)
     assert running.finish(20).returncode == 130
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_while_launch_looks_for_the_mpi(number):
+    """Only the first of many processes that it starts: nothing is lost yet, nothing is left."""
+    line = [sys.executable, "-m", "hpctrain", "launch", "-n", "2", "train", "digits"]
+    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not (children := psutil.Process(process.pid).children()):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(number)
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 75
+    assert said == f"hpctrain: stopped by {number.name} before a run began\n"
+    assert not psutil.wait_procs(children, timeout=60)[1]  # a probe that begins ends by itself
