@@ -142,7 +142,7 @@ def added_in_the_order_of_ranks(monkeypatch):
 def cut_by_ranks(monkeypatch):
     """Blocks of one size on each rank, of another on the next number of ranks."""
     share = data.sampler.share
-    monkeypatch.setattr("hpctrain.loop.share", lambda i, r, size, blocks=0: share(i, r, size))
+    monkeypatch.setattr("hpctrain.tasks.share", lambda i, r, size, blocks=0: share(i, r, size))
 
 
 PLANTED = {
