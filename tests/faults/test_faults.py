@@ -155,7 +155,7 @@ def test_a_checkpoint_of_another_model(digits, trained, tmp_path):
     job = digits(*TEN_STEPS, *sets(model_widths="[64,20,10]"), "--resume")
     ended = job.finish()
     assert (ended.returncode, "Traceback" in ended.stderr) == (2, False), ended.stderr
-    assert ended.stderr.count("the checkpoint does not fit the recipe") == 1
+    assert ended.stderr.count("does not fit the recipe") == 1
 
 
 # The step from which on no file can grow -> the checkpoints made before, those that then fail

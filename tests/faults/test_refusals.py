@@ -71,7 +71,7 @@ def good():
 
 # What is done to good arrays -> what is said of the file. Other faults: tests/data.
 DATA = {
-    "missing": (None, "data.npz: expected an .npz file, seen nothing"),
+    "missing": (None, "data.npz: expected a file, seen nothing"),
     "wrong for the model": ({"x": np.ones((40, 63)), "x_test": np.ones((4, 63))},
                             "[model] widths: expected 63 first"),
     "label too large": ({"y": np.arange(40)}, "[model] widths: expected at least 40 last"),
@@ -106,10 +106,10 @@ def test_a_batch_smaller_than_the_job(digits):
 # What ranks call -> what every one of them is told; more of it in test_arrays.py
 CALLS = {
     "np.ones(9)[::2]": "expected a C-contiguous array, seen shape (5,)",
-    "np.ones(4, complex)": "float32, float64, int32, int64, seen complex128",
+    "np.ones(4, 'm8[s]')": "seen timedelta64[s]",
     "np.ones(4, 'f4' if mine else 'f8')":
-        "rank 0 has 4 float64 allreduce sum auto, but rank 1 has 4 float32",
-    "np.ones(4 + mine)": "rank 0 has 4 float64 allreduce sum auto, but rank 1 has 5",
+        "ranks 0, 2 have allreduce sum auto of float64 (4,), but rank 1 has allreduce sum auto of float32",
+    "np.ones(4 + mine)": "auto of float64 (4,), but rank 1 has allreduce sum auto of float64 (5,)",
 }  # fmt: skip
 SCRIPT = """
 import sys
