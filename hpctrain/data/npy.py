@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import struct
 import warnings
@@ -95,5 +96,16 @@ def _parsed(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
         raise ValueError(f"a header of {length} bytes, which has {MOST_BYTES} at most")
     with warnings.catch_warnings():  # of Python 2's numbers, of backslashes in damaged text
         warnings.simplefilter("ignore")
-        shape, fortran, dtype = parse(io.BytesIO(size + file.read(length)))
+        shape, fortran, dtype = _retried(parse, size + file.read(length))
     return shape, fortran, dtype
+
+
+def _retried(parse: Callable[..., Any], text: bytes) -> Any:
+    """Return `parse` of `text`, tried again where CPython 3.11 fails for no fault of the text.
+
+    It miscounts the depth of an expression while two threads parse one each (gh-106905).
+    """
+    for _ in range(99):
+        with contextlib.suppress(SystemError):
+            return parse(io.BytesIO(text))
+    return parse(io.BytesIO(text))

@@ -346,7 +346,7 @@ def test_a_gradient_that_is_not_finite_reaches_nobody(monkeypatch, regime):
 
     def gradient(self, batch, scale, key, on_ready):
         sums = good(self, batch, scale, key, on_ready)
-        if key.step == 3 and key.first == 0:  # worker 0
+        if key.step >= 3 and key.first == 0:  # worker 0, whose gradient may now and then be late
             self.arena.grad[:] = np.nan
             return sums._replace(loss=float("nan"))
         return sums
