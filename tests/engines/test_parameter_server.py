@@ -343,10 +343,11 @@ def test_a_request_to_stop_reaches_everybody(ranks, regime, who):
 @pytest.mark.parametrize("regime", ENDS)
 def test_a_gradient_that_is_not_finite_reaches_nobody(monkeypatch, regime):
     good = ModelReplica.gradient
+    bad = range(3, STEPS if regime == "backup" else 4)  # there that of one step may come too late
 
     def gradient(self, batch, scale, key, on_ready):
         sums = good(self, batch, scale, key, on_ready)
-        if key.step >= 3 and key.first == 0:  # worker 0, whose gradient may now and then be late
+        if key.step in bad and key.first == 0:  # worker 0
             self.arena.grad[:] = np.nan
             return sums._replace(loss=float("nan"))
         return sums
