@@ -86,14 +86,15 @@ def _stoppable() -> Iterator[None]:
     def stop(number: int, _: object) -> None:
         raise Stopped(f"stopped by {signal.Signals(number).name} before a run began")
 
-    numbers = [number for number in _STOPS if signal.getsignal(number) == signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, stop)
+    # Ctrl-C is an exception already; under nohup a lost terminal is to be ignored.
+    asked = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    caught = [number for number in asked if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in caught}
     try:
         yield
     finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def command(
