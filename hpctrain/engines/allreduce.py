@@ -22,7 +22,7 @@ from hpctrain.collectives.nccl import communicator, nccl
 from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.collectives.vote import largest
 from hpctrain.engines import compressed, overlap
-from hpctrain.engines.engine import Flags, Task, Times, Work, in_step
+from hpctrain.engines.engine import Flags, Task, Times, Work, in_step, nobody_waits
 from hpctrain.engines.ordered import sums_of
 from hpctrain.engines.overlap import AsNeeded
 from hpctrain.engines.shared import Shared
@@ -142,6 +142,8 @@ class AllReduce:
             options, self._sums.allreduce, replica.arena, world.size, world.memory.zeros_like
         )
         self._as_needed: AsNeeded | None = None
+        #: The range of the sums that this rank looks at; None where it looks at its own gradient.
+        self._own_sum: slice | None = None
         self._reducer: Reducer | Shared
         self.update: Replicated | Sharded | Shared
         if options.share_parameters:
@@ -174,6 +176,8 @@ class AllReduce:
             parts = [slice(bucket.start, bucket.stop) for bucket in cut]
             update = InParts(optimizer, self.update.state, arena.param, arena.slots, parts)
             self._as_needed = AsNeeded(self._reducer, update, times, trace)
+        elif self._compressor is None and not on_device(arena.grad):
+            self._own_sum = self.update.own
         if self.update.reduce is auto:
             self.algorithm = f"auto ({', '.join(dict.fromkeys(self._reducer.algorithms))})"
 
@@ -189,13 +193,15 @@ class AllReduce:
             self._compressor.begin()
         need = self._as_needed.need if self._as_needed else None
         key = task.key._replace(sum_over_ranks=self._sum_and_wait, on_need=need)
-        ready = self.check.begin(self._reducer.ready)
+        ready = self.check.begin(self._reducer.ready, own=self._own_sum is None)
         sums = self.replica.gradient(task.batch, task.scale, key, ready)
-        fine = self.check.passes(sums)
+        if not self.check.passes(sums):
+            flags = flags.failing(self.worker)
         waits = perf_counter()
         computed = add("forward, backward", "compute", start, waits)
         times.compute_s += computed - (times.wait_s - waited)  # a layer may have waited on its way
-        flags = self._vote(flags if fine else flags.failing(self.worker))
+        if self._own_sum is None:
+            flags = self._vote(flags)
         sums = self._sums.of_the_step(sums, self.sum)
         if self._as_needed is not None and not flags.failed:
             times.wait_s += add("wait for flags", "wait", waits, perf_counter())
@@ -204,6 +210,8 @@ class AllReduce:
             flags = self._finish(waits, flags)
         if flags.failed:
             self._undo()
+            if self._own_sum is not None:
+                flags = self._blame(task._replace(key=key), flags)
         times.wire_s = self._reducer.wire_s
         return sums, flags
 
@@ -211,6 +219,9 @@ class AllReduce:
         """Wait for all sums, and take them unless the step has failed."""
         times, add = self.times, self._trace.add
         gradient = self._reducer.wait()
+        if self._own_sum is not None:
+            fine = self.check.sum_passes(gradient[self._own_sum])
+            flags = self._vote(flags if fine else flags.failing(self.worker))
         arrived = perf_counter()
         times.wait_s += add("wait for gradients", "wait", since, arrived)
         waited = times.wait_s
@@ -224,6 +235,22 @@ class AllReduce:
         updated = add("update", "compute", arrived, perf_counter())
         times.compute_s += updated - (times.wait_s - waited)  # ranks wait for each other on the way
         return flags
+
+    def _blame(self, task: Task, flags: Flags) -> Flags:
+        """Return `flags` with the rank whose own gradient spoils the sum; collective.
+
+        The sum was written over the gradients: so all ranks make theirs once more.
+        """
+        ready = self.check.begin(nobody_waits)
+        key = task.key._replace(again=True)
+        sums = self.replica.gradient(task.batch, task.scale, key, ready)
+        own = flags._replace(failed=0)
+        own = self._vote(own if self.check.passes(sums) else own.failing(self.worker))
+        self.check.undo()
+        if own.failed:
+            return own
+        self.check.fault = "the sum of gradients is not finite"  # of a replica that draws numbers
+        return flags.failing(self.workers)
 
     def _undo(self) -> None:
         """Leave no trace of a step whose sum no rank has taken."""

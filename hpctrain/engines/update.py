@@ -26,6 +26,7 @@ from hpctrain.checkpoint import Piece
 from hpctrain.collectives import AllReduceFunction, Group, Operation, all_gather_bytes
 from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.ring import all_gather
+from hpctrain.collectives.slots import parts
 from hpctrain.engines.engine import BLOCK, Times, fitting, load_into, pieces_of, whole
 from hpctrain.gradients.arena import Arena, Slot, offset_in
 from hpctrain.optim import Optimizer
@@ -82,6 +83,8 @@ class Replicated:
         """Keep the whole state; `sums` brings gradients to every rank."""
         self.reduce, self.state = sums, optimizer.init(arena.param)
         self._arena, self._optimizer, self._link = arena, optimizer, group.link
+        #: what `direct` sums here, of all that is summed everywhere
+        self.own = slice(*parts(arena.grad, group.link.size)[group.link.rank :][:2])
 
     def __call__(self, gradient: np.ndarray) -> None:
         """Take a summed gradient, of the length of the plane."""
@@ -118,9 +121,10 @@ class Sharded:
         self._times, self._trace = times, trace
         rank, size = group.link.rank, group.link.size
         self._offsets = bounds(arena.param.size, size, BLOCK)
-        self._own = slice(self._offsets[rank], self._offsets[rank + 1])
-        self._slots = seen_from(self._own.start, arena.slots)
-        self.state = optimizer.init(arena.param[self._own])
+        #: the range of this rank
+        self.own = slice(self._offsets[rank], self._offsets[rank + 1])
+        self._slots = seen_from(self.own.start, arena.slots)
+        self.state = optimizer.init(arena.param[self.own])
 
     def reduce(self, group: Group, x: np.ndarray, op: Operation) -> None:
         """Sum slice `x` of the gradient plane, each element on the rank that updates it."""
@@ -132,7 +136,7 @@ class Sharded:
         """Take a gradient that is summed in this rank's range; fill in the other ranges."""
         param = self._arena.param
         self._optimizer.update(
-            gradient[self._own], self.state, param[self._own], self._slots, self._rows_of_all
+            gradient[self.own], self.state, param[self.own], self._slots, self._rows_of_all
         )
         with self._trace.span("gather parameters", "wait") as waiting:
             all_gather(self._group, param, self._offsets)
@@ -140,11 +144,11 @@ class Sharded:
 
     def pieces(self) -> list[Piece]:
         """Return what this rank alone holds, and its 1/P of what all hold."""
-        return range_pieces(self._arena, self.state, self._own.start, slice(None), self._group.link)
+        return range_pieces(self._arena, self.state, self.own.start, slice(None), self._group.link)
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Take this rank's range out of the whole state."""
-        load_range(self._arena, self.state, self._own, arrays)
+        load_range(self._arena, self.state, self.own, arrays)
 
     def _rows_of_all(self, rows: np.ndarray) -> np.ndarray:
         """Return the rows of all ranges, in order; see `hpctrain.optim.optimizer.Optimizer`."""

@@ -18,7 +18,7 @@ from hpctrain import data, engines, nn, optim, recipe, runs, xp
 from hpctrain.errors import TrainingError, UsageError
 from hpctrain.gradients import finite
 from hpctrain.gradients.finite import GradientCheck
-from hpctrain.gradients.replica import ModelReplica
+from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.trainer import Trainer
 
 STEPS, BATCH, BAD, INTERVAL = 9, 24, 4, 3
@@ -79,6 +79,7 @@ class Planted:
 
     def __init__(self, replica: Any, steps: Any, value: float):
         self.inner, self.steps, self.value, self.made = replica, steps, value, 0
+        self.slot, self.element = SLOT, 5
         self.evaluate, self.move = replica.evaluate, replica.move
 
     @property
@@ -90,9 +91,9 @@ class Planted:
         names = [slot.name for slot in self.arena.slots]
 
         def ready(name):
-            if planted and name == (SLOT if SLOT in names else names[-2]):
+            if planted and name == (self.slot if self.slot in names else names[-2]):
                 arena = self.arena
-                arena.views(arena.grad)[name].reshape(-1)[5:6] = self.value
+                arena.views(arena.grad)[name].reshape(-1)[self.element] = self.value
             on_ready(name)
 
         self.made += 1
@@ -378,6 +379,34 @@ def test_every_slot_is_looked_at():
     run_on("threads", 1, body)
 
 
+@pytest.mark.parametrize("name", ["replicated, no overlap", "overlap", "shard_optimizer"])
+def test_every_part_of_a_sum_is_looked_at(name):
+    """By some rank; and the rank whose gradient it was is named, with its fault alone."""
+
+    def body(world):
+        replica = Planted(ModelReplica(MLP.build((8, 8), 10), 0, np.float32), [0], np.nan)
+        engine = TOGETHER[name].build(world, replica, SGD)
+        samples = digits()
+        part = slice(world.rank, None, world.size)
+        task = engines.Task(Batch(samples.x[part], samples.y[part]), 1 / 151, nn.Key(0, 0, 0))
+        before = engine.replica.arena.param.tobytes()
+        for turn, slot in enumerate(replica.arena.slots):
+            rank = turn % world.size
+            for replica.slot, replica.element in ((slot.name, 0), (slot.name, -1)):
+                replica.steps = [0] if world.rank == rank else []
+                flags = engine.step(task, engines.Flags())[1]
+                assert flags == engines.Flags().failing(rank)
+                mine = f"the gradient of '{slot.name}' is not finite" * (world.rank == rank)
+                assert engine.check.fault == mine
+        assert engine.replica.arena.param.tobytes() == before
+        replica.steps = []
+        assert engine.step(task, engines.Flags())[1] == engines.Flags()
+        assert engine.replica.arena.param.tobytes() != before
+        engine.close()
+
+    run_on("threads", 3, body)
+
+
 ON_GPUS = {
     "single": (1, engines.Single()),
     "overlap": (2, engines.AllReduce(overlap="always", **SMALL)),
@@ -530,7 +559,7 @@ def test_a_recipe_skips(tmp_path, monkeypatch):
     def gradient(self, batch, scale, key, on_ready):
         def ready(name):
             if key.step in (1, 2, 4):
-                self.arena.grad[...] = np.nan
+                self.arena.views(self.arena.grad)[name][...] = np.nan
             on_ready(name)
 
         return good(self, batch, scale, key, ready)
