@@ -9,6 +9,7 @@ import click
 
 from hpctrain import world
 from hpctrain.bench import steps
+from hpctrain.commands import _options
 from hpctrain.commands._complete import recipes
 
 EPILOG = """\b
@@ -31,13 +32,7 @@ FILE = click.Path(path_type=Path, dir_okay=False)
               help="Which of ours.")  # fmt: skip
 @click.option("--rivals", default="", metavar="NAMES", help="Other libraries: horovod, gloo.")
 @click.option("--batch-per-rank", "batches", metavar="N,...", help="Default: the recipe's.")
-@click.option(
-    "--set",
-    "sets",
-    multiple=True,
-    metavar="TABLE.KEY=VALUE",
-    help="Change the recipe; a key that excludes this one is removed.",
-)
+@_options.sets
 @click.option("--iterations", default=20, show_default=True, metavar="N", help="How often.")
 @click.option("--warm-up", default=2, show_default=True, metavar="N", help="How often before.")
 @click.option("--json", type=FILE, metavar="FILE", help="Keep all rows, with the machine.")

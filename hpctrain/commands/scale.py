@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from hpctrain.commands import _options
 from hpctrain.commands._complete import recipes
 from hpctrain.scaling.changes import MODES
 from hpctrain.scaling.places import PLACES
@@ -54,13 +55,7 @@ interrupted. See docs/scaling.md.
 @click.option(
     "--steps", type=int, metavar="N", help="Timed per trial; some 2 s unless given, 200 on Slurm."
 )
-@click.option(
-    "--set",
-    "sets",
-    multiple=True,
-    metavar="TABLE.KEY=VALUE",
-    help="Change the recipe; a key that excludes this one is removed.",
-)
+@_options.sets
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),

@@ -19,6 +19,7 @@ from hpctrain.cluster.controller import NO_ANSWER
 from hpctrain.cluster.job import job_name
 from hpctrain.cluster.show import show
 from hpctrain.cluster.slurm import render as script
+from hpctrain.commands import _options
 from hpctrain.commands._complete import choices, recipes
 from hpctrain.commands._job import asked_for, must_go_on
 from hpctrain.errors import HpctrainError, UsageError
@@ -68,7 +69,7 @@ OPTIONS = [
         help=f"One of: {', '.join(engines.ENGINES)}.",
     ),
     click.option("--epochs", type=int, metavar="N", help="Passes over the training data."),
-    click.option("--set", "sets", multiple=True, metavar="TABLE.KEY=VALUE", help="As for train."),
+    _options.sets,
     click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Of sbatch."),
     click.option("--job-name", metavar="NAME", help="The recipe's unless given."),
     click.option(

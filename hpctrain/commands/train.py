@@ -8,6 +8,7 @@ from typing import get_args
 import click
 
 from hpctrain import engines, recipe, runs, world
+from hpctrain.commands import _options
 from hpctrain.commands._complete import choices, recipes
 from hpctrain.transport.gpus import Device
 
@@ -43,13 +44,7 @@ A recipe may name functions in files beside it: whoever trains a recipe runs its
     shell_complete=choices(get_args(Device)),
     help="auto, cpu or gpu.",
 )
-@click.option(
-    "--set",
-    "sets",
-    multiple=True,
-    metavar="TABLE.KEY=VALUE",
-    help="Change the recipe; a key that excludes this one is removed.",
-)
+@_options.sets
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: runs/RECIPE-TIME."
 )

@@ -10,7 +10,7 @@ each rank makes 1/P of the update, for as many bytes; see `update.py`. Source: G
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from time import perf_counter
 
 import numpy as np
@@ -22,6 +22,7 @@ from hpctrain.collectives.nccl import communicator, nccl
 from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.collectives.vote import largest
 from hpctrain.engines import compressed, overlap
+from hpctrain.engines.contradictions import contradictions
 from hpctrain.engines.engine import Flags, Task, Times, Work, in_step, nobody_waits
 from hpctrain.engines.ordered import sums_of
 from hpctrain.engines.overlap import AsNeeded
@@ -52,59 +53,9 @@ class AllReduceOptions(WireOptions):
         super().__post_init__()
         if self.reduction == "ordered":
             all_gather_named(self.algorithm)  # some cannot
-        for seen, message in self._contradictions():
-            if seen:
+        for given, message in contradictions(self):
+            if given:
                 raise UsageError(message)
-
-    def _contradictions(self) -> Iterator[tuple[bool, str]]:
-        """Say what does not go together, and whether it is seen here."""
-        shard, share, ordered = (
-            self.shard_optimizer,
-            self.share_parameters,
-            self.reduction == "ordered",
-        )
-        yield (
-            shard and share,
-            "[engine] shard_optimizer: expected without share_parameters, seen both; where "
-            "parameters are shared, a rank keeps only a part of the optimizer's state anyway",
-        )
-        for key in ("shard_optimizer", "share_parameters"):
-            yield (
-                getattr(self, key) and self.compression != "none",
-                f"[engine] {key}: ranks exchange ranges of the gradient as it is; "
-                f"expected [wire] compression none, seen {self.compression}",
-            )
-        yield (
-            share and ordered,
-            "[engine] share_parameters: ranks add what their neighbours have, in the order of "
-            "ranks; expected [wire] reduction 'fast', seen 'ordered'",
-        )
-        yield (
-            share and self.overlap == "always",
-            "[engine] share_parameters: sums are made in the pass of the update, after "
-            "backward; expected [wire] overlap 'auto' or 'never', seen 'always'",
-        )
-        yield (
-            shard and self.algorithm not in ("auto", "ring"),
-            "[engine] shard_optimizer: ranks exchange ranges along a ring; expected [wire] "
-            f"algorithm auto or ring, seen {self.algorithm}",
-        )
-        yield from self._beside_priority()
-
-    def _beside_priority(self) -> Iterator[tuple[bool, str]]:
-        """Say what [wire] priority does not go with, and whether it is seen here."""
-        beside = {
-            "shard_optimizer": self.shard_optimizer,
-            "share_parameters": self.share_parameters,
-            "compression": self.compression != "none",
-            "reduction 'ordered'": self.reduction == "ordered",
-        }
-        for key, seen in beside.items():
-            yield (
-                seen and self.priority,
-                "[wire] priority: expected all parameters on each rank, updated bucket by bucket "
-                f"from plain sums; seen {key}",
-            )
 
     def build(self, world: World, replica: Replica, optimizer: Optimizer) -> AllReduce | Single:
         """Return this rank's engine; collective. Alone there is nothing to sum."""
