@@ -20,7 +20,7 @@ import os
 import pwd
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -86,11 +86,27 @@ def call(target: str, where: str, folder: str, *args: Any, **arguments: Any) -> 
     `where` is the place that names it, such as "[data] kind". Errors inside the function pass.
     """
     function = find(target, where, folder)
+    signature = inspect.signature(function)
     try:
-        inspect.signature(function).bind(*args, **arguments)
+        signature.bind(*args, **arguments)
     except TypeError as error:
-        raise UsageError(f"{where} '{target}': {error}; check the keys beside it") from None
+        hint = _unknown_key(signature, len(args), arguments) or f"{error}; check the keys beside it"
+        raise UsageError(f"{where} '{target}': {hint}") from None
     return function(*args, **arguments)
+
+
+def _unknown_key(signature: inspect.Signature, given: int, keys: Iterable[str]) -> str:
+    """Return which of `keys` is no parameter, and the nearest one; '' where all may be given.
+
+    The first `given` parameters have their values already: no key stands for them.
+    """
+    parameters = list(signature.parameters.values())
+    known = [one.name for n, one in enumerate(parameters)
+             if one.kind is one.KEYWORD_ONLY
+             or (one.kind is one.POSITIONAL_OR_KEYWORD and n >= given)]  # fmt: skip
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    strange = [key for key in keys if key not in signature.parameters and not takes_all]
+    return config.unknown("key", strange[0], known) if strange and known else ""
 
 
 def is_target(table: Mapping[str, Any]) -> bool:

@@ -244,7 +244,9 @@ def test_a_function_from_where_the_job_was_started(name, arguments, expected):
 
 WRONG_CALLS = [
     ("pack.mine:pear", {}, "did you mean 'pairs'"),
-    ("pack.mine:pairs", {"m": 1}, "unexpected keyword argument 'm'"),
+    ("pack.mine:pairs", {"m": 1}, "unknown key 'm'; choose one of: n$"),
+    ("pack.mine:whole", {"clases": 9}, r"unknown key 'clases'; did you mean 'classes'\?$"),
+    ("pack.mine:one", {"m": 1}, "unexpected keyword argument 'm'"),
     ("pack.mine:whole", {}, "missing a required argument: 'classes'"),
     ("pack.mine:whole", {"classes": 2}, "training label 2 of sample 2 is out of range"),
     ("pack.mine:", {}, "expected 'package.module:function'"),
