@@ -1,8 +1,8 @@
 #!/bin/bash
 # Try things out on a node of your own, for a while:
 #   . slurm/site.env && bash slurm/interactive.sh [COMMAND ...]
-# With a COMMAND every rank runs it, as in `bash slurm/interactive.sh hpctrain doctor`; else there is
-# a shell, in which `srun --kill-on-bad-exit=1 hpctrain train digits` starts ranks.
+# With a COMMAND every rank runs it, as in `bash slurm/interactive.sh hpctrain doctor --job`; else
+# there is a shell, in which `srun --kill-on-bad-exit=1 hpctrain train digits` starts ranks.
 
 for name in "${!SBATCH_@}"; do # salloc reads SALLOC_* where sbatch reads SBATCH_*
     export "SALLOC_${name#SBATCH_}=${!name}"
