@@ -95,18 +95,22 @@ def call(target: str, where: str, folder: str, *args: Any, **arguments: Any) -> 
     return function(*args, **arguments)
 
 
-def _unknown_key(signature: inspect.Signature, given: int, keys: Iterable[str]) -> str:
-    """Return which of `keys` is no parameter, and the nearest one; '' where all may be given.
+def _unknown_key(signature: inspect.Signature, positional: int, keys: Iterable[str]) -> str:
+    """Return the first of `keys` that is no parameter, with the nearest one; '' if all are.
 
-    The first `given` parameters have their values already: no key stands for them.
+    The first `positional` parameters have their values: no key stands for them.
     """
     parameters = list(signature.parameters.values())
-    known = [one.name for n, one in enumerate(parameters)
-             if one.kind is one.KEYWORD_ONLY
-             or (one.kind is one.POSITIONAL_OR_KEYWORD and n >= given)]  # fmt: skip
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    strange = [key for key in keys if key not in signature.parameters and not takes_all]
-    return config.unknown("key", strange[0], known) if strange and known else ""
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return ""
+    known = [p.name for p in parameters[:positional] if p.kind is p.KEYWORD_ONLY]
+    known += [
+        p.name
+        for p in parameters[positional:]
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    unknown = [key for key in keys if key not in signature.parameters]
+    return config.unknown("key", unknown[0], known) if unknown and known else ""
 
 
 def is_target(table: Mapping[str, Any]) -> bool:
