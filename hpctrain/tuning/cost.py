@@ -2,9 +2,9 @@
 
 A message of m bytes takes alpha + m beta seconds, adding m bytes takes m gamma; P ranks, n bytes,
 L = ceil(log2 P). A rank sends one message and receives one at a time, both at once. What each
-single rank sends, to the byte and whatever the length, is in messages.py. Source, where no other
-is named: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
-MPICH", 2005.
+single rank sends, to the byte and whatever the length, is in tests/oracles/messages.py. Source,
+where no other is named: Thakur, Rabenseifner and Gropp, "Optimization of collective communication
+operations in MPICH", 2005.
 """
 
 from __future__ import annotations

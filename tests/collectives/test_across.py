@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from cases import DTYPES, OPERATIONS, dtype_of, expected, vector
 from clocked import alike, clocks, over_hosts
+from oracles.messages import MESSAGES, Call
 
 from hpctrain.collectives import ALLREDUCE, all_gather_bytes, operation
 from hpctrain.collectives.group import over_nodes
@@ -17,7 +18,6 @@ from hpctrain.collectives.ring import (
 )
 from hpctrain.transport.local import run_ranks
 from hpctrain.tuning import cost
-from hpctrain.tuning.messages import MESSAGES, Call
 from hpctrain.world import over_threads
 
 #: The host of each rank.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cases import kept, length
+from oracles.messages import MESSAGES, Call
 from ranks import THREAD_RANKS, on_ranks, run_on
 
 from hpctrain.collectives import gathers, ordered
 from hpctrain.collectives.ordered import Subtotal, Tree, into_the_left
 from hpctrain.errors import UsageError
 from hpctrain.transport.local import run_ranks
-from hpctrain.tuning.messages import MESSAGES, Call
 from hpctrain.tuning.select import NAMES, all_gather_named
 from hpctrain.world import over_threads
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from oracles.messages import MESSAGES, Call
 from ranks import on_ranks, run_on
 
 from hpctrain.collectives import ALLREDUCE, all_gather_bytes, bfloat16
@@ -14,7 +15,6 @@ from hpctrain.gradients import compress
 from hpctrain.gradients.buckets import cut
 from hpctrain.gradients.compress import powersgd
 from hpctrain.gradients.reducer import Reducer, WireOptions
-from hpctrain.tuning.messages import MESSAGES, Call
 
 SHAPES = {"conv": (3, 3, 4, 8), "bias": (8,), "small": (2, 2), "wide": (20, 31), "last": (5,)}
 SIZE, VECTORS = 288 + 8 + 4 + 620 + 5, 8 + 5

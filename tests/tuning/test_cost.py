@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from clocked import alike, clocks
+from oracles.messages import MESSAGES, Call
 from ranks import THREAD_RANKS, on_ranks
 
 from hpctrain import collectives
@@ -12,7 +13,6 @@ from hpctrain.collectives import Group, gathers, linear, ordered
 from hpctrain.collectives.chunks import SEGMENT_BYTES
 from hpctrain.collectives.ring import all_gather, plain_ring, reduce_scatter
 from hpctrain.tuning import cost
-from hpctrain.tuning.messages import MESSAGES, Call
 
 LENGTHS = ("0", "1", "P-1", "P", "P+1", "100003", "300007")  # the last travels in segments
 
