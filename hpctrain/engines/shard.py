@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from enum import IntEnum
 from itertools import pairwise
 from math import isfinite
@@ -27,7 +26,7 @@ import numpy as np
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives.chunks import SEGMENT_BYTES, bounds
 from hpctrain.engines.engine import BLOCK, fitting
-from hpctrain.gradients.arena import Arena, Slot
+from hpctrain.gradients.arena import Arena, relative_to
 from hpctrain.optim import Optimizer
 from hpctrain.optim.optimizer import State, Total
 from hpctrain.transport.link import Link, Request
@@ -97,7 +96,7 @@ class Shard:
         self._whole = optimizer.needs_norms or adds
         self._sum = np.zeros(self.param.size if self._whole else 0, self.param.dtype)
         self._parts = [slice(0, self.param.size)] if self._whole else self._wire
-        self._slots = [_seen_from(own.start + part.start, arena.slots) for part in self._parts]
+        self._slots = [relative_to(own.start + part.start, arena.slots) for part in self._parts]
         self._states: list[State] = [optimizer.init(self.param[part]) for part in self._parts]
         longest = max((s.stop - s.start for s in self._wire), default=0)
         self._inbox = np.empty((AHEAD, len(workers), longest), self.param.dtype)
@@ -227,8 +226,3 @@ def finish(requests: list[Request]) -> None:
     for request in requests:
         request.wait()
     requests.clear()
-
-
-def _seen_from(start: int, slots: Sequence[Slot]) -> list[Slot]:
-    """Return the slots with offsets that count from `start`."""
-    return [replace(slot, offset=slot.offset - start) for slot in slots]

@@ -32,8 +32,9 @@ from hpctrain.checkpoint import Piece
 from hpctrain.collectives import AllReduceFunction, Group
 from hpctrain.collectives.chunks import bounds
 from hpctrain.engines.engine import BLOCK, Times
-from hpctrain.engines.update import InParts, load_range, range_pieces, rows_of_all, seen_from
+from hpctrain.engines.update import InParts, load_range, range_pieces, rows_of_all
 from hpctrain.errors import UsageError
+from hpctrain.gradients.arena import relative_to
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
 from hpctrain.world import World
@@ -65,7 +66,7 @@ class Shared:
         _share(world, replica)
         self._arena = arena = replica.arena
         self._own = own = _range(arena.param.size, min(map(len, group.nodes)), self._node.rank)
-        self._param, self._slots = arena.param[own], seen_from(own.start, arena.slots)
+        self._param, self._slots = arena.param[own], relative_to(own.start, arena.slots)
         self.state = optimizer.init(self._param)
         grads = [x[own] for x in world.memory.neighbours(arena.grad) or [arena.grad]]
         cut = _cut(self._param.size)

@@ -17,7 +17,6 @@ number of ranks makes the same update of the same sum. Source: Rajbhandari, Rasl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.ring import all_gather
 from hpctrain.collectives.slots import parts
 from hpctrain.engines.engine import BLOCK, Times, fitting, load_into, pieces_of, whole
-from hpctrain.gradients.arena import Arena, Slot, offset_in
+from hpctrain.gradients.arena import Arena, Slot, offset_in, relative_to
 from hpctrain.optim import Optimizer
 from hpctrain.optim.optimizer import State
 from hpctrain.trace import Trace
@@ -67,13 +66,8 @@ class InParts:
         self, state: State, param: np.ndarray, slots: Sequence[Slot], at: slice
     ) -> tuple[State, np.ndarray, list[Slot]]:
         views = {name: x[at] for name, x in state.items() if name != "step"}
-        near = [s for s in slots if s.stop > at.start and s.offset < at.stop]
-        return {**views, "step": self._count}, param[at], seen_from(at.start, near)
-
-
-def seen_from(start: int, slots: Iterable[Slot]) -> list[Slot]:
-    """Return the slots with offsets that count from `start`."""
-    return [replace(slot, offset=slot.offset - start) for slot in slots]
+        overlapping = [s for s in slots if s.stop > at.start and s.offset < at.stop]
+        return {**views, "step": self._count}, param[at], relative_to(at.start, overlapping)
 
 
 class Replicated:
@@ -123,7 +117,7 @@ class Sharded:
         self._offsets = bounds(arena.param.size, size, BLOCK)
         #: the range of this rank
         self.own = slice(self._offsets[rank], self._offsets[rank + 1])
-        self._slots = seen_from(self.own.start, arena.slots)
+        self._slots = relative_to(self.own.start, arena.slots)
         self.state = optimizer.init(arena.param[self.own])
 
     def reduce(self, group: Group, x: np.ndarray, op: Operation) -> None:

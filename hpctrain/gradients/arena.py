@@ -11,8 +11,8 @@ behind a slot stays zero in every plane: an all-reduce or an update may run over
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -86,6 +86,11 @@ def offset_in(plane: Array, x: Array) -> int:
     """Return the element at which view `x` of flat `plane` begins."""
     # A view knows where it lies in the plane by its address alone.
     return (address_of(x) - address_of(plane)) // plane.itemsize
+
+
+def relative_to(start: int, slots: Iterable[Slot]) -> list[Slot]:
+    """Return the slots with offsets that count from element `start` of the plane."""
+    return [replace(slot, offset=slot.offset - start) for slot in slots]
 
 
 def params_sha256(arena: Arena) -> str:
