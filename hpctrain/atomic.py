@@ -1,8 +1,11 @@
 """Files written whole or not at all: aside, through to the disk, then renamed into place.
 
-    .summary.json.4711.4712@node7    while thread 4712 of process 4711 on node7 writes summary.json
+    .summary.json.4711-98765.4712@node7
 
-A writer that is killed leaves its file aside; `sweep` removes those of writers that are no more.
+while thread 4712 of process 4711 on node7, started at clock tick 98765, writes summary.json.
+
+A writer that is killed leaves its file aside; `sweep` removes those of writers that are no more. A
+process is known by its number and its start: numbers come again, in containers at once.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ import time
 from pathlib import Path
 
 log = logging.getLogger(__name__)
-ASIDE = re.compile(r"\..+\.(json|jsonl|toml|redone)\.(?P<pid>[0-9]{1,10})\.[0-9]+(@(?P<host>.+))?")
+ASIDE = re.compile(
+    r"\..+\.(json|jsonl|toml|redone)\.(?P<process>[0-9-]{1,40})\.[0-9]+(@(?P<host>.+))?"
+)
 #: After so long a file aside has no writer, though it may be of another host or a number used anew.
 LONGEST_WRITE_S = 3600.0
 
@@ -32,7 +37,7 @@ def replace(path: Path, content: str | bytes) -> None:
 
 def write_aside(path: Path, content: str | bytes) -> Path:
     """Write `content` to a file of this thread beside `path`, and return that; raise OSError."""
-    writer = f"{os.getpid()}.{threading.get_native_id()}@{os.uname().nodename}"
+    writer = f"{_process(os.getpid())}.{threading.get_native_id()}@{os.uname().nodename}"
     aside = path.with_name(f".{path.name}.{writer}")
     try:
         with open(aside, "wb") as file:
@@ -58,7 +63,8 @@ def is_left(path: Path) -> bool:
     named = ASIDE.fullmatch(path.name)
     if named is None:
         return False
-    if named["host"] == os.uname().nodename and not _alive(int(named["pid"])):
+    pid = named["process"].partition("-")[0]
+    if named["host"] == os.uname().nodename and _process(pid) != named["process"]:
         return True
     try:
         return time.time() - path.lstat().st_mtime > LONGEST_WRITE_S
@@ -66,11 +72,10 @@ def is_left(path: Path) -> bool:
         return False
 
 
-def _alive(pid: int) -> bool:
+def _process(pid: int | str) -> str:
+    """Return the number and the start of a process, in clock ticks; '' where there is none."""
     try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    return True
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return f"{pid}-{fields[19]}"

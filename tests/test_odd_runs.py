@@ -167,21 +167,24 @@ def test_a_summary_that_cannot_be_written_is_no_success(tmp_path, monkeypatch, c
 def test_a_folder_is_swept_of_what_killed_writers_left(tmp_path, trained):
     run = shutil.copytree(trained[0], tmp_path / "run")
     here, dead = os.uname().nodename, 2**22 + 1  # beyond the largest number of a process
-    old, new = run / f".summary.json.{dead}.1@another", run / f".recipe.toml.{os.getpid()}.1@{here}"
-    gone = [run / f".recipe.toml.{dead}.1@{here}", run / "replay" / f".a.jsonl.{dead}.7@{here}"]
-    stay = [new, run / f".metrics.jsonl.{dead}.1@another", run / ".notes.1.2"]
+    own = atomic.write_aside(run / "recipe.toml", "")
+    earlier = own.name.replace(f".{os.getpid()}-", f".{os.getpid()}-1")  # of a process before us
+    old, new = run / f".summary.json.{dead}-1.1@another", own
+    gone = [run / f".recipe.toml.{dead}-1.1@{here}", run / "replay" / f".a.jsonl.{dead}-1.7@{here}",
+            run / earlier]  # fmt: skip
+    stay = [new, run / f".metrics.jsonl.{dead}-1.1@another", run / ".notes.1.2"]
     for path in (old, *gone, *stay):
         path.parent.mkdir(exist_ok=True)
         path.write_text("x")
     os.utime(old, (1, 1))
     with rundir.claimed(run, resume=True):
         pass
-    assert [path.exists() for path in (old, *gone)] == [False] * 3
+    assert not any(path.exists() for path in (old, *gone))
     assert all(path.exists() for path in stay)
 
 
 def test_what_a_killed_writer_left_does_not_make_a_folder_used(tmp_path):
-    (tmp_path / f".recipe.toml.{2**22 + 1}.1@{os.uname().nodename}").write_text("x")
+    (tmp_path / f".recipe.toml.{2**22 + 1}-1.1@{os.uname().nodename}").write_text("x")
     with rundir.claimed(tmp_path, resume=False):
         assert sorted(os.listdir(tmp_path)) == [".lock"]
 
