@@ -1,4 +1,4 @@
-"""What Slurm says of jobs: scontrol, and sacct once the controller has forgotten them."""
+"""States of jobs in Slurm: from scontrol, and from sacct once the controller has forgotten them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.errors import HpctrainError, UsageError
 FORGOTTEN = "Slurm has forgotten it"
 NO_ANSWER = "NO ANSWER"
 LIMIT_S = 120.0  #: a busy controller answers late
-#: What Slurm's commands say where no answer came: what was asked for may have been done or not.
+#: Error text of Slurm's commands after a lost answer: the request may or may not have been done.
 _LATE = re.compile("timed out|Zero Bytes were transmitted|receive failure|Connection reset", re.I)
 _AWAY = re.compile(f"Unable to contact|{_LATE.pattern}", re.I)
 Job = int | str  #: 17, or 17_2 for a task of an array
@@ -28,7 +28,7 @@ _ABSENT = (
 
 @dataclass(frozen=True)
 class State:
-    """What Slurm says of a job, or of one task of an array."""
+    """The state of a job, or of one task of an array, in Slurm."""
 
     job: str  #: 17, or 17_2 for a task of an array
     state: str  #: PENDING, RUNNING, COMPLETED ...; UNKNOWN once Slurm has forgotten it
@@ -45,35 +45,35 @@ class Silence(HpctrainError):
 
 
 def ask(job: Job) -> list[State]:
-    """Return what Slurm says of `job`, for an array of each of its tasks.
+    """Return the state of `job`, for an array that of each task.
 
-    The controller forgets jobs some minutes after their end; then accounting is asked. Raises
+    The controller forgets jobs some minutes after their end; then accounting is queried. Raises
     Silence, or HpctrainError with Slurm's words.
     """
     return controlled(job) or accounted(job) or [State(str(job), "UNKNOWN", FORGOTTEN)]
 
 
 def controlled(job: Job) -> list[State]:
-    """Return what the controller says of `job`, nothing where it has forgotten it."""
+    """Return the states of `job` in the controller, empty where it has forgotten the job."""
     must_have("scontrol")
-    done = run(["scontrol", "--oneliner", "show", "job", str(job)])
-    if done.returncode == 0:
-        return _tasks(done.stdout)
-    if "Invalid job id" in done.stderr:
+    process = run(["scontrol", "--oneliner", "show", "job", str(job)])
+    if process.returncode == 0:
+        return _tasks(process.stdout)
+    if "Invalid job id" in process.stderr:
         return []
-    kind = Silence if _AWAY.search(done.stderr) else HpctrainError
-    raise kind(f"scontrol does not tell of jobs: {done.stderr.strip()}")
+    kind = Silence if _AWAY.search(process.stderr) else HpctrainError
+    raise kind(f"scontrol does not tell of jobs: {process.stderr.strip()}")
 
 
-def answers_late(said: str) -> bool:
-    """Return whether a command that says this was heard, it may be, and its answer got lost."""
-    return _LATE.search(said) is not None
+def answers_late(stderr: str) -> bool:
+    """Return whether `stderr` means that the answer got lost, so the request may have been done."""
+    return _LATE.search(stderr) is not None
 
 
-def _tasks(told: str) -> list[State]:
-    """Return the states in the output of scontrol; of a heterogeneous job its first part tells."""
-    found = []
-    for line in told.splitlines():
+def _tasks(output: str) -> list[State]:
+    """Return the states in scontrol's output; that of a heterogeneous job is its first part's."""
+    states = []
+    for line in output.splitlines():
         fields = dict(re.findall(r"(\w+)=(\S*)", line))
         if fields and fields.get("HetJobOffset", "0") == "0":
             array = "ArrayTaskId" in fields
@@ -81,20 +81,20 @@ def _tasks(told: str) -> list[State]:
             reason = "" if fields["Reason"] == "None" else fields["Reason"]
             restarts = int(fields.get("Restarts", 0))
             names = fields.get("NodeList", "").replace("(null)", "")
-            seen = State(job, fields["JobState"], reason, restarts, fields["RunTime"], names,
+            state = State(job, fields["JobState"], reason, restarts, fields["RunTime"], names,
                          fields.get("ExitCode", ""), _path(line, "StdOut"))  # fmt: skip
-            found += [replace(seen, job=task) for task in tasks_in(job)]
-    return sorted(found, key=lambda state: [int(n) for n in re.findall(r"\d+", state.job)])
+            states += [replace(state, job=task) for task in tasks_in(job)]
+    return sorted(states, key=lambda state: [int(n) for n in re.findall(r"\d+", state.job)])
 
 
 def _path(line: str, field: str) -> str:
     """Return the path in a field of a line of scontrol; it may hold blanks."""
-    found = re.search(rf" {field}=(.*?)(?= \w+=|$)", line)
-    return found[1].strip() if found else ""
+    match = re.search(rf" {field}=(.*?)(?= \w+=|$)", line)
+    return match[1].strip() if match else ""
 
 
 def tasks_in(job: str) -> list[str]:
-    """Return the tasks that Slurm speaks of as one: those of 17_2-4%1 are 17_2, 17_3 and 17_4."""
+    """Return the tasks of a range in Slurm's notation: 17_2-4%1 means 17_2, 17_3 and 17_4."""
     array, sign, named = job.partition("_")
     if not sign:
         return [job]
@@ -104,24 +104,24 @@ def tasks_in(job: str) -> list[str]:
 
 
 def accounted(job: Job) -> list[State]:
-    """Return what accounting says of `job`, nothing where there is none, or it does not answer."""
+    """Return the states of `job` in accounting; empty where there is none or no answer."""
     if shutil.which("sacct") is None:
         return []
     line = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}"]
     if named := os.environ.get("SLURM_CLUSTERS"):  # which the other commands read by themselves
         line.append(f"--clusters={named}")
     try:
-        done = run([*line, "--format=JobID,State,Elapsed,NodeList,ExitCode"])
+        process = run([*line, "--format=JobID,State,Elapsed,NodeList,ExitCode"])
     except Silence:
         return []
-    rows = [row.split("|") for row in done.stdout.splitlines() if row.count("|") == 4]
+    rows = [row.split("|") for row in process.stdout.splitlines() if row.count("|") == 4]
     # "CANCELLED by 1000"
-    told = [
+    states = [
         State(i, s.split()[0], elapsed=e, nodes=n, exit_code=code)
         for i, s, e, n, code in rows
         if "+1" not in i
     ]
-    return [replace(state, job=task) for state in told for task in tasks_in(state.job)]
+    return [replace(state, job=task) for state in states for task in tasks_in(state.job)]
 
 
 def must_have(command: str) -> None:
@@ -138,8 +138,8 @@ def run(
     Raises Silence after LIMIT_S.
     """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    kept = {name: value for name, value in os.environ.items() if name not in without}
-    environ = {**kept, "PATH": path}
+    inherited = {name: value for name, value in os.environ.items() if name not in without}
+    environ = {**inherited, "PATH": path}
     try:
         return subprocess.run(
             line, input=text, env=environ, capture_output=True, text=True, timeout=LIMIT_S

@@ -1,7 +1,7 @@
-"""Before a run on GPUs: a child finds out which way their memory takes here, and remembers it.
+"""Before a run on GPUs: a child process probes the path of GPU memory and caches the verdict.
 
-Ranks must not try: an MPI that takes no device pointers crashes on the first one. They find what
-`python -m hpctrain.transport.verdicts` left in the user's cache.
+Ranks must not probe: an MPI that takes no device pointers crashes on the first one. They read the
+verdict that `python -m hpctrain.transport.verdicts` left in the user's cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def wanted(arguments: Sequence[str]) -> bool:
 
 
 def verdict(again: bool = False) -> str:
-    """Return the line of JSON about GPU memory here, "" if none was found in time."""
+    """Return the line of JSON about GPU memory on this host, "" if the probe took too long."""
     line = [*module_command("hpctrain.transport.verdicts"), *["--again"] * again]
     process = subprocess.Popen(
         line,
@@ -40,15 +40,15 @@ def verdict(again: bool = False) -> str:
     )
     with process:
         try:
-            said = process.communicate(timeout=LIMIT_S)[0]
+            output = process.communicate(timeout=LIMIT_S)[0]
         except subprocess.TimeoutExpired:
             log.warning("the trials of GPU memory did not end within %.0f s", LIMIT_S)
             return _stopped(process)
-    return (said.splitlines() or [""])[-1]
+    return (output.splitlines() or [""])[-1]
 
 
 def _stopped(process: subprocess.Popen[str]) -> str:
-    """End the child, which first ends the trial that it has started; return nothing."""
+    """End the child, which first ends the trial that it has started; return ""."""
     process.terminate()
     try:
         process.communicate(timeout=GRACE_S)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 JOB = "HPCTRAIN_JOB"  #: the variable that marks all processes of a job
 LOOK_S = 0.05
-#: mpiexec may just be about to start; so long the guard looks for processes where it sees none.
+#: mpiexec may just be about to start: where no process exists yet, the guard looks for so long.
 START_S = 1.0
 #: (seconds after launch's death, signal to all that are left)
 SIGNALS = ((4.0, signal.SIGTERM), (6.5, signal.SIGKILL), (7.0, signal.SIGKILL))
@@ -37,7 +37,7 @@ def main() -> None:
     os.read(0, 1)
     if left := _awaited(job):
         print("hpctrain: launch was killed: its ranks are stopped", file=sys.stderr, flush=True)
-        # Of those that were started by others of the job, mpiexec tells the ranks.
+        # Only to the roots of the job: mpiexec forwards the signal to the ranks.
         send([pid for pid in left if _parent(pid) not in left], signal.SIGUSR1)
         end(job, SIGNALS)
     remove(segments)

@@ -59,13 +59,13 @@ def tasks_per_node(job: Job, site: Site | None = None) -> int:
 
 def seconds(time: str) -> int:
     """Return the seconds of a time limit as sbatch takes it; raise UsageError if it would not."""
-    found = _TIME.fullmatch(time)
-    if not found:
+    match = _TIME.fullmatch(time)
+    if not match:
         raise UsageError(f"--time {time}: expected minutes, H:M:S, D-H or D-H:M:S, as for sbatch")
-    days, hours, minutes, secs, first, second, third = (int(n or 0) for n in found.groups())
-    if found[1] is not None:
+    days, hours, minutes, secs, first, second, third = (int(n or 0) for n in match.groups())
+    if match[1] is not None:
         return ((days * 24 + hours) * 60 + minutes) * 60 + secs
-    if found[7] is not None:
+    if match[7] is not None:
         return (first * 60 + second) * 60 + third
     return first * 60 + second
 
@@ -86,18 +86,18 @@ def check(job: Job, site: Site | None = None) -> None:
 
 
 def _of_a_shell(job: Job) -> list[str]:
-    """Return what is asked of salloc that only a script for sbatch could do."""
+    """Return the faults of an interactive job: options that only a script for sbatch can have."""
     names = ("servers", "server_nodes", "sizes", "out", "warn_s", "max_restarts")
     plain = Job()
-    given = [_flag(name) for name in names if getattr(job, name) != getattr(plain, name)]
-    given += [flag for flag in ("--engine", "--epochs", "--set") if flag in job.arguments]
-    given += [f"--option {name}" for name in job.options if name in sbatch.NOT_OF_SALLOC]
-    told = "--interactive asks salloc for nodes and trains nothing"
-    return [f"{told}: leave out {', '.join(given)}"] if given else []
+    unsuitable = [_flag(name) for name in names if getattr(job, name) != getattr(plain, name)]
+    unsuitable += [flag for flag in ("--engine", "--epochs", "--set") if flag in job.arguments]
+    unsuitable += [f"--option {name}" for name in job.options if name in sbatch.NOT_OF_SALLOC]
+    text = "--interactive asks salloc for nodes and trains nothing"
+    return [f"{text}: leave out {', '.join(unsuitable)}"] if unsuitable else []
 
 
 def _stop(job: Job, limit_s: int) -> list[str]:
-    """Return what is wrong about when the job is told to stop."""
+    """Return the faults in the time of the stop signal."""
     wrong = []
     if job.warn_s > MOST_WARN_S:
         wrong.append(f"--warn-s: expected {MOST_WARN_S} at most, as of sbatch, seen {job.warn_s}")
@@ -111,10 +111,10 @@ def _stop(job: Job, limit_s: int) -> list[str]:
 
 
 def _numbers(job: Job) -> list[str]:
-    least = {"nodes": 1, "warn_s": 1, "gpus_per_node": 0, "servers": 0, "server_nodes": 0,
+    minimum = {"nodes": 1, "warn_s": 1, "gpus_per_node": 0, "servers": 0, "server_nodes": 0,
              "max_restarts": 0, "tasks_per_node": 1, "cpus_per_task": 1}  # fmt: skip
-    found = [(name, n, getattr(job, name)) for name, n in least.items()]
-    flags = [(_flag(name), n, x) for name, n, x in found if x is not None]
+    values = [(name, n, getattr(job, name)) for name, n in minimum.items()]
+    flags = [(_flag(name), n, x) for name, n, x in values if x is not None]
     flags += [("--sizes", 1, size) for size in job.sizes]
     return [f"{flag}: expected {n} or more, seen {x}" for flag, n, x in flags if x < n]
 
@@ -124,13 +124,13 @@ def _flag(name: str) -> str:
 
 
 def _places(job: Job, site: Site | None) -> list[str]:
-    """Return what is wrong about which ranks go where."""
-    each, most = tasks_per_node(job, site), max(job.sizes, default=job.nodes)
-    workers = job.nodes * each
+    """Return the faults in the placement of ranks on nodes."""
+    tasks, largest = tasks_per_node(job, site), max(job.sizes, default=job.nodes)
+    workers = job.nodes * tasks
     faults = {
-        f"{each} ranks per node share {job.gpus_per_node} GPUs: each rank takes one GPU, so leave "
-        "out --tasks-per-node, or name the same number": job.gpus_per_node not in (0, each),
-        f"--sizes up to {most} do not go on --nodes {job.nodes}": most > job.nodes,
+        f"{tasks} ranks per node share {job.gpus_per_node} GPUs: each rank takes one GPU, so leave "
+        "out --tasks-per-node, or name the same number": job.gpus_per_node not in (0, tasks),
+        f"--sizes up to {largest} do not go on --nodes {job.nodes}": largest > job.nodes,
         f"--sizes {','.join(map(str, job.sizes))}: each size once, in rising order": (
             list(job.sizes) != sorted(set(job.sizes))
         ),
@@ -158,12 +158,12 @@ def _places(job: Job, site: Site | None) -> list[str]:
 
 
 def texts(job: Job) -> list[str]:
-    """Return what is wrong about the words of a job, each of which is to be one line."""
+    """Return the faults in the texts of a job, each of which must be one line."""
     texts = {"recipe": job.recipe, "--out": job.out or "", "--job-name": job.name or ""}
     texts |= {f"argument {n}": text for n, text in enumerate(job.arguments, start=1)}
     wrong = [
-        f"{what}: expected one line without control characters, seen {text!r}"
-        for what, text in texts.items()
+        f"{label}: expected one line without control characters, seen {text!r}"
+        for label, text in texts.items()
         if not text.isprintable()
     ]
     if not job.recipe or job.recipe.startswith("-"):

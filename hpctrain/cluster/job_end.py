@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from hpctrain import resume, rundir
 
-_OURS = (0, 1, 2, 3, 75, 86, 130)  # the exit codes that mean what we agreed on
+_OURS = (0, 1, 2, 3, 75, 86, 130)  # the exit codes with a meaning in hpctrain
 _REFUSED, STOPPED, _INTERRUPTED = 2, 75, 130
 _ENDINGS = ("done", "stopped", "failed", "hung")
 _FULL = ": a bus error; is /dev/shm full? See `hpctrain doctor`"
@@ -47,11 +47,11 @@ def exit_code(ended: Ended, note: bytes, started: float) -> int:
 
 def _record_loss(run: Path, ended: Ended) -> dict[str, Any]:
     code = _INTERRUPTED if ended.killed else 1
-    what = "interrupted twice" if ended.killed else f"a rank was lost: {_told(ended.code)}"
-    lost = {"status": "failed", "exit_code": code, "reason": what}
+    reason = "interrupted twice" if ended.killed else f"a rank was lost: {_ending(ended.code)}"
+    lost = {"status": "failed", "exit_code": code, "reason": reason}
     summary = (rundir.read_summary(run) or {}) | lost | {"launcher_exit_code": ended.code}
     rundir.write_summary(run, summary)
-    say("\nhpctrain: ".join([what, *resume.last_lines(run)]))
+    say("\nhpctrain: ".join([reason, *resume.last_lines(run)]))
     return summary
 
 
@@ -62,7 +62,7 @@ def _without_run(ended: Ended) -> int:
     if ended.signals:  # nothing can be lost yet: to start again is to resume
         say("stopped before a run began")
         return _INTERRUPTED if signal.SIGINT in ended.signals else STOPPED
-    say(f"before a run began, {_told(ended.code)}")
+    say(f"before a run began, {_ending(ended.code)}")
     return 1
 
 
@@ -75,7 +75,7 @@ def _fresh(run: Path, started: float) -> dict[str, Any] | None:
     return summary if written >= started - _SAME_TIME_S else None
 
 
-def _told(code: int) -> str:
+def _ending(code: int) -> str:
     name = code if code >= 0 else signal.Signals(-code).name
     return f"mpiexec ended with {name}{_FULL * (code % 128 == signal.SIGBUS)}"
 

@@ -1,7 +1,7 @@
 """`hpctrain launch`: the mpiexec of the MPI that mpi4py loads, watched until it ends.
 
-Which MPI that is, is asked of a child: this process stays free of MPI. What came of the job is
-read from its summary.json: launchers lose exit codes, and some end with 0 when a node dies. Where
+A child process finds out which MPI that is: this process stays free of MPI. The outcome of the job
+is read from its summary.json: launchers lose exit codes, and some end with 0 when a node dies. If
 this process is killed, a guard ends the ranks (guard.py).
 """
 
@@ -72,9 +72,9 @@ def _launched(n: int, argv: Sequence[str]) -> int:
     slots = launchers.slots(os.environ) or _physical_cores()
     line, extra = command(mpi, n, argv, n > slots, os.geteuid() == 0)
     job = uuid.uuid4().hex
-    with open(os.memfd_create(rundir.NOTE), "rb") as note, _guarded(job) as ours:
-        ours |= _for_ranks(_shown(note.fileno()))
-        environ = eager_defaults() | launchers.scrubbed(os.environ) | extra | ours
+    with open(os.memfd_create(rundir.NOTE), "rb") as note, _guarded(job) as job_environ:
+        job_environ |= _for_ranks(_proc_path(note.fileno()))
+        environ = eager_defaults() | launchers.scrubbed(os.environ) | extra | job_environ
         ended = _supervise(line, environ)
         return exit_code(ended, note.read(), started)
 
@@ -87,8 +87,8 @@ def _stoppable() -> Iterator[None]:
         raise Stopped(f"stopped by {signal.Signals(number).name} before a run began")
 
     # Ctrl-C is an exception already; under nohup a lost terminal is to be ignored.
-    asked = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-    caught = [number for number in asked if signal.getsignal(number) != signal.SIG_IGN]
+    stops = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    caught = [number for number in stops if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, stop) for number in caught}
     try:
         yield
@@ -124,13 +124,13 @@ def eager_defaults() -> dict[str, str]:
     return {"OMPI_MCA_btl_tcp_eager_limit": str(EAGER_BYTES)}
 
 
-def _refuse(n: int, here: launchers.Launched) -> None:
+def _refuse(n: int, outer: launchers.Launched) -> None:
     if n < 1:
         raise UsageError(f"-n {n}: a job needs at least one rank")
-    if here.size > 1:
+    if outer.size > 1:
         raise UsageError(
-            f"this is rank {here.rank} of {here.size} that {launchers.TITLES[here.name]} started: "
-            "`hpctrain launch` starts ranks itself. Call it directly, or leave out "
+            f"this is rank {outer.rank} of {outer.size} that {launchers.TITLES[outer.name]} "
+            "started: `hpctrain launch` starts ranks itself. Call it directly, or leave out "
             "`launch` and let your launcher start `hpctrain train ...`"
         )
 
@@ -168,15 +168,15 @@ def _physical_cores() -> int:
 
 
 def _for_ranks(note: str) -> dict[str, str]:
-    """Return the variables that tell ranks where to announce their folder, and who looks on."""
+    """Return the variables for ranks: where to announce their folder, which terminal shows them."""
     # A terminal that was never told its size says 0 columns.
-    shown = {TERMINAL: str(os.get_terminal_size(2).columns or 80)} if os.isatty(2) else {}
+    terminal = {TERMINAL: str(os.get_terminal_size(2).columns or 80)} if os.isatty(2) else {}
     line = shlex.join(resume.command_line())
-    return {rundir.ANNOUNCE: note, resume.COMMAND: line, **shown}
+    return {rundir.ANNOUNCE: note, resume.COMMAND: line, **terminal}
 
 
-def _shown(descriptor: int) -> str:
-    """Return the path by which other processes of this host open a file of ours."""
+def _proc_path(descriptor: int) -> str:
+    """Return the path by which other processes of this host open a descriptor of this one."""
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
@@ -193,31 +193,31 @@ def _guarded(job: str) -> Iterator[dict[str, str]]:
             line, stdin=subprocess.PIPE, start_new_session=True, pass_fds=[number]
         ) as process:
             try:
-                yield {guard.JOB: job, launchers.SEGMENTS: _shown(number)}
+                yield {guard.JOB: job, launchers.SEGMENTS: _proc_path(number)}
             finally:
                 process.kill()
                 guard.remove(number)
 
 
 def _supervise(line: Sequence[str], environ: Mapping[str, str]) -> Ended:
-    """Run mpiexec in a session of its own, so that Ctrl-C reaches only us, and pass stops on.
+    """Run mpiexec in a session of its own, so that Ctrl-C reaches only us; forward stop signals.
 
     SIGUSR1 is the one signal that every launcher hands to its ranks and that kills nobody.
     """
-    seen: list[int] = []
+    received: list[int] = []
     with stop_signals() as receive:
         process = subprocess.Popen(
             line, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
         )
         while process.poll() is None:
             for number in receive():
-                seen.append(number)
-                again = seen.count(signal.SIGINT) > 1
+                received.append(number)
+                again = received.count(signal.SIGINT) > 1
                 process.send_signal(signal.SIGTERM if again else signal.SIGUSR1)
-            if seen.count(signal.SIGINT) > 1:
+            if received.count(signal.SIGINT) > 1:
                 break
         guard.end(environ[guard.JOB], _LEFT)
-    return Ended(process.wait(), tuple(seen))
+    return Ended(process.wait(), tuple(received))
 
 
 @contextmanager

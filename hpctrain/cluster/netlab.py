@@ -13,8 +13,8 @@ can stay behind, and labs do not see each other. Where users may make namespaces
 
 Hosts have cores of their own where these are as many as ranks, as machines have; else they share
 all.
-Between hosts there is TCP alone, and within one MPI's own shared memory: Open MPI's is told by
-`btl = tcp,self,sm`; MPICH's own (of its device ch4) needs no word, while UCX's would cross hosts.
+Between hosts there is TCP alone, and within one MPI's own shared memory: Open MPI's is selected by
+`btl = tcp,self,sm`; MPICH's own (of its device ch4) needs no option, while UCX's would cross hosts.
 """
 
 from __future__ import annotations
@@ -72,16 +72,16 @@ def bits_of(speed: str) -> int:
 
 
 def refusal() -> str | None:
-    """Return why this machine lets nobody make a netlab, None if it does; takes a moment."""
+    """Return the reason why no netlab can be made on this machine, else None; takes a moment."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if sys.platform != "linux" or missing:
         return f"netlab needs Linux with {', '.join(missing or TOOLS)} (iproute2, util-linux)"
-    tried = subprocess.run([*namespaces(), "sh", "-ec", trial()], capture_output=True, text=True)
-    if tried.returncode == 0:
+    process = subprocess.run([*namespaces(), "sh", "-ec", trial()], capture_output=True, text=True)
+    if process.returncode == 0:
         return None
-    said = tried.stderr.strip().splitlines() or ["no reason was given"]
+    lines = process.stderr.strip().splitlines() or ["no reason was given"]
     return (
-        f"netlab needs network namespaces, veth and tc's tbf, which are refused here: {said[0]}; "
+        f"netlab needs network namespaces, veth and tc's tbf, which are refused here: {lines[0]}; "
         "run it as root, or where users may make namespaces"
     )
 
@@ -113,33 +113,33 @@ def command(mpi: Mpi, lab: Lab, argv: Sequence[str]) -> list[str]:
             f"netlab starts ranks with the mpiexec of Open MPI or MPICH; mpi4py loads {mpi.vendor} "
             f"({mpi.libmpi}), mpiexec: {mpi.mpiexec}"
         )
-    each, addresses = lab.ranks_per_host, [address(host) for host in range(1, lab.hosts + 1)]
+    per_host, addresses = lab.ranks_per_host, [address(host) for host in range(1, lab.hosts + 1)]
     if mpi.vendor == "MPICH":
-        options = f"-launcher ssh -launcher-exec {SSH} -iface {INTERFACE} -ppn {each}"
-        hosts = ["-hosts", ",".join(f"{one}:{each}" for one in addresses)]
+        options = f"-launcher ssh -launcher-exec {SSH} -iface {INTERFACE} -ppn {per_host}"
+        hosts = ["-hosts", ",".join(f"{ip}:{per_host}" for ip in addresses)]
     else:
         options = (
             f"--prtemca plm ssh --prtemca plm_ssh_agent {SSH} --prtemca prte_if_include {NETWORK} "
-            f"--prtemca plm_ssh_no_tree_spawn 1 --map-by ppr:{each}:node:oversubscribe "
-            # Its session's folder tells processes by their number, and ours begin again from 1.
+            f"--prtemca plm_ssh_no_tree_spawn 1 --map-by ppr:{per_host}:node:oversubscribe "
+            # Its session folder identifies processes by PID, and ours begin again from 1.
             f"--prtemca prte_tmpdir_base {SHM} --bind-to none --stdin none"
         )
-        hosts = ["--host", ",".join(f"{one}:{each}" for one in addresses)]
+        hosts = ["--host", ",".join(f"{ip}:{per_host}" for ip in addresses)]
     return [mpi.mpiexec, *options.split(), *hosts, "-n", str(lab.ranks), *argv]
 
 
 def environment(mpi: Mpi, ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of all `ranks`: those of `environ` go before what netlab sets.
+    """Return the variables of all `ranks`: those of `environ` override netlab's defaults.
 
     Programs are looked for beside this Python first: `hpctrain` and `python` are then these.
     """
-    here = {"PATH": f"{Path(sys.executable).parent}:{environ.get('PATH', os.defpath)}"}
-    kept = {k: v for k, v in launchers.scrubbed(environ).items() if not k.startswith("SLURM")}
-    return _defaults(mpi, ranks) | kept | here
+    path = {"PATH": f"{Path(sys.executable).parent}:{environ.get('PATH', os.defpath)}"}
+    inherited = {k: v for k, v in launchers.scrubbed(environ).items() if not k.startswith("SLURM")}
+    return _defaults(mpi, ranks) | inherited | path
 
 
 def _defaults(mpi: Mpi, ranks: int) -> dict[str, str]:
-    """Return what makes the MPI keep to TCP between hosts, and fast there."""
+    """Return the variables that keep MPI to TCP between hosts, and fast there."""
     if mpi.vendor == "MPICH":
         return {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": INTERFACE}
     leave = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
@@ -161,9 +161,9 @@ def _refuse(lab: Lab, argv: Sequence[str]) -> None:
             f"start a job of its own; leave {name} out: hpctrain netlab --hosts {lab.hosts} "
             f"--ranks-per-host {lab.ranks_per_host} -- PROGRAM ..."
         )
-    here = launchers.launched(os.environ)
-    if here.size > 1:
-        raise UsageError(f"this is rank {here.rank} of {here.size}: netlab starts ranks itself")
+    outer = launchers.launched(os.environ)
+    if outer.size > 1:
+        raise UsageError(f"this is rank {outer.rank} of {outer.size}: netlab starts ranks itself")
     if (reason := refusal()) is not None:
         raise UsageError(reason)
 

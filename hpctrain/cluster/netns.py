@@ -74,8 +74,8 @@ def address(host: int) -> str:
 
 def cores_of(host: int, lab: Mapping[str, int], cores: Sequence[int]) -> Sequence[int]:
     """Return the cores of host 1, 2, ...: its own where there are as many as ranks, else all."""
-    each = len(cores) // lab["hosts"]
-    return cores[(host - 1) * each : host * each] if each >= lab["ranks_per_host"] else cores
+    share = len(cores) // lab["hosts"]
+    return cores[(host - 1) * share : host * share] if share >= lab["ranks_per_host"] else cores
 
 
 def shape(bits: int, device: str) -> str:
@@ -115,8 +115,8 @@ def _lab() -> str:
 
 
 def _host(host: int, bits: int) -> str:
-    near, far = shape(bits, INTERFACE), shape(bits, f"v{host}")
-    return _HOST.format(host=host, mine=address(host), near=near, far=far)
+    host_end, bridge_end = shape(bits, INTERFACE), shape(bits, f"v{host}")
+    return _HOST.format(host=host, mine=address(host), near=host_end, far=bridge_end)
 
 
 def _start_host(host: int, lab: Mapping[str, int]) -> subprocess.Popen[bytes]:

@@ -1,11 +1,11 @@
-"""Reasons why a job does not start, as Slurm words them, and what they mean."""
+"""Slurm's reasons why a job does not start or has ended, and their meanings."""
 
 from __future__ import annotations
 
 import re
 
 _HELD = "scontrol release it"
-_MEANT = {
+_MEANINGS = {
     "AccountNotAllowed": "the partition is not for this account: name another",
     "BadConstraints": "no node has what the job asks for",
     "BeginTime": "not before its time",
@@ -42,7 +42,7 @@ _MEANT = {
     "job_requeued_in_held_state": f"held: {_HELD}",
     "launch_failed_requeued_held": f"its nodes could not start it, and Slurm holds it: {_HELD}",
 }
-#: Why a job has ended, in place of why it waits: where it has ended, the others hold no more.
+#: Reasons why a job has ended; then the reasons for waiting do not hold any more.
 _ENDS = {
     "DeadLine": "it could not end before its deadline",
     "DependencyNeverSatisfied": "the job that had to end well did not",
@@ -75,30 +75,30 @@ def lasting(reason: str) -> bool:
 
 
 def explained(reason: str, restarts: int | None = None) -> str:
-    """Return Slurm's word, and behind it what it means if that is known.
+    """Return Slurm's reason, followed by its meaning if that is known.
 
-    `restarts` says how often the job was put back: then it waits for another reason.
+    `restarts` is the number of requeues, after which BeginTime has another meaning.
     """
     word = _word(reason)
-    known = _MEANT.get(word) or _ENDS.get(word) or _limit(word)
+    meaning = _MEANINGS.get(word) or _ENDS.get(word) or _limit(word)
     if word == "BeginTime" and restarts:
-        known = "after a requeue Slurm lets two minutes pass"
-    return f"{reason}: {known}" if known else reason
+        meaning = "after a requeue Slurm lets two minutes pass"
+    return f"{reason}: {meaning}" if meaning else reason
 
 
 def of_an_end(reason: str) -> str:
-    """Return the same for why a job has ended; nothing if it only tells what it waited for."""
-    known = _ENDS.get(_word(reason))
-    return f"{reason}: {known}" if known else ""
+    """Return the same for an ended job; "" if the reason is one for waiting."""
+    meaning = _ENDS.get(_word(reason))
+    return f"{reason}: {meaning}" if meaning else ""
 
 
 def _word(reason: str) -> str:
-    found = re.match(r"\w+", reason)  # ReqNodeNotAvail,_UnavailableNodes:n1
-    return found[0] if found else ""
+    match = re.match(r"\w+", reason)  # ReqNodeNotAvail,_UnavailableNodes:n1
+    return match[0] if match else ""
 
 
 def _limit(word: str) -> str:
     for pattern, meaning in _LIMITS.items():
-        if found := re.fullmatch(pattern, word):
-            return meaning.format("QOS" if found[1] == "QOS" else "account")
+        if match := re.fullmatch(pattern, word):
+            return meaning.format("QOS" if match[1] == "QOS" else "account")
     return ""

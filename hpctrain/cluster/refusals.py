@@ -1,12 +1,12 @@
-"""What sbatch says of a script that it refuses, and the lines of the script this may be about."""
+"""Explain sbatch's refusal of a script: its error text, and the lines that it may be about."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-# In what sbatch says, words that stand for options
-_MEANT = {
+# Words of sbatch's error texts, and the options that they stand for
+_OPTIONS_BY_WORDS = {
     "account": ("account",),
     "constraint": ("constraint",),
     "cpu count": ("ntasks-per-node", "cpus-per-task"),
@@ -23,37 +23,39 @@ _MEANT = {
     "reservation": ("reservation",),
     "time limit": ("time",),
 }
-# Each of them may ask for a node that there is not: "Requested node configuration ..."
+# Options that may ask for a node that does not exist: "Requested node configuration ..."
 _OF_NODES = ("nodes", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "gres", "mem",
              "constraint", "nodelist", "exclude")  # fmt: skip
 
 
-def refusal(said: str, text: str) -> str:
-    """Return sbatch's words, and the lines of the script `text` that they may be about."""
+def refusal(reply: str, text: str) -> str:
+    """Return sbatch's `reply`, and the lines of the script `text` that it may be about."""
     lines: list[str] = []
-    for rule in (_is_named, _is_told_of, _is_of_nodes):  # the surest first
-        told = _options(text)
-        lines = lines or [line for line, name, value in told if rule(name, value, said.lower())]
-    head = f"sbatch refuses the job:\n{said.strip()}"
+    for rule in (_is_named, _is_mentioned, _is_of_nodes):  # the surest first
+        options = _options(text)
+        lines = lines or [line for line, name, value in options if rule(name, value, reply.lower())]
+    head = f"sbatch refuses the job:\n{reply.strip()}"
     return "\n".join([head, *(["that may be about"] if lines else []), *lines])
 
 
 def _options(text: str) -> Iterator[tuple[str, str, str]]:
-    """Yield how each #SBATCH line is shown, its option and the value."""
+    """Yield of each #SBATCH line its text for the message, its option and the value."""
     for number, line in enumerate(text.splitlines(), start=1):
-        if found := re.match(r"#SBATCH --([a-z-]+)(?:=(.*))?", line):
-            yield f"  line {number}: {line}", found[1], found[2] or ""
+        if match := re.match(r"#SBATCH --([a-z-]+)(?:=(.*))?", line):
+            yield f"  line {number}: {line}", match[1], match[2] or ""
 
 
-def _is_named(option: str, value: str, said: str) -> bool:
-    return re.search(rf"--{option}(?![a-z-])", said) is not None
+def _is_named(option: str, value: str, reply: str) -> bool:
+    return re.search(rf"--{option}(?![a-z-])", reply) is not None
 
 
-def _is_told_of(option: str, value: str, said: str) -> bool:
-    by_value = len(value) > 3 and value.lower() in said
-    by_words = any(words in said and option in meant for words, meant in _MEANT.items())
-    return by_value or by_words or option in re.findall("[a-z][a-z-]*", said)
+def _is_mentioned(option: str, value: str, reply: str) -> bool:
+    by_value = len(value) > 3 and value.lower() in reply
+    by_words = any(
+        words in reply and option in options for words, options in _OPTIONS_BY_WORDS.items()
+    )
+    return by_value or by_words or option in re.findall("[a-z][a-z-]*", reply)
 
 
-def _is_of_nodes(option: str, value: str, said: str) -> bool:
-    return "node configuration" in said and option in _OF_NODES
+def _is_of_nodes(option: str, value: str, reply: str) -> bool:
+    return "node configuration" in reply and option in _OF_NODES

@@ -1,4 +1,4 @@
-"""The options that sbatch knows, and what may stand behind one on an #SBATCH line.
+"""The options that sbatch knows, and the values allowed on an #SBATCH line.
 
 sbatch reads such lines by rules of its own, before any shell does: blanks divide, quotes and
 backslashes bind, `#` ends a line. A value without all of these is read as it stands.
@@ -107,30 +107,30 @@ def check(options: Mapping[str, str], plugins: Sequence[str] = ()) -> None:
         must_be_plain(f"--option {name}", value)
 
 
-def must_be_free(what: str, name: str, value: str) -> None:
+def must_be_free(label: str, name: str, value: str) -> None:
     """Raise UsageError for an option that a job has already, or that hides GPUs from its ranks."""
     if name in OURS:
-        raise UsageError(f"{what} cannot be set: {OURS[name]}")
+        raise UsageError(f"{label} cannot be set: {OURS[name]}")
     if name == "gres" and _GPUS.search(value):
-        raise UsageError(f"{what} cannot ask for GPUs: use --gpus-per-node; seen {value!r}")
+        raise UsageError(f"{label} cannot ask for GPUs: use --gpus-per-node; seen {value!r}")
     if name == "gpu-bind" and value != "none":
         raise UsageError(
-            f"{what}: ranks of a node must see each other's GPUs; where the site binds tasks to "
+            f"{label}: ranks of a node must see each other's GPUs; where the site binds tasks to "
             f"GPUs, 'none' undoes that, else leave it out; seen {value!r}"
         )
 
 
-def must_be_plain(what: str, value: str) -> None:
+def must_be_plain(label: str, value: str) -> None:
     """Raise UsageError unless sbatch reads `value` as one word, and a shell would not run it."""
     if not _PLAIN.fullmatch(value):
         raise UsageError(
-            f"{what}: expected letters (ASCII), digits and {_MARKS} alone, since sbatch reads it "
+            f"{label}: expected letters (ASCII), digits and {_MARKS} alone, since sbatch reads it "
             f"from a line of the script; seen {value!r}"
         )
 
 
 def variables(options: Iterable[str]) -> set[str]:
-    """Return the variables from which sbatch would read something else for `options`."""
+    """Return the environment variables that would override `options` in sbatch."""
     names = set(options)
     if names & {"requeue", "no-requeue"}:
         names |= {"requeue", "no-requeue"}

@@ -1,4 +1,4 @@
-"""What became of jobs, as a table; those of one size of a scaling study share a row."""
+"""The status of jobs as a table; those of one size of a scaling study share a row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH = 130  # where there is no terminal
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Print a row per job, or per size of a study, and below in full why each job is there."""
+    """Print a row per job, or per size of a study, and below the reason for each job's state."""
     out = Console()
     out = out if out.is_terminal else Console(width=WIDTH)
     drawn = Table("job", "state", "restarts", "run", "step", "loss", "accuracy")
@@ -29,14 +29,14 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _below(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what is said of jobs below the table, each thing once."""
+    """Return the lines below the table: each reason once, with its jobs."""
     jobs: dict[str, list[str]] = {}
     for row in rows:
-        who = row["run"] if row["job"] == "-" else row["job"]
-        jobs.setdefault(meaning(row), []).append(who)
+        job = row["run"] if row["job"] == "-" else row["job"]
+        jobs.setdefault(meaning(row), []).append(job)
         if row["earlier"]:
-            jobs[f"before it in this folder: {row['earlier']}"] = [who]
-    return [f"{', '.join(whose)}: {why}" for why, whose in jobs.items() if why]
+            jobs[f"before it in this folder: {row['earlier']}"] = [job]
+    return [f"{', '.join(names)}: {reason}" for reason, names in jobs.items() if reason]
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

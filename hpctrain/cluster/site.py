@@ -1,4 +1,4 @@
-"""What differs from cluster to cluster, read from TOML: options, modules, launcher, variables.
+"""Profiles of clusters, read from TOML: options, modules, launcher, variables.
 
 A profile becomes shell text twice. In a job that was rendered for a site it stands in the script;
 as `site.env` it also exports the options of sbatch, which are read before any shell runs:
@@ -65,15 +65,15 @@ class Site:
         nodes = self.gpu if gpus else self.cpu
         if nodes is not None and gpus <= nodes.gpus:
             return nodes
-        most = self.gpu.gpus if self.gpu else 0
+        limit = self.gpu.gpus if self.gpu else 0
         if not gpus:
             raise UsageError(
-                f"--gpus-per-node is missing: {self.title} has nodes with {most} GPUs alone; add "
-                f"--gpus-per-node {most}, or fewer: each rank takes one"
+                f"--gpus-per-node is missing: {self.title} has nodes with {limit} GPUs alone; add "
+                f"--gpus-per-node {limit}, or fewer: each rank takes one"
             )
-        told = f"has nodes with {most} GPUs" if most else "has no GPUs that hpctrain was tried on"
-        do = f"ask for {most} at most" if most else "leave it out"
-        raise UsageError(f"--gpus-per-node {gpus}: {self.title} {told}; {do}")
+        text = f"has nodes with {limit} GPUs" if limit else "has no GPUs that hpctrain was tried on"
+        do = f"ask for {limit} at most" if limit else "leave it out"
+        raise UsageError(f"--gpus-per-node {gpus}: {self.title} {text}; {do}")
 
     def sbatch_options(self, nodes: Nodes) -> dict[str, str]:
         """Return the options of sbatch for `nodes`."""
@@ -93,26 +93,26 @@ class Site:
 
     def env(self, nodes: Nodes) -> str:
         """Return the text of a file site.env: options of sbatch as variables, then `setup`."""
-        more = self.sbatch_options(nodes)
-        options = {**more, **with_gpus(gpu_options(nodes.gpus, nodes), more)}
+        sbatch_options = self.sbatch_options(nodes)
+        options = {**sbatch_options, **with_gpus(gpu_options(nodes.gpus, nodes), sbatch_options)}
         exports = [f"export {VARIABLES[k]}={shlex.quote(v)}" for k, v in options.items()]
         # Of ranks and their cores sbatch reads no variables.
         ranks = f"--ntasks-per-node={nodes.gpus or nodes.tasks_per_node}"
         hint = f"#   sbatch {ranks} --cpus-per-task={nodes.cpus_per_task} slurm/multi_node.sbatch"
-        setup, told = self.setup(nodes, "return 1"), "# Options of sbatch; others go with it:"
-        return "\n".join([setup, told, hint, *exports, ""])
+        setup, comment = self.setup(nodes, "return 1"), "# Options of sbatch; others go with it:"
+        return "\n".join([setup, comment, hint, *exports, ""])
 
     def _comments(self) -> list[str]:
-        seen = "Read from public documentation, not run there:" if self.read else ""
-        return [f"# {line}" for line in (self.title, seen, *self.read, *self.notes) if line]
+        origin = "Read from public documentation, not run there:" if self.read else ""
+        return [f"# {line}" for line in (self.title, origin, *self.read, *self.notes) if line]
 
 
-#: Nodes of which nothing is known.
+#: Nodes of an unknown kind.
 ANY = Nodes(gpus=1 << 10)
 
 
 def gpu_options(gpus: int, nodes: Nodes) -> dict[str, str]:
-    """Return the options of sbatch for `gpus` GPUs on each node, all of them seen by each task.
+    """Return the options of sbatch for `gpus` GPUs on each node, all of them visible to each task.
 
     Not `gpu-bind=none`: with it Slurm 22.05 tells tasks of no GPUs (CUDA_VISIBLE_DEVICES is unset),
     and where nothing but that variable keeps jobs apart, they would take those of others.
@@ -122,10 +122,10 @@ def gpu_options(gpus: int, nodes: Nodes) -> dict[str, str]:
     return {"gres": f"gpu:{gpus}"} if nodes.gpus_as == "gres" else {"gpus-per-node": str(gpus)}
 
 
-def with_gpus(gpus: dict[str, str], more: dict[str, str]) -> dict[str, str]:
-    """Return the options that ask for GPUs and `more`; what both list behind --gres is joined."""
-    both = [part["gres"] for part in (gpus, more) if "gres" in part]
-    return {**gpus, **more, **({"gres": ",".join(both)} if both else {})}
+def with_gpus(gpus: dict[str, str], options: dict[str, str]) -> dict[str, str]:
+    """Return the options that ask for GPUs and `options`; their two lists of --gres are joined."""
+    gres = [part["gres"] for part in (gpus, options) if "gres" in part]
+    return {**gpus, **options, **({"gres": ",".join(gres)} if gres else {})}
 
 
 def names() -> list[str]:
@@ -137,14 +137,14 @@ def names() -> list[str]:
 def load(name: str) -> Site:
     """Return the profile `name`, or the one in file `name`.
 
-    Raises UsageError that tells the nearest name, of a profile or of a key.
+    Raises UsageError that names the nearest profile or key.
     """
-    where = f"site {name}"
-    table = toml.parsed(_text(name), where)
-    toml.must_be_plain(table, where)
-    kinds = {k: config.read(Nodes, table.pop(k), f"{where}.{k}") for k in KINDS if k in table}
-    site = config.read(Site, table | kinds, where)
-    _check(site, where)
+    source = f"site {name}"
+    table = toml.parsed(_text(name), source)
+    toml.must_be_plain(table, source)
+    kinds = {k: config.read(Nodes, table.pop(k), f"{source}.{k}") for k in KINDS if k in table}
+    site = config.read(Site, table | kinds, source)
+    _check(site, source)
     return site
 
 
@@ -156,26 +156,26 @@ def _text(name: str) -> str:
     return resources.files("hpctrain.cluster").joinpath("sites", f"{name}.toml").read_text()
 
 
-def _check(site: Site, where: str) -> None:
-    """Raise UsageError for what sbatch or a shell would not take as one harmless word."""
+def _check(site: Site, source: str) -> None:
+    """Raise UsageError for text that sbatch or a shell would not read as one harmless word."""
     nodes = [kind for kind in (site.cpu, site.gpu) if kind]
     if not nodes:
         raise UsageError(
-            f"[{where}] expected a table [cpu] or [gpu]: its nodes without and with GPUs"
+            f"[{source}] expected a table [cpu] or [gpu]: its nodes without and with GPUs"
         )
     parts: list[Site | Nodes] = [site, *nodes]
     for part in parts:
         for key, value in part.options.items():
-            config.pick(VARIABLES, key, f"option of sbatch in {where}:")
-            must_be_free(f"[{where}] {key}", key, value)
-            must_be_plain(f"[{where}] {key}", value)
+            config.pick(VARIABLES, key, f"option of sbatch in {source}:")
+            must_be_free(f"[{source}] {key}", key, value)
+            must_be_plain(f"[{source}] {key}", value)
         for variable in part.environment:
             if not _VARIABLE.fullmatch(variable):
-                raise UsageError(f"[{where}] environment: '{variable}' is no name of a variable")
-    told = [site.title, site.launcher, site.venv or "", *site.read, *site.notes]
-    told += [word for p in parts for word in (*p.modules, *p.environment.values())]
-    for text in told:
+                raise UsageError(f"[{source}] environment: '{variable}' is no name of a variable")
+    texts = [site.title, site.launcher, site.venv or "", *site.read, *site.notes]
+    texts += [word for p in parts for word in (*p.modules, *p.environment.values())]
+    for text in texts:
         if not text.isprintable():
             raise UsageError(
-                f"[{where}] expected text without control characters, seen {files.brief(text)}"
+                f"[{source}] expected text without control characters, seen {files.brief(text)}"
             )

@@ -62,7 +62,7 @@ def _batch(job: Job, site: Site | None) -> dict[str, str]:
 def _options(job: Job, site: Site | None) -> str:
     """Return the #SBATCH lines; of a heterogeneous job, those of both its parts."""
     nodes, cores = nodes_of(job, site), _cores(job, site)
-    tasks, each = _tasks(job, site)
+    tasks, server_tasks = _tasks(job, site)
     gpus = gpu_options(job.gpus_per_node, nodes)
     first = {
         "job-name": job_name(job),
@@ -73,12 +73,12 @@ def _options(job: Job, site: Site | None) -> str:
         "signal": f"B:USR1@{job.warn_s}",
         ("requeue" if job.max_restarts else "no-requeue"): "",
         "open-mode": "append",
-        **with_gpus(gpus, _more(job, site, nodes)),
+        **with_gpus(gpus, _more_options(job, site, nodes)),
     }
     if not job.server_nodes:
         return sbatch.lines(first)
-    of_servers = _more(job, site, site.nodes(0) if site else ANY)
-    second = {**_size(job.server_nodes, each, cores), **of_servers}
+    of_servers = _more_options(job, site, site.nodes(0) if site else ANY)
+    second = {**_size(job.server_nodes, server_tasks, cores), **of_servers}
     return f"{sbatch.lines(first)}\n#SBATCH hetjob\n{sbatch.lines(second)}"
 
 
@@ -98,14 +98,14 @@ def _cores(job: Job, site: Site | None) -> int:
     """Return a rank's cores: the profile's, fewer where a node has not so many for all of them."""
     if job.cpus_per_task or site is None:
         return job.cpus_per_task or ANY.cpus_per_task
-    (tasks, each), nodes = _tasks(job, site), nodes_of(job, site)
+    (tasks, server_tasks), nodes = _tasks(job, site), nodes_of(job, site)
     room = [nodes.cpus_per_task, nodes.cores // tasks]
-    if each:  # srun takes one number for both parts
-        room.append(site.nodes(0).cores // each)
+    if server_tasks:  # srun takes one number for both parts
+        room.append(site.nodes(0).cores // server_tasks)
     return max(1, min(room))
 
 
-def _more(job: Job, site: Site | None, nodes: Nodes) -> dict[str, str]:
+def _more_options(job: Job, site: Site | None, nodes: Nodes) -> dict[str, str]:
     return {**(site.sbatch_options(nodes) if site else {}), **job.options}
 
 
@@ -150,9 +150,9 @@ def _interactive(job: Job, site: Site | None) -> dict[str, str]:
     nodes = nodes_of(job, site)
     size = _size(job.nodes, tasks_per_node(job, site), _cores(job, site))
     gpus = gpu_options(job.gpus_per_node, nodes)
-    more = with_gpus(gpus, _more(job, site, nodes))
+    more_options = with_gpus(gpus, _more_options(job, site, nodes))
     name = {"job-name": job_name(job)} if job.name else {}
-    options = {**name, **size, **gpus, "time": job.time, **more}
+    options = {**name, **size, **gpus, "time": job.time, **more_options}
     return {
         "site": site.setup(nodes) if site else "",
         "options": "\n".join(f"    {shlex.quote(word)}" for word in sbatch.words(options)),
@@ -167,5 +167,5 @@ def _template(name: str) -> str:
 def _filled(template: str, values: dict[str, str]) -> str:
     """Return `template` with its marks replaced; an empty one goes with its paragraph's end."""
     empty = re.compile(r"^\{\{ (\w+) \}\}\n\n?", re.M)
-    kept = empty.sub(lambda mark: mark[0] if values[mark[1]] else "", template)
-    return _MARK.sub(lambda mark: values[mark[1]], kept)
+    text = empty.sub(lambda mark: mark[0] if values[mark[1]] else "", template)
+    return _MARK.sub(lambda mark: values[mark[1]], text)

@@ -1,7 +1,7 @@
-"""What became of jobs: Slurm's word, and what the files of their runs tell.
+"""The status of jobs: their state in Slurm, and the progress in the files of their runs.
 
 Several jobs may have written into one run, one after the other. The script of each leaves its id in
-RUN/.began, so summary.json tells of that job if it is newer, and of no other.
+RUN/.began, so summary.json describes that job if it is newer, and no other.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from hpctrain.errors import UsageError
 Row = dict[str, Any]
 DAMAGED = "damaged"
 LATE_S = 10.0  #: a shared file system may show the files of a job that has ended so much later
-TAIL_BYTES = 1 << 16  #: of what a job said
+TAIL_BYTES = 1 << 16  #: of a job's output
 FAULTS = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError)  #: of damaged files
 OF_ROWS = ("step", "epoch", "train_loss", "test_accuracy", "samples_per_s")
 OF_RUN = ("status", "reason_of_run", "steps", "epochs", *OF_ROWS)
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What a folder keeps of its jobs."""
+class JobHistory:
+    """The jobs submitted from a folder, and the script of the latest."""
 
     folder: Path
     jobs: tuple[str, ...]  #: the latest last
@@ -40,13 +40,13 @@ class Kept:
     @property
     def sizes(self) -> list[str]:
         """The numbers of nodes of the tasks of a job array; empty for another job."""
-        found = re.search(r"^sizes=\(([\d ]+)\)$", self.script, re.M)
-        return found[1].split() if found else []
+        match = re.search(r"^sizes=\(([\d ]+)\)$", self.script, re.M)
+        return match[1].split() if match else []
 
     def run(self, job: str) -> Path:
-        """Return the folder of the run that `job`, it may be a task of an array, makes.
+        """Return the folder of the run of `job`, which may be a task of an array.
 
-        It is where the script says, which of a trial of `hpctrain scale` is not `folder`.
+        The script names it; for a trial of `hpctrain scale` it is not `folder`.
         """
         named = re.search(r"^run=(.*)$", self.script, re.M)
         run = Path(shlex.split(named[1])[0].removesuffix("/nodes-$nodes")) if named else self.folder
@@ -56,8 +56,8 @@ class Kept:
         return run / f"nodes-{self.sizes[int(task)]}" if self.sizes and task else run
 
 
-def kept(folder: Path) -> Kept:
-    """Return what `folder` keeps; a job that was given to sbatch by hand has left its id there.
+def job_history(folder: Path) -> JobHistory:
+    """Return the job history of `folder`; a job submitted by hand has left its id there.
 
     Raises UsageError for damaged ids, and OSError where the script is gone.
     """
@@ -66,7 +66,7 @@ def kept(folder: Path) -> Kept:
         jobs = sorted([*jobs, began], key=_numbers)
     script = folder / SCRIPT
     by_hand = not script.exists() and not (folder / JOBS).exists()
-    return Kept(folder, tuple(jobs), "" if by_hand else script.read_text())
+    return JobHistory(folder, tuple(jobs), "" if by_hand else script.read_text())
 
 
 def _numbers(job: str) -> list[int]:
@@ -74,26 +74,32 @@ def _numbers(job: str) -> list[int]:
 
 
 def status(folders: Sequence[Path]) -> list[Row]:
-    """Return a row for the latest job of each run, and for each before it that has not ended.
+    """Return a row for the latest job of each run, and for each earlier one that has not ended.
 
-    Of an array a row per task, also of those that Slurm has forgotten; of a damaged folder one that
-    says so. Raises UsageError where no job was submitted from a folder.
+    An array has a row per task, also for tasks that Slurm has forgotten; a damaged folder has one
+    that says so. Raises UsageError where no job was submitted from a folder.
     """
-    found = [_kept(folder) for folder in folders]
-    whole = [one for one in found if isinstance(one, Kept)]
-    if none := [one.folder for one in whole if not one.jobs]:
+    histories = [_history_or_row(folder) for folder in folders]
+    readable = [history for history in histories if isinstance(history, JobHistory)]
+    if empty := [history.folder for history in readable if not history.jobs]:
         raise UsageError(
-            f"{none[0]} holds no {JOBS}: expected the folder of a run that `hpctrain slurm submit` "
-            "or a script of slurm/ made, or of a study of `hpctrain scale --on slurm`"
+            f"{empty[0]} holds no {JOBS}: expected the folder of a run that `hpctrain slurm "
+            "submit` or a script of slurm/ made, or of a study of `hpctrain scale --on slurm`"
         )
-    said = hear([one.jobs[-1] for one in whole], [job for one in whole for job in one.jobs[:-1]])
-    rows = (_rows(one, said) if isinstance(one, Kept) else [one] for one in found)
-    return [row for some in rows for row in some]
+    states_of = hear(
+        [history.jobs[-1] for history in readable],
+        [job for history in readable for job in history.jobs[:-1]],
+    )
+    rows = (
+        _rows(history, states_of) if isinstance(history, JobHistory) else [history]
+        for history in histories
+    )
+    return [row for group in rows for row in group]
 
 
-def _kept(folder: Path) -> Kept | Row:
+def _history_or_row(folder: Path) -> JobHistory | Row:
     try:
-        return kept(folder)
+        return job_history(folder)
     except FAULTS as error:
         state = State("-", DAMAGED, _fault(error))
         return {**vars(state), **_of_run(folder), "log": None, "said": None, "earlier": ""}
@@ -103,43 +109,43 @@ def _fault(error: Exception) -> str:
     return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
 
 
-def _of_run(run: Path, **told: Any) -> Row:
-    return {"run": str(run), **dict.fromkeys(OF_RUN), **told}
+def _of_run(run: Path, **values: Any) -> Row:
+    return {"run": str(run), **dict.fromkeys(OF_RUN), **values}
 
 
-def _rows(one: Kept, said: Mapping[str, list[State]]) -> list[Row]:
-    """Return the rows of a run; the last tells how the jobs before it ended, if Slurm knows."""
-    *before, newest = one.jobs
-    states = [state for job in before for state in said[job]]
-    shown = [state for state in states if state.state not in ENDED]
-    shown += _whole(newest, said[newest], len(one.sizes))
-    earlier = ", ".join(f"{one.job} {one.state}" for one in states if one.state in ENDED)
-    rows = [_row(one, state) for state in shown]
+def _rows(history: JobHistory, states_of: Mapping[str, list[State]]) -> list[Row]:
+    """Return the rows of a run; the last lists how earlier jobs ended, if Slurm knows."""
+    *before, newest = history.jobs
+    states = [state for job in before for state in states_of[job]]
+    listed = [state for state in states if state.state not in ENDED]
+    listed += _whole(newest, states_of[newest], len(history.sizes))
+    earlier = ", ".join(f"{state.job} {state.state}" for state in states if state.state in ENDED)
+    rows = [_row(history, state) for state in listed]
     return [*rows[:-1], rows[-1] | {"earlier": earlier}]
 
 
 def _whole(job: str, states: list[State], tasks: int) -> list[State]:
-    """Return `states`; of an array of so many `tasks` also those that the controller has forgotten.
+    """Return `states`, for an array of `tasks` also those that the controller has forgotten.
 
-    It forgets each task some minutes after that has ended, while others go on.
+    It forgets each task some minutes after its end, while others go on.
     """
     if not tasks or states[0].state == NO_ANSWER:
         return states
     names = [f"{job}_{task}" for task in range(tasks)]
-    known = {state.job: state for state in states}
-    if not known.keys() >= set(names):
-        known = {state.job: state for state in accounted(job)} | known
-    return [known.get(name, State(name, "UNKNOWN", FORGOTTEN)) for name in names]
+    by_task = {state.job: state for state in states}
+    if not by_task.keys() >= set(names):
+        by_task = {state.job: state for state in accounted(job)} | by_task
+    return [by_task.get(name, State(name, "UNKNOWN", FORGOTTEN)) for name in names]
 
 
-def _row(one: Kept, state: State) -> Row:
-    """Return what is known of a job, or of a task of an array."""
+def _row(history: JobHistory, state: State) -> Row:
+    """Return the row of a job, or of a task of an array."""
     try:
-        run = one.run(state.job)
-        of_run = _of_run(run, **told(run, state.job))
+        run = history.run(state.job)
+        of_run = _of_run(run, **run_progress(run, state.job))
     except FAULTS as error:
-        of_run = _of_run(one.folder, status=DAMAGED, reason_of_run=_fault(error))
-    log = _log(one.folder, state)
+        of_run = _of_run(history.folder, status=DAMAGED, reason_of_run=_fault(error))
+    log = _log(history.folder, state)
     failed = state.state in ENDED and of_run["status"] != "done"
     spoken = {
         "log": str(log) if log else None,
@@ -148,24 +154,24 @@ def _row(one: Kept, state: State) -> Row:
     return {**vars(state), **of_run, **spoken, "earlier": ""}
 
 
-def told(run: Path, job: str) -> Row:
-    """Return what the files of a run tell of it so far; how it ended only if that was in `job`."""
+def run_progress(run: Path, job: str) -> Row:
+    """Return the progress in the files of a run; its end only if that was in `job`."""
     last: Row = {}
     for row in rundir.rows(run):  # not every one comes with an evaluation
         last |= {key: row[key] for key in OF_ROWS if row.get(key) is not None}
     summary = rundir.read_summary(run) or {}
-    asked = _asked(run)
+    options = _run_options(run)
     ended = summary if rundir.ended_by(run, job) else {}
     return {
         "status": ended.get("status"),
         "reason_of_run": ended.get("reason"),
-        "steps": asked.get("steps"),
-        "epochs": asked.get("epochs"),
+        "steps": options.get("steps"),
+        "epochs": options.get("epochs"),
         **last,
     }
 
 
-def _asked(run: Path) -> Row:
+def _run_options(run: Path) -> Row:
     """Return `[run]` of the resolved recipe; empty before training begins."""
     path = run / rundir.RECIPE
     text = files.read_text(path, toml.LIMIT_BYTES) if path.exists() else ""
@@ -174,21 +180,21 @@ def _asked(run: Path) -> Row:
 
 
 def _log(folder: Path, state: State) -> Path | None:
-    """Return the file with what a job said: ours, or where Slurm says; None where it is not."""
-    ours = folder / f"slurm-{state.job}.out"
-    theirs = Path(state.log) if state.log else ours
-    return next((path for path in (ours, theirs) if path.is_file()), None)
+    """Return the output file of a job: in `folder`, or where Slurm reports it; None if missing."""
+    default = folder / f"slurm-{state.job}.out"
+    reported = Path(state.log) if state.log else default
+    return next((path for path in (default, reported) if path.is_file()), None)
 
 
 def last_words(log: Path, job: str) -> str:
-    """Return the last line in which the script of `job`, or hpctrain, speaks; else the last one."""
+    """Return the last line written by the script of `job` or by hpctrain, else the last line."""
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - TAIL_BYTES))
         text = file.read().decode(errors="replace")
     plain = ("".join(c for c in line if c.isprintable()).strip() for line in text.splitlines())
     lines = [line for line in plain if line]
-    ours = [line for line in lines if line.startswith((f"job {job}: ", "hpctrain: "))]
-    return (ours or lines or [""])[-1]
+    own = [line for line in lines if line.startswith((f"job {job}: ", "hpctrain: "))]
+    return (own or lines or [""])[-1]
 
 
 def wait(folders: Sequence[Path], limit_s: float) -> list[Row]:
@@ -207,31 +213,31 @@ def wait(folders: Sequence[Path], limit_s: float) -> list[Row]:
 
 
 def _is_late(row: Row) -> bool:
-    """Return whether a summary is missing that a script has seen: it ends with 0 if all is done."""
+    """Return whether the summary of a completed job is not visible yet on this file system."""
     return row["state"] == "COMPLETED" and row["status"] is None
 
 
 def is_done(row: Row) -> bool:
-    """Return whether a run is done by its own word, and Slurm says nothing else of its job."""
+    """Return whether a run reports that it is done, and its job did not fail in Slurm."""
     return row["status"] == "done" and row["state"] in ("COMPLETED", "UNKNOWN")
 
 
 def meaning(row: Row) -> str:
-    """Return why a job is where it is: the run's own reason, the log's, Slurm's."""
+    """Return the reason for the state of a job: the run's own, else the log's, else Slurm's."""
     if DAMAGED in (row["state"], row["status"]):
         return f"damaged: {row['reason_of_run'] or row['reason']}"
     if row["state"] in ("RUNNING", "COMPLETING") or is_done(row):
         return ""
     if row["state"] not in ENDED:
         return explained(row["reason"], row["restarts"])
-    why = row["reason_of_run"] or row["said"] or of_an_end(row["reason"])
+    reason = row["reason_of_run"] or row["said"] or of_an_end(row["reason"])
     code = "" if row["state"] == "CANCELLED" else _code(row["exit_code"])
-    return "; ".join(part for part in (why, code, row["log"]) if part)
+    return "; ".join(part for part in (reason, code, row["log"]) if part)
 
 
-def _code(told: str) -> str:
-    """Return in words how a script ended, of which Slurm says CODE:SIGNAL."""
-    code, _, signal = told.partition(":")
+def _code(exit_code: str) -> str:
+    """Return the end of a script in words, from Slurm's CODE:SIGNAL."""
+    code, _, signal = exit_code.partition(":")
     if signal not in ("", "0"):
         return f"signal {signal}"
     return "" if code in ("", "0") else f"exit code {code}"

@@ -1,7 +1,7 @@
-"""Jobs of `hpctrain scale --on slurm`: where they lie, and one row for all of a size.
+"""Jobs of `hpctrain scale --on slurm`: their folders, and one row for all jobs of a size.
 
 STUDY/trials/SIZE/repeat-0/        a run
-STUDY/trials/SIZE/repeat-0.job/    what was submitted to make it: see submit.py
+STUDY/trials/SIZE/repeat-0.job/    the submission that makes it: see submit.py
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain import rundir
-from hpctrain.cluster.status import is_done, kept
+from hpctrain.cluster.status import is_done, job_history
 from hpctrain.cluster.submit import ENDED, JOBS
 
 Row = dict[str, Any]
@@ -22,8 +22,7 @@ Row = dict[str, Any]
 def folders(path: Path) -> list[Path]:
     """Return the folders that hold jobs of `path`: itself, or those of the trials of a study.
 
-    So do the folders of sizes that a job array has made which was given to sbatch by hand. Nothing
-    where no job was submitted.
+    For a job array submitted by hand, the folders of its sizes. Empty where no job was submitted.
     """
     if (path / JOBS).exists() or rundir.begun_by(path):
         return [path]
@@ -33,18 +32,18 @@ def folders(path: Path) -> list[Path]:
 
 
 def newest_last(paths: Iterable[Path]) -> list[Path]:
-    """Return the folders that hold jobs of all `paths`, of which the newest job comes last."""
-    found = [some for path in paths if (some := folders(path))]
-    return [folder for some in sorted(found, key=_newest) for folder in some]
+    """Return the folders that hold jobs of all `paths`, the one of the newest job last."""
+    groups = [group for path in paths if (group := folders(path))]
+    return [folder for group in sorted(groups, key=_newest) for folder in group]
 
 
-def _newest(some: Sequence[Path]) -> tuple[int, str]:
-    """Return the highest id of a job in folders that are shown together; 0 if it is damaged."""
+def _newest(group: Sequence[Path]) -> tuple[int, str]:
+    """Return the highest id of a job in a group of folders; 0 if it is damaged."""
     numbers = [0]
-    for folder in some:
+    for folder in group:
         with suppress(OSError, ValueError):
-            numbers += [int(job.partition("_")[0]) for job in kept(folder).jobs]
-    return max(numbers), str(some[0])
+            numbers += [int(job.partition("_")[0]) for job in job_history(folder).jobs]
+    return max(numbers), str(group[0])
 
 
 def _in_order(job: Path) -> list[int]:
@@ -53,10 +52,12 @@ def _in_order(job: Path) -> list[int]:
 
 def by_size(rows: Sequence[Row]) -> list[Row]:
     """Return `rows`, those of one size of a study as one."""
-    found: dict[object, list[Row]] = {}
+    groups: dict[object, list[Row]] = {}
     for number, row in enumerate(rows):
-        found.setdefault(_size(row) or number, []).append(row)
-    return [_joined(key, some) if isinstance(key, Path) else some[0] for key, some in found.items()]
+        groups.setdefault(_size(row) or number, []).append(row)
+    return [
+        _joined(key, group) if isinstance(key, Path) else group[0] for key, group in groups.items()
+    ]
 
 
 def _size(row: Row) -> Path | None:
@@ -66,24 +67,24 @@ def _size(row: Row) -> Path | None:
 
 
 def _joined(size: Path, rows: list[Row]) -> Row:
-    """Return one row: how many are where, and the numbers of the one that runs, or ended last."""
+    """Return one row: the counts of states, and the numbers of the job that runs or ended last."""
     states = [row["state"] for row in rows]
-    shown = min(reversed(rows), key=_rank)
-    many = len(rows) > 1
-    done = sum(is_done(row) for row in rows)
+    chosen = min(reversed(rows), key=_rank)
+    several = len(rows) > 1
+    done_runs = sum(is_done(row) for row in rows)
     counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
-    here = Path.cwd()
-    return shown | {
+    cwd = Path.cwd()
+    return chosen | {
         "job": ", ".join(row["job"] for row in rows),
-        "state": ", ".join(counts) if many else states[0],
+        "state": ", ".join(counts) if several else states[0],
         "restarts": sum(row["restarts"] or 0 for row in rows),
-        "status": f"{done} of {len(rows)} done" if many else shown["status"],
-        "run": str(size.relative_to(here) if size.is_relative_to(here) else size),
+        "status": f"{done_runs} of {len(rows)} done" if several else chosen["status"],
+        "run": str(size.relative_to(cwd) if size.is_relative_to(cwd) else size),
     }
 
 
 def _rank(row: Row) -> int:
-    """Return 0 for a job that runs, 1 for one that has told of itself, 2 for others."""
+    """Return 0 for a job that runs, 1 for an ended one that reported a step, 2 for others."""
     if row["state"] not in ENDED and row["step"] is not None:
         return 0
     return 1 if row["step"] is not None else 2

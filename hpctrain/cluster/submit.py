@@ -1,9 +1,9 @@
-"""Jobs given to Slurm, and whether they are still there; what became of them: status.py.
+"""Submit jobs to Slurm and query their states; status.py adds the files of their runs.
 
-A run's folder holds beside what `hpctrain train` writes
-job.sbatch      what was submitted last
+Beside the files of `hpctrain train`, a run's folder holds
+job.sbatch      the script submitted last
 jobs.json       the ids of its jobs, the latest last
-slurm-ID.out    what each of them said
+slurm-ID.out    the output of each of them
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ def submit(text: str, folder: Path, options: Sequence[str] = ()) -> int:
     be, or is, in the queue, and something else went wrong.
     """
     must_have("sbatch")
-    here = launchers.launched(os.environ)
-    if here.size > 1:
-        raise UsageError(f"this is rank {here.rank} of {here.size}: each would submit a job")
+    outer = launchers.launched(os.environ)
+    if outer.size > 1:
+        raise UsageError(f"this is rank {outer.rank} of {outer.size}: each would submit a job")
     _must_be_found_again()
     new = not folder.exists()
-    known = jobs_of(folder)
+    earlier = jobs_of(folder)
     script = _written(folder, text, new)
-    job = _id_in(_given(text, folder, script, options, new))
+    job = _id_in(_sbatch_reply(text, folder, script, options, new))
     try:
-        rundir.write_json(folder / JOBS, {"jobs": [*known, job]})
+        rundir.write_json(folder / JOBS, {"jobs": [*earlier, job]})
     except OSError as error:
         raise HpctrainError(
             f"job {job} is submitted, but {folder} cannot keep its id: {error.strerror}; "
@@ -70,26 +70,26 @@ def submit(text: str, folder: Path, options: Sequence[str] = ()) -> int:
     return job
 
 
-def _given(text: str, folder: Path, script: Path, options: Sequence[str], new: bool) -> str:
-    """Return what sbatch says of a job that it takes; its script gets its name."""
+def _sbatch_reply(text: str, folder: Path, script: Path, options: Sequence[str], new: bool) -> str:
+    """Return sbatch's reply on an accepted job; its script gets its final name."""
     line = ["sbatch", "--parsable", *_output(text, folder), *options]
     try:
-        # For sbatch a variable goes before a line of the script, which was asked for and checked.
-        done = run(line, text, without=sbatch.variables(_options(text)))
+        # For sbatch a variable overrides a line of the script, which was checked.
+        process = run(line, text, without=sbatch.variables(_options(text)))
     except Silence as error:
         raise _late(str(error), folder, text, script) from None
-    if done.returncode and answers_late(done.stderr):
-        raise _late(done.stderr, folder, text, script)
-    if done.returncode:
+    if process.returncode and answers_late(process.stderr):
+        raise _late(process.stderr, folder, text, script)
+    if process.returncode:
         _drop(script, new)
-        raise UsageError(refusal(done.stderr, text))
+        raise UsageError(refusal(process.stderr, text))
     with suppress(OSError):  # where this cannot be, jobs.json cannot be written, which is told
         script.replace(folder / SCRIPT)
-    return done.stdout
+    return process.stdout
 
 
 def _must_be_found_again() -> None:
-    """Raise UsageError where sbatch would ask another cluster than scontrol does."""
+    """Raise UsageError where sbatch would submit to another cluster than scontrol queries."""
     chosen = os.environ.get("SBATCH_CLUSTERS")
     if chosen and chosen != os.environ.get("SLURM_CLUSTERS"):
         raise UsageError(
@@ -124,45 +124,45 @@ def _drop(script: Path, new: bool) -> None:
             script.parent.rmdir()
 
 
-def _late(said: str, folder: Path, text: str, script: Path) -> HpctrainError:
-    """Return the error that says what may be in the queue, and keep its script."""
+def _late(reply: str, folder: Path, text: str, script: Path) -> HpctrainError:
+    """Return the error about a job that may be in the queue, and keep its script."""
     script.replace(folder / SCRIPT)
-    found = re.search(r"^#SBATCH --job-name=(.*)$", text, re.M)
-    name = f" --name={found[1]}" if found else ""
+    match = re.search(r"^#SBATCH --job-name=(.*)$", text, re.M)
+    name = f" --name={match[1]}" if match else ""
     return Silence(
-        f"no answer of Slurm's controller ({' '.join(said.split())}): the job may be in the queue "
+        f"no answer of Slurm's controller ({' '.join(reply.split())}): the job may be in the queue "
         f"all the same. See `squeue --me{name}` before you submit again; {folder} stays, and "
         "`hpctrain slurm status` shows the job there once it runs"
     )
 
 
-def _id_in(said: str) -> int:
-    """Return the job's id in what sbatch says; some sites let it say more."""
-    found = re.search(r"^(\d+)(;\S*)?$", said, re.M)
-    if found is None:
-        raise HpctrainError(f"sbatch took the script, and has not told the job's id: {said!r}")
-    return int(found[1])
+def _id_in(output: str) -> int:
+    """Return the job's id in sbatch's output; some sites add lines of their own."""
+    match = re.search(r"^(\d+)(;\S*)?$", output, re.M)
+    if match is None:
+        raise HpctrainError(f"sbatch took the script, and has not told the job's id: {output!r}")
+    return int(match[1])
 
 
 def _output(text: str, folder: Path) -> list[str]:
-    """Return the option that sends what a job says into `folder`, unless the script has one."""
-    given = _options(text)
-    if "output" in given:
+    """Return the option that writes a job's output into `folder`, unless the script has one."""
+    options = _options(text)
+    if "output" in options:
         return []
     out = str(folder.absolute() / "slurm-").replace("%", "%%")
-    return [f"--output={out}{'%A_%a' if 'array' in given else '%j'}.out"]
+    return [f"--output={out}{'%A_%a' if 'array' in options else '%j'}.out"]
 
 
 def _options(text: str) -> set[str]:
-    return {found[1] for found in re.finditer(r"^#SBATCH --([a-z-]+)", text, re.M)}
+    return {match[1] for match in re.finditer(r"^#SBATCH --([a-z-]+)", text, re.M)}
 
 
 def jobs_of(folder: Path) -> list[int]:
     """Return the ids of the jobs of a run, the latest last."""
     path = folder / JOBS
     try:
-        told = files.read_json(path, LIMIT_BYTES) if path.exists() else {"jobs": []}
-        return [int(job) for job in told["jobs"]]
+        document = files.read_json(path, LIMIT_BYTES) if path.exists() else {"jobs": []}
+        return [int(job) for job in document["jobs"]]
     except (ValueError, KeyError, TypeError):
         raise UsageError(
             f'{path} is damaged: expected {{"jobs": [17, ...]}}; write the ids anew, or remove it'
@@ -171,12 +171,12 @@ def jobs_of(folder: Path) -> list[int]:
 
 def named(name: str) -> list[int]:
     """Return the jobs of this name that have not ended, the latest last."""
-    done = run(
+    process = run(
         ["squeue", "--noheader", f"--user={getpass.getuser()}", f"--name={name}", "--format=%A"]
     )
-    if done.returncode:
-        raise HpctrainError(f"squeue does not tell of jobs: {done.stderr.strip()}")
-    return sorted({int(line) for line in done.stdout.split()})
+    if process.returncode:
+        raise HpctrainError(f"squeue does not tell of jobs: {process.stderr.strip()}")
+    return sorted({int(line) for line in process.stdout.split()})
 
 
 def must_be_free(folder: Path, dependency: str = "") -> None:
@@ -198,26 +198,26 @@ def must_be_free(folder: Path, dependency: str = "") -> None:
 
 
 def heard(job: int) -> list[State]:
-    """Return what `ask` does; a controller that does not answer says nothing new."""
+    """Return the states of `job` as `hear` does."""
     return hear([job])[job]
 
 
 def hear(jobs: Iterable[T], older: Iterable[T] = ()) -> dict[T, list[State]]:
-    """Return what Slurm says of each job; of the `older` ones, what the controller remembers.
+    """Return the states of each job; of the `older` ones only those the controller remembers.
 
-    A controller that does not answer says nothing new, and is not asked again for the others.
+    After a controller that does not answer, the state is NO_ANSWER for all other jobs as well.
     """
-    found, silence = {}, ""
-    for job, asked in chain(((job, ask) for job in jobs), ((job, controlled) for job in older)):
+    states, silence = {}, ""
+    for job, query in chain(((job, ask) for job in jobs), ((job, controlled) for job in older)):
         try:
-            found[job] = [_silent(job, silence)] if silence else asked(job)
+            states[job] = [_silent(job, silence)] if silence else query(job)
         except UsageError:
             raise
         except HpctrainError as error:
-            found[job] = [_silent(job, str(error))]
+            states[job] = [_silent(job, str(error))]
             silence = str(error) if isinstance(error, Silence) else ""
-    return found
+    return states
 
 
-def _silent(job: Job, why: str) -> State:
-    return State(str(job), NO_ANSWER, why)
+def _silent(job: Job, reason: str) -> State:
+    return State(str(job), NO_ANSWER, reason)
