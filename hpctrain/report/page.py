@@ -17,7 +17,7 @@ from hpctrain.report.record import Record, read
 
 log = logging.getLogger(__name__)
 PAGE = "report.html"
-#: What stands on top in large letters: {key of the summary: (name, format)}.
+#: The headlines of the page: {key of the summary: (name, format)}.
 HEADLINES = {
     "test_accuracy": ("test accuracy", "{:.4f}"),
     "test_loss": ("test loss", "{:.4g}"),
@@ -27,7 +27,7 @@ HEADLINES = {
     "steps": ("steps", "{:,}"),
     "world_size": ("ranks", "{}"),
 }
-#: Keys of the summary that tell seconds; others that end in _s are rates.
+#: Keys of the summary in seconds; others that end in _s are rates.
 SECONDS = {"wall_s", "compute_s", "wait_s", "wire_s"}
 #: Keys of the summary that are not words once their underscores are gone.
 WORDS = {
@@ -69,7 +69,7 @@ def write(run: Path, out: Path) -> Path:
 
 
 def _drawn(record: Record) -> dict[str, bytes]:
-    """Return the plots; raise UsageError for numbers that no axis has room for."""
+    """Return the plots; raise UsageError for numbers that cannot be drawn."""
     try:
         return plots(record)
     except (ValueError, ArithmeticError, TypeError, IndexError, MemoryError) as error:
@@ -90,32 +90,32 @@ def page(record: Record, images: Mapping[str, bytes]) -> str:
         record=record,
         headlines=_headlines(summary),
         images={name: b64encode(png).decode() for name, png in images.items()},
-        summary={key: (words(key), shown(value)) for key, value in summary.items()},
+        summary={key: (words(key), text_of(value)) for key, value in summary.items()},
         versions=versions,
     )
 
 
 def _headlines(summary: Mapping[str, Any]) -> dict[str, str]:
-    known = {key: value for key, value in summary.items() if value is not None}
+    present = {key: value for key, value in summary.items() if value is not None}
     return {
-        name: form.format(known[key]) for key, (name, form) in HEADLINES.items() if key in known
+        name: form.format(present[key]) for key, (name, form) in HEADLINES.items() if key in present
     }
 
 
 def words(key: str) -> str:
-    """Return a key of the summary as people read it."""
+    """Return the label of a key of the summary."""
     name, unit = (key.removesuffix("_s"), " [s]") if key in SECONDS else (key, "")
     return WORDS.get(name, name.replace("_", " ")) + unit
 
 
-def shown(value: Any) -> str:
-    """Return a value of the summary as people read it; null is a dash."""
+def text_of(value: Any) -> str:
+    """Return a value of the summary as text; null is a dash."""
     if value is None or value == []:
         return "–"
     if isinstance(value, float):
         return f"{value:,.6g}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {shown(one)}" for key, one in value.items())
+        return ", ".join(f"{key}: {text_of(item)}" for key, item in value.items())
     if isinstance(value, list):
-        return ", ".join(map(shown, value))
+        return ", ".join(map(text_of, value))
     return str(value)

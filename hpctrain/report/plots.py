@@ -1,4 +1,4 @@
-"""The plots of a run, as PNG: losses and accuracies, the rate, where the time went.
+"""The plots of a run, as PNG: losses and accuracies, the learning rate, the parts of the time.
 
 Colours are those of Okabe and Ito (2008), which colour-blind people can tell apart; lines also
 differ in their dashes, so that a print in grey can be read.
@@ -34,13 +34,13 @@ def plots(record: Record) -> dict[str, bytes]:
     """Return {file name: PNG} of the plots for which `record` has rows."""
     figures = {"loss.png": _losses, "rate.png": _rate, "time.png": _times,
                "ranks.png": _ranks, "staleness.png": _staleness}  # fmt: skip
-    made = {name: draw(record) for name, draw in figures.items() if record.rows}
-    return {name: _png(figure) for name, figure in made.items() if figure is not None}
+    drawn = {name: draw(record) for name, draw in figures.items() if record.rows}
+    return {name: _png(figure) for name, figure in drawn.items() if figure is not None}
 
 
 def _losses(record: Record) -> Figure:
-    """Losses and, where anything was ever right, accuracies: by step and by wall time."""
-    kinds = ["loss"] + ["accuracy"] * bool(np.nansum(_both(record, "accuracy")) > 0)
+    """Losses and, if any is above zero, accuracies: by step and by wall time."""
+    kinds = ["loss"] + ["accuracy"] * bool(np.nansum(_train_and_test(record, "accuracy")) > 0)
     figure = Figure((10, 0.6 + 3 * len(kinds)), layout="constrained")
     axes = figure.subplots(len(kinds), 2, sharex="col", sharey="row", squeeze=False)
     seconds = np.cumsum(record.spent("wall_s"))
@@ -61,12 +61,12 @@ def _losses(record: Record) -> Figure:
 def _curves(axes: Axes, record: Record, kind: str, x: np.ndarray) -> None:
     for name, style in LINES.items():
         y = record.column(f"{name}_{kind}")
-        known = np.isfinite(y)
-        few = known.sum() <= FEW
-        marks = style if few else {**style, "marker": ""}
-        if known.any():
-            axes.plot(x[known], y[known], label=name, markersize=4, linewidth=1.5, **marks)
-    _logarithmic(axes, _both(record, kind))
+        finite = np.isfinite(y)
+        sparse = finite.sum() <= FEW
+        marks = style if sparse else {**style, "marker": ""}
+        if finite.any():
+            axes.plot(x[finite], y[finite], label=name, markersize=4, linewidth=1.5, **marks)
+    _logarithmic(axes, _train_and_test(record, kind))
     axes.grid(alpha=0.3)
 
 
@@ -76,12 +76,12 @@ def _logarithmic(axes: Axes, values: np.ndarray) -> None:
         axes.set_yscale("log")
 
 
-def _both(record: Record, kind: str) -> np.ndarray:
+def _train_and_test(record: Record, kind: str) -> np.ndarray:
     return np.concatenate([record.column(f"{name}_{kind}") for name in LINES])
 
 
 def _rate(record: Record) -> Figure | None:
-    """The learning rate; None where no row tells it."""
+    """The learning rate; None where no row has it."""
     if not np.isfinite(record.column("rate")).any():
         return None
     figure, axes = _single(record, "learning rate")
@@ -97,7 +97,7 @@ def _rate(record: Record) -> Figure | None:
 
 
 def _times(record: Record) -> Figure:
-    """Where the time of a step went: what excludes each other is stacked, the wire lies over it."""
+    """The time of a step: disjoint parts are stacked, the time on the wire overlays them."""
     steps = record.column("steps")
     wall, compute, wait, wire = (record.spent(f"{x}_s") / steps for x in
                                  ("wall", "compute", "wait", "wire"))  # fmt: skip
@@ -112,7 +112,7 @@ def _times(record: Record) -> Figure:
 
 
 def _ranks(record: Record) -> Figure | None:
-    """Where each rank's time went; None where no row tells it."""
+    """The time of each rank; None where no row has it."""
     times = record.by_rank()
     if not times:
         return None
@@ -128,7 +128,7 @@ def _ranks(record: Record) -> Figure | None:
             axes.annotate(f"idle {idle:.0%}", (rank - 0.4 + width / 2, height), (0, 2), ha="center",
                           textcoords="offset points", fontsize=8)  # fmt: skip
     _rank_axis(axes, len(wall), record.first_server)
-    axes.set_ylim(top=1.08 * wall.max())  # room for what stands above the bars
+    axes.set_ylim(top=1.08 * wall.max())  # room for the labels above the bars
     _time_axis(figure, axes, "time")
     return figure
 
@@ -141,14 +141,14 @@ def _rank_axis(axes: Axes, size: int, first_server: int | None) -> None:
         axes.set_xticks(range(size), names)
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    many = f" (servers: {serving[0]} to {size - 1})" if serving and size > LABELS else ""
-    axes.set_xlabel(f"rank{many}")
+    servers = f" (servers: {serving[0]} to {size - 1})" if serving and size > LABELS else ""
+    axes.set_xlabel(f"rank{servers}")
     aside = 1.0 if size == 1 else 0.0
     axes.set_xlim(-0.6 - aside, size - 0.4 + aside)
 
 
 def _staleness(record: Record) -> Figure | None:
-    """How stale gradients were, in all and in each interval; None where none could be."""
+    """The staleness of gradients, in all and in each interval; None where none could be stale."""
     table = record.staleness()
     if not table.size:
         return None
@@ -156,9 +156,11 @@ def _staleness(record: Record) -> Figure | None:
     in_all, by_step = figure.subplots(1, 2)
     values = np.arange(table.shape[1])
     _histogram(in_all, table[-1])
-    here = np.diff(table, axis=0, prepend=0)
-    counts = here.sum(axis=1)
-    means = np.divide(here @ values, counts, np.full(len(here), np.nan), where=counts > 0)
+    increments = np.diff(table, axis=0, prepend=0)
+    counts = increments.sum(axis=1)
+    means = np.divide(
+        increments @ values, counts, np.full(len(increments), np.nan), where=counts > 0
+    )
     mark = "o" if len(means) <= FEW else ""
     by_step.plot(record.column("step"), means, color=BLUE, marker=mark, markersize=4)
     by_step.set_ylabel("staleness, mean of an interval")
@@ -189,7 +191,7 @@ def _histogram(axes: Axes, counts: Array) -> None:
 def _stacked(
     axes: Axes, begin: Array, width: Array, wall: Array, compute: Array, wait: Array
 ) -> None:
-    """Draw bars of what excludes each other and adds up to the wall time."""
+    """Draw stacked bars of disjoint times that add up to the wall time."""
     other = np.maximum(wall - compute - wait, 0)
     parts = {"compute": (compute, BLUE), "wait (exposed wire)": (wait, ORANGE),
              "other (evaluation, checkpoints, reading)": (other, GREY)}  # fmt: skip
@@ -200,18 +202,18 @@ def _stacked(
         floor = floor + height
 
 
-def _time_axis(figure: Figure, axes: Axes, what: str) -> None:
-    axes.set_ylabel(what)
+def _time_axis(figure: Figure, axes: Axes, label: str) -> None:
+    axes.set_ylabel(label)
     axes.yaxis.set_major_formatter(EngFormatter(unit="s"))
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
 
 
-def _single(record: Record, what: str) -> tuple[Figure, Axes]:
+def _single(record: Record, subject: str) -> tuple[Figure, Axes]:
     figure = Figure((10, 4), layout="constrained")
     axes = figure.subplots()
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
-    axes.set_title(_title(record, what))
+    axes.set_title(_title(record, subject))
     return figure, axes
 
 
@@ -223,9 +225,9 @@ def _step_axis(axes: Axes, record: Record) -> None:
         axes.axvline(step, color=BLACK, linestyle=":", linewidth=1)
 
 
-def _title(record: Record, what: str) -> str:
+def _title(record: Record, subject: str) -> str:
     """Return a title; a dollar sign in a name begins no formula."""
-    return f"{record.name}: {what}".replace("$", r"\$")
+    return f"{record.name}: {subject}".replace("$", r"\$")
 
 
 def _unit(seconds: float) -> str:

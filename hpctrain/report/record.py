@@ -1,4 +1,4 @@
-"""What the files of a run's folder tell, made ready for the axes of plots."""
+"""The files of a run's folder as arrays for the axes of plots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMES = ("wall_s", "compute_s", "wait_s", "wire_s")
 
 @dataclass(frozen=True)
 class Record:
-    """A run as its files tell it; whatever was not written is empty."""
+    """A run, read from its files; a missing file leaves its field empty."""
 
     folder: str
     rows: Sequence[dict[str, Any]] = ()
@@ -56,15 +56,15 @@ class Record:
     def by_rank(self) -> dict[str, np.ndarray]:
         """Return the seconds of each rank since the last resumption: {name of TIMES: (ranks,)}.
 
-        `wall_s` is rank 0's for all. Empty where no row tells of ranks.
+        `wall_s` is rank 0's for all. Empty where no row has times of ranks.
         """
         row = self.rows[-1] if self.rows else {}
         if not row.get("ranks"):
             return {}
-        found = {name: np.array(seconds, np.float64) for name, seconds in row["ranks"].items()}
-        if len({len(seconds) for seconds in found.values()}) != 1 or set(TIMES[1:]) - set(found):
+        times = {name: np.array(seconds, np.float64) for name, seconds in row["ranks"].items()}
+        if len({len(seconds) for seconds in times.values()}) != 1 or set(TIMES[1:]) - set(times):
             raise FileError(f"{self.folder}: expected times of as many ranks each in 'ranks'")
-        return {**found, "wall_s": np.full_like(found["compute_s"], row.get("wall_s"))}
+        return {**times, "wall_s": np.full_like(times["compute_s"], row.get("wall_s"))}
 
     def rates(self) -> tuple[np.ndarray, bool]:
         """Return steps and rates, float64 (n, 2), and whether they are a curve or lone points."""
@@ -75,22 +75,22 @@ class Record:
 
     @property
     def first_server(self) -> int | None:
-        """The rank from which on ranks only serve; None where each works, or none has told."""
+        """The first rank that only serves; None where each works, or the summary names none."""
         ranks, workers = self.summary.get("world_size"), self.summary.get("workers")
         return workers if ranks and workers and workers < ranks else None
 
     def staleness(self) -> np.ndarray:
-        """Return how many gradients had which staleness, int64 (rows, largest + 1), by each row.
+        """Return the histogram of staleness up to each row, int64 (rows, largest + 1).
 
         Counted from the first step. No columns where no gradient was stale, or could be.
         """
-        told = [row.get("staleness_histogram") or {} for row in self.rows]
-        largest = max((int(s) for one in told for s in one), default=-1)
-        if len(told) * (largest + 1) > MOST_COUNTS:
+        histograms = [row.get("staleness_histogram") or {} for row in self.rows]
+        largest = max((int(s) for histogram in histograms for s in histogram), default=-1)
+        if len(histograms) * (largest + 1) > MOST_COUNTS:
             raise FileError(f"{self.folder}: a staleness of {largest} is too large to be drawn")
-        table = np.zeros((len(told), largest + 1), np.int64)
-        for line, one in zip(table, told, strict=True):
-            line[[int(s) for s in one]] = list(one.values())
+        table = np.zeros((len(histograms), largest + 1), np.int64)
+        for line, histogram in zip(table, histograms, strict=True):
+            line[[int(s) for s in histogram]] = list(histogram.values())
         return table
 
     def resumed(self) -> list[float]:
@@ -108,7 +108,7 @@ def read(run: Path) -> Record:
 
 
 def _recipe(run: Path) -> str:
-    """Return the text of the recipe, empty where there is none: the run is one of Python."""
+    """Return the text of the recipe, empty where there is none, as in a run from Python."""
     try:
         return files.read_text(run / rundir.RECIPE, rundir.RECIPE_BYTES)
     except MissingError:
@@ -116,10 +116,10 @@ def _recipe(run: Path) -> str:
 
 
 def _forward(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows that count: one whose steps were done again later does not."""
-    kept: list[dict[str, Any]] = []
+    """Return the valid rows: those whose steps were not repeated by a later row."""
+    valid: list[dict[str, Any]] = []
     for row in rows:
-        while kept and kept[-1]["step"] >= row["step"]:
-            kept.pop()
-        kept.append(row)
-    return kept
+        while valid and valid[-1]["step"] >= row["step"]:
+            valid.pop()
+        valid.append(row)
+    return valid

@@ -9,33 +9,33 @@ from importlib import resources
 import jinja2
 import tomli_w
 
-from hpctrain.report.page import shown
+from hpctrain.report.page import text_of
 from hpctrain.scaling import show
 from hpctrain.scaling.results import Result
 
 PAGE = "report.html"
-SEEN = {
+CAPTIONS = {
     "scaling.png": "Samples/s and efficiency over sizes, beside the ideal; predictions dashed.",
     "time.png": "The time of a step of each size: compute, wait, other; the wire beside it.",
 }
 
 
-def page(found: Result, images: Mapping[str, bytes], changes: Sequence[str]) -> str:
+def page(result: Result, images: Mapping[str, bytes], changes: Sequence[str]) -> str:
     """Return the page as HTML; `images` are PNGs by file name."""
     # Names and reasons come from recipes and exceptions: all of them are escaped.
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     text = resources.files(__package__).joinpath("page.html").read_text()
-    table = show.table(found)
+    table = show.table(result)
     return environment.from_string(text).render(
-        title=show.title(found.study),
-        lead=list(show.lead(found)),
-        gaps=len(found.of(show.GAP)),
-        sizes=len(found.study.sizes),
-        images={SEEN[name]: b64encode(png).decode() for name, png in images.items()},
+        title=show.title(result.study),
+        lead=list(show.lead(result)),
+        gaps=len(result.of(show.GAP)),
+        sizes=len(result.study.sizes),
+        images={CAPTIONS[name]: b64encode(png).decode() for name, png in images.items()},
         headings=[str(column.header) or "remarks" for column in table.columns],
-        rows=list(zip((row["kind"] for row in found.rows), show.cells(found), strict=True)),
-        facts=show.facts(found),
+        rows=list(zip((row["kind"] for row in result.rows), show.cells(result), strict=True)),
+        facts=show.facts(result),
         changes=changes,
-        machine={name.replace("_", " "): shown(one) for name, one in found.machine.items()},
-        recipe=tomli_w.dumps(found.study.tables),
+        machine={name.replace("_", " "): text_of(value) for name, value in result.machine.items()},
+        recipe=tomli_w.dumps(result.study.tables),
     )
