@@ -37,7 +37,7 @@ class State:
     elapsed: str = ""
     nodes: str = ""
     exit_code: str = ""  #: of the script, and the signal: 1:0
-    log: str = ""  #: what the job says, as far as Slurm tells
+    log: str = ""  #: the file with the job's output, if Slurm reports it
 
 
 class Silence(HpctrainError):

@@ -6,8 +6,8 @@
 
 Nobody writes to the pipe. When launch dies the kernel closes it, and the guard reads its end: it
 asks mpiexec for a stop, as launch does, so that the ranks save a checkpoint; after 4 s it sends
-SIGTERM to whoever is left, and after 6.5 s SIGKILL. Ranks on other hosts are ended by mpiexec.
-Then it removes the shared memory of which the ranks wrote into the descriptor SEGMENTS.
+SIGTERM to processes that are left, and after 6.5 s SIGKILL. Ranks on other hosts are ended by
+mpiexec. Then it removes the shared memory of which the ranks wrote into the descriptor SEGMENTS.
 
 The guard is run as a file and needs the standard library alone: it starts in 20 ms and takes 9 MB.
 """

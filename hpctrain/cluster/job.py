@@ -1,4 +1,4 @@
-"""A job for Slurm: what to train, on how much; and whether that can be."""
+"""A job for Slurm: its recipe and its resources, and the checks of both."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _LEFT = ((5.0, signal.SIGKILL), (5.5, signal.SIGKILL))
 
 
 class Mpi(NamedTuple):
-    """An MPI and its launcher, as `python -m hpctrain.transport.probe` tells them."""
+    """An MPI and its launcher, as `python -m hpctrain.transport.probe` reports them."""
 
     vendor: str
     version: str
@@ -169,7 +169,7 @@ def _physical_cores() -> int:
 
 def _for_ranks(note: str) -> dict[str, str]:
     """Return the variables for ranks: where to announce their folder, which terminal shows them."""
-    # A terminal that was never told its size says 0 columns.
+    # A terminal whose size was never set reports 0 columns.
     terminal = {TERMINAL: str(os.get_terminal_size(2).columns or 80)} if os.isatty(2) else {}
     line = shlex.join(resume.command_line())
     return {rundir.ANNOUNCE: note, resume.COMMAND: line, **terminal}
@@ -202,7 +202,7 @@ def _guarded(job: str) -> Iterator[dict[str, str]]:
 def _supervise(line: Sequence[str], environ: Mapping[str, str]) -> Ended:
     """Run mpiexec in a session of its own, so that Ctrl-C reaches only us; forward stop signals.
 
-    SIGUSR1 is the one signal that every launcher hands to its ranks and that kills nobody.
+    SIGUSR1 is the one signal that every launcher forwards to its ranks and that kills none of them.
     """
     received: list[int] = []
     with stop_signals() as receive:

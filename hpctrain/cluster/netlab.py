@@ -45,7 +45,7 @@ _INTERRUPTED, _GRACE_S = 130, 10.0
 
 @dataclass(frozen=True)
 class Lab:
-    """Hosts with as many ranks each, and what each host's link carries each way, in bit/s."""
+    """Hosts with as many ranks each; `bits` is the rate of each host's link each way, in bit/s."""
 
     hosts: int
     ranks_per_host: int

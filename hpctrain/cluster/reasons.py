@@ -55,7 +55,7 @@ _ENDS = {
     "SystemFailure": "Slurm, a file system or the network has failed",
     "TimeLimit": "its time was over",
 }
-#: The same for the many limits of a QOS and of an account; the first that fits tells.
+#: The same for the many limits of a QOS and of an account; the first match counts.
 _LIMITS = {
     r"(QOS|Assoc)Grp\w*(?<!Run)Minutes\w*": "the {} has used up its time",
     r"(QOS|Assoc)\w*PerJob\w*": "more than the {} gives one job: ask for less",

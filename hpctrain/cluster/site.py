@@ -37,7 +37,7 @@ class Nodes:
 
     @property
     def cores(self) -> int:
-        """The cores of a node, as far as the profile tells."""
+        """The cores of a node that the profile accounts for."""
         return self.cpus_per_task * (self.gpus or self.tasks_per_node)
 
 
@@ -114,7 +114,7 @@ ANY = Nodes(gpus=1 << 10)
 def gpu_options(gpus: int, nodes: Nodes) -> dict[str, str]:
     """Return the options of sbatch for `gpus` GPUs on each node, all of them visible to each task.
 
-    Not `gpu-bind=none`: with it Slurm 22.05 tells tasks of no GPUs (CUDA_VISIBLE_DEVICES is unset),
+    Not `gpu-bind=none`: with it Slurm 22.05 shows tasks no GPUs (CUDA_VISIBLE_DEVICES is unset),
     and where nothing but that variable keeps jobs apart, they would take those of others.
     """
     if not gpus:

@@ -1,6 +1,6 @@
 """`hpctrain slurm render`: a job for Slurm as the text of a script. Nothing is read or run here.
 
-    Job (what to train, on how much)  +  Site (what differs from cluster to cluster)  ->  text
+    Job (recipe, resources)  +  Site (the settings of a cluster)  ->  text
 
 The text comes from templates/: {{ name }} stands for a value, which is quoted for the shell here,
 or refused. What stands behind #SBATCH is read by sbatch alone; see sbatch.py.
@@ -41,7 +41,9 @@ def render(job: Job, site: Site | None = None) -> str:
     check(job, site)
     values = _interactive(job, site) if job.interactive else _batch(job, site)
     text = _filled(_template(job.template), values)
-    return text.replace(SOURCED, "") if site else text  # what a site sets up stands in the script
+    return (
+        text.replace(SOURCED, "") if site else text
+    )  # the setup of a site is in the script itself
 
 
 def _batch(job: Job, site: Site | None) -> dict[str, str]:

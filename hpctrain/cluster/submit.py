@@ -83,7 +83,7 @@ def _sbatch_reply(text: str, folder: Path, script: Path, options: Sequence[str],
     if process.returncode:
         _drop(script, new)
         raise UsageError(refusal(process.stderr, text))
-    with suppress(OSError):  # where this cannot be, jobs.json cannot be written, which is told
+    with suppress(OSError):  # where this fails, jobs.json cannot be written, which is reported
         script.replace(folder / SCRIPT)
     return process.stdout
 
@@ -117,7 +117,7 @@ def _written(folder: Path, text: str, new: bool) -> Path:
 
 
 def _drop(script: Path, new: bool) -> None:
-    """Remove what `_written` made."""
+    """Remove the files that `_written` made."""
     with suppress(OSError):
         script.unlink(missing_ok=True)
         if new:
