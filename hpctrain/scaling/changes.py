@@ -1,11 +1,11 @@
-"""From a recipe to the recipe of a trial: the same steps, and nothing beside them.
+"""From a recipe to the recipe of a trial: the same steps, and nothing else.
 
     warm-up          timed                                      tail
     | row | row | row | row | row | row | row | row | row | ... | 1 step, evaluation, checkpoint |
 
 A row of metrics is made every `interval` steps. The first two do not count, since caches, buffers
 and branch predictors are cold there; the last step does not, since the model is evaluated and saved
-behind it. All else that interrupts steps is left out, and the user is told of each change.
+behind it. All else that interrupts steps is left out, and each change is reported to the user.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODES = ("strong", "weak")
 
 @dataclass(frozen=True)
 class Timing:
-    """How long a trial is: rows of `interval` steps each."""
+    """The length of a trial, in rows of `interval` steps each."""
 
     interval: int
 
@@ -57,18 +57,18 @@ class Timing:
 def base_batch(spec: Recipe, mode: str, sizes: list[Size]) -> int:
     """Return the samples of a step: of all ranks in strong scaling, of each in weak scaling.
 
-    Where the recipe says it the other way: in strong scaling each worker of the largest size has
-    what the recipe gives to a rank; in weak scaling each has what it gives to all.
+    Where the recipe gives the other number: in strong scaling each worker of the largest size has
+    the recipe's batch per rank; in weak scaling each has the recipe's batch of all ranks.
     """
-    given = spec.batch.batch or spec.batch.batch_per_rank or 0
+    batch = spec.batch.batch or spec.batch.batch_per_rank or 0
     if mode == "strong" and spec.batch.batch is None:
-        return given * workers(spec, max(sizes))
-    return given
+        return batch * workers(spec, max(sizes))
+    return batch
 
 
 def workers(spec: Recipe, size: Size) -> int:
-    """Return how many ranks of `size` compute gradients; raise UsageError where it cannot be."""
-    with _said_of(size):
+    """Return how many ranks of `size` compute gradients; raise UsageError for impossible sizes."""
+    with _naming(size):
         return engines.workers_of(spec.engine, size.ranks)
 
 
@@ -81,30 +81,30 @@ def must_divide(spec: Recipe, mode: str, batch: int, sizes: list[Size]) -> None:
         n = workers(spec, size)
         if mode == "strong" and batch % n:
             raise UsageError(
-                f"{size.said}: a batch of {batch} is not divisible by {n} workers, and uneven "
+                f"{size.text}: a batch of {batch} is not divisible by {n} workers, and uneven "
                 f"shares would be timed as bad scaling; take --set {_even(spec, batch, sizes)}, "
                 "other sizes, or --mode weak"
             )
-        with _said_of(size):
+        with _naming(size):
             engines.must_fit(spec.engine, size.ranks, batch if mode == "strong" else batch * n)
 
 
 def _even(spec: Recipe, batch: int, sizes: list[Size]) -> str:
     """Return the setting whose batch all sizes divide, the next below `batch` if there is one."""
     every = math.lcm(*(workers(spec, size) for size in sizes))
-    near = batch // every * every or every
+    nearest = batch // every * every or every
     if spec.batch.batch is not None:
-        return f"optimizer.batch={near}"
-    return f"optimizer.batch_per_rank={near // workers(spec, max(sizes))}"
+        return f"optimizer.batch={nearest}"
+    return f"optimizer.batch_per_rank={nearest // workers(spec, max(sizes))}"
 
 
 @contextmanager
-def _said_of(size: Size) -> Iterator[None]:
-    """Let an error that comes up name the size."""
+def _naming(size: Size) -> Iterator[None]:
+    """Name the size in a UsageError raised inside."""
     try:
         yield
     except UsageError as error:
-        raise UsageError(f"{size.said}: {error}") from None
+        raise UsageError(f"{size.text}: {error}") from None
 
 
 def trial(spec: Recipe, mode: str, batch: int, size: Size, timing: Timing) -> Recipe:
@@ -132,8 +132,10 @@ def trial(spec: Recipe, mode: str, batch: int, size: Size, timing: Timing) -> Re
     return recipe.check(tables)
 
 
-def told(spec: Recipe, mode: str, batch: int, timing: Timing, threads: int | None) -> Iterator[str]:
-    """Yield what a trial does otherwise than the recipe, a sentence each."""
+def deviations(
+    spec: Recipe, mode: str, batch: int, timing: Timing, threads: int | None
+) -> Iterator[str]:
+    """Yield the differences between a trial and the recipe, a sentence each."""
     length = f"{spec.run.epochs} epochs" if spec.run.epochs else f"{spec.run.steps} steps"
     yield (
         f"{timing.total} steps in place of {length}: {timing.first} to warm up, "
@@ -143,10 +145,10 @@ def told(spec: Recipe, mode: str, batch: int, timing: Timing, threads: int | Non
     yield "the training set is repeated, so that all batches are full and no epoch ends on the way"
     key = "batch" if mode == "strong" else "batch_per_rank"
     if getattr(spec.batch, key) != batch:
-        seen = f"batch = {spec.batch.batch}"
+        configured = f"batch = {spec.batch.batch}"
         if spec.batch.batch is None:
-            seen = f"batch_per_rank = {spec.batch.batch_per_rank}"
-        yield f"{mode} scaling: {key} = {batch} in place of {seen}"
+            configured = f"batch_per_rank = {spec.batch.batch_per_rank}"
+        yield f"{mode} scaling: {key} = {batch} in place of {configured}"
     if left := list(_left_out(spec)):
         yield f"left out: {', '.join(left)}"
     if threads is not None:

@@ -1,8 +1,8 @@
-"""What became of each trial, read from its files: summary.json and metrics.jsonl, nothing else.
+"""The outcome of each trial, read from its files: summary.json and metrics.jsonl, nothing else.
 
-A row of metrics tells rank 0's clock and what each rank has spent since the start; the difference
-of two rows is an interval. Of a trial counts the median over its timed intervals: what came between
-once (another process, a page fault) does not, what is there in most of them does.
+A row of metrics holds rank 0's clock and the time of each rank since the start; the difference of
+two rows is an interval. A trial counts with the median over its timed intervals: a disturbance of a
+few (another process, a page fault) does not count, one of most of them does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpctrain import rundir
 from hpctrain.scaling.changes import INTERVALS, Timing
 
 TIMES = ("compute_s", "wire_s", "wait_s")
-#: What a run tells of its machine; jobs run elsewhere than the one who collects.
+#: Facts in a run's summary about its machine; jobs run elsewhere than this process.
 FACTS = ("transport", "threads", "gpus", "gpu_paths")
 SUMMARY = rundir.SUMMARY
 Row = dict[str, Any]
@@ -35,23 +35,23 @@ class Trial:
     wait_s: float
     algorithm: str | None
     hosts: tuple[str, ...]
-    machine: Mapping[str, Any] = field(default_factory=dict)  #: FACTS that the run tells
+    machine: Mapping[str, Any] = field(default_factory=dict)  #: FACTS in the run's summary
 
     @property
     def other_s(self) -> float:
-        """What is neither compute nor wait: reading data, rows of metrics, the loop itself."""
+        """Time in neither compute nor wait: reading data, rows of metrics, the loop itself."""
         return max(0.0, self.step_s - self.compute_s - self.wait_s)
 
 
 @dataclass(frozen=True)
 class Gap:
-    """A trial that is not there, and why."""
+    """A missing trial, and the reason."""
 
     reason: str
 
 
 def trial(folder: Path, timing: Timing) -> Trial | Gap:
-    """Return what the run in `folder` tells, a Gap where it is not there or not whole."""
+    """Return the medians of the run in `folder`, a Gap where it is missing or incomplete."""
     try:
         summary = rundir.read_summary(folder)
         rows = rundir.rows(folder)
@@ -59,12 +59,12 @@ def trial(folder: Path, timing: Timing) -> Trial | Gap:
         return Gap(f"its files cannot be read: {error}")
     if summary is None or summary.get("status") != "done":
         return Gap(_reason(folder, summary))
-    found = list(intervals(rows, timing))
-    if len(found) != INTERVALS:
-        why = ": it was resumed on the way" if rows and rows[-1]["since_step"] else ""
-        return Gap(f"{len(found)} timed rows in {rundir.METRICS}, expected {INTERVALS}{why}")
-    step_s = {name: median(one[name] for one in found) for name in ("step_s", *TIMES)}
-    rate = median(one["samples_per_s"] for one in found)
+    timed = list(intervals(rows, timing))
+    if len(timed) != INTERVALS:
+        cause = ": it was resumed on the way" if rows and rows[-1]["since_step"] else ""
+        return Gap(f"{len(timed)} timed rows in {rundir.METRICS}, expected {INTERVALS}{cause}")
+    step_s = {name: median(interval[name] for interval in timed) for name in ("step_s", *TIMES)}
+    rate = median(interval["samples_per_s"] for interval in timed)
     hosts = tuple(summary.get("hosts") or ())
     facts = {name: summary[name] for name in FACTS if summary.get(name)}
     return Trial(rate, **step_s, algorithm=summary.get("algorithm"), hosts=hosts, machine=facts)
@@ -78,12 +78,12 @@ def intervals(rows: Sequence[Row], timing: Timing) -> Iterator[dict[str, float]]
             spent = {
                 name: fmean(row["ranks"][name]) - fmean(before["ranks"][name]) for name in TIMES
             } | {"step_s": row["wall_s"] - before["wall_s"]}
-            each = {name: seconds / timing.interval for name, seconds in spent.items()}
-            yield each | {"samples_per_s": row["samples_per_s"]}
+            per_step = {name: seconds / timing.interval for name, seconds in spent.items()}
+            yield per_step | {"samples_per_s": row["samples_per_s"]}
 
 
 def step(folder: Path) -> int | None:
-    """Return the last step that the run in `folder` tells of so far."""
+    """Return the last step in the metrics of the run in `folder`."""
     try:
         rows = rundir.rows(folder)
     except OSError:  # a shared file system may take it away for a moment
@@ -92,16 +92,16 @@ def step(folder: Path) -> int | None:
 
 
 def _reason(folder: Path, summary: dict[str, Any] | None) -> str:
-    """Return why a trial is not done: the summary's words, else the last line that was said."""
+    """Return the reason why a trial is not done: the summary's, else the last line of output."""
     if summary and summary.get("reason"):
         return f"{summary['status']}: {summary['reason']}"
-    said = [line.strip() for line in spoken(folder) if line.strip()]
-    ours = [line.partition("hpctrain: ")[2] for line in said if "hpctrain: " in line]
-    return (ours or said or ["not run yet"])[-1]
+    lines = [line.strip() for line in log_lines(folder) if line.strip()]
+    own = [line.partition("hpctrain: ")[2] for line in lines if "hpctrain: " in line]
+    return (own or lines or ["not run yet"])[-1]
 
 
 def log_of(folder: Path) -> Path:
-    """Return the file with what a trial said: beside its folder, which must be new to it."""
+    """Return the file with the output of a trial: beside its folder, which must be new to it."""
     return folder.with_name(f"{folder.name}.log")
 
 
@@ -110,8 +110,8 @@ def job_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.job")
 
 
-def spoken(folder: Path) -> list[str]:
-    """Return the lines that a trial said, those of its job last: they tell more than Slurm does."""
+def log_lines(folder: Path) -> list[str]:
+    """Return the output lines of a trial, those of its job last: they say more than Slurm does."""
     logs = [log_of(folder), *sorted(job_of(folder).glob("slurm-*.out"))]
     texts = [log.read_text(errors="replace") for log in logs if log.exists()]
     return "\n".join(texts).splitlines()

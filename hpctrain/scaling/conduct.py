@@ -1,9 +1,9 @@
-"""Runs what is missing of a study here: pilots, links, then trials, repeats taken in turn.
+"""Run the missing trials of a study on this machine: pilots, links, then trials by repeat.
 
     repeat 0: 1 2 4 ranks    repeat 1: 1 2 4 ranks    ...
 
 Machines drift, by their temperature and by their other users; so sizes alternate, and efficiency
-compares neighbours in time. A trial counts as done when its files tell so, and only then. A size
+compares neighbours in time. A trial is done when its files show that, and only then. A size
 whose first trial fails is not tried again in the same call.
 """
 
@@ -35,15 +35,15 @@ MESSAGES = "4B,1KiB,16KiB,64KiB,256KiB,1MiB,4MiB"
 
 
 def piloted(folder: Folder, study: Study, spec: Recipe, teller: Teller) -> Study:
-    """Return the study with its steps: as many as take the slower end of sizes about TRIAL_S."""
-    timing, seen = Timing.of(PILOT_STEPS), []
+    """Return the study with its steps: about TRIAL_S on the slower of its two extreme sizes."""
+    timing, step_times = Timing.of(PILOT_STEPS), []
     for size in sorted({min(study.sizes), max(study.sizes)}):
-        teller.begin(f"pilot on {size.said}")
-        found = _train(folder, study, spec, size, folder.pilot(size), timing)
-        if isinstance(found, Trial):
-            seen.append(found.step_s)
-    asked = TRIAL_S / max(seen) if seen else FEWEST
-    steps = round(min(max(asked, FEWEST), MOST) / 10) * 10
+        teller.begin(f"pilot on {size.text}")
+        outcome = _train(folder, study, spec, size, folder.pilot(size), timing)
+        if isinstance(outcome, Trial):
+            step_times.append(outcome.step_s)
+    steps_wanted = TRIAL_S / max(step_times) if step_times else FEWEST
+    steps = round(min(max(steps_wanted, FEWEST), MOST) / 10) * 10
     return replace(study, steps=steps)
 
 
@@ -52,7 +52,7 @@ def links(folder: Folder, study: Study, teller: Teller) -> None:
     for size in linked(study):
         at = folder.link(size)
         if not (at / "link.json").exists():
-            teller.begin(f"messages on {size.said}")
+            teller.begin(f"messages on {size.text}")
             at.mkdir(parents=True, exist_ok=True)
             aside = at / "aside.json"
             arguments = ["bench", "p2p", "--sizes", MESSAGES, "--iterations", "10"]
@@ -60,7 +60,7 @@ def links(folder: Folder, study: Study, teller: Teller) -> None:
             if places.run(command, at / "link.log", study.threads) == 0:
                 aside.rename(at / "link.json")
             else:
-                text = f"messages on {size.said} were not measured, see {at / 'link.log'}"
+                text = f"messages on {size.text} were not measured, see {at / 'link.log'}"
                 teller.say(logging.WARNING, f"{text}: predictions do without")
 
 
@@ -73,58 +73,58 @@ def linked(study: Study) -> list[Size]:
 
 def wires(folder: Folder, study: Study) -> tuple[Wire | None, Wire | None]:
     """Return the wires in a node and between nodes, None where they were not measured."""
-    found: dict[bool, Wire | None] = {}
+    wire_of: dict[bool, Wire | None] = {}
     for size in linked(study):
         try:
-            told = measured.read(folder.link(size) / "link.json")
+            cluster = measured.read(folder.link(size) / "link.json")
         except UsageError:  # not there, or damaged: the model does without
             continue
-        found[size.nodes > 1] = told.between or told.inside
-    return found.get(False), found.get(True)
+        wire_of[size.nodes > 1] = cluster.between or cluster.inside
+    return wire_of.get(False), wire_of.get(True)
 
 
 def standings(folder: Folder, study: Study) -> dict[Key, Standing]:
-    """Return how each trial stands by its files: what is not measured waits for its turn."""
+    """Return the standing of each trial by its files: one that is not measured waits."""
     return {key: _standing(folder.trial(key[1], key[0]), study) for key in study.trials}
 
 
 def _standing(out: Path, study: Study) -> Standing:
-    found, jobs = collect.trial(out, study.timing), submit.jobs_of(collect.job_of(out))
-    return Standing.of(found, *jobs[-1:]) if isinstance(found, Trial) else Standing()
+    outcome, jobs = collect.trial(out, study.timing), submit.jobs_of(collect.job_of(out))
+    return Standing.of(outcome, *jobs[-1:]) if isinstance(outcome, Trial) else Standing()
 
 
-def seen(folder: Folder, study: Study) -> dict[Key, Standing]:
-    """Return how each trial stands by its files, for who only looks while another runs them.
+def current_standings(folder: Folder, study: Study) -> dict[Key, Standing]:
+    """Return the standing of each trial by its files, for a process that only looks.
 
-    Of those that have begun and are not done the latest runs, since they run one after another.
+    Of the trials begun and not done the latest is running, since they run one after another.
     """
-    found = standings(folder, study)
+    result = standings(folder, study)
     logs = {key: collect.log_of(folder.trial(key[1], key[0])) for key in missing(folder, study)}
     begun = {key: log.stat().st_mtime_ns for key, log in logs.items() if log.exists()}
     for key in begun:
         out = folder.trial(key[1], key[0])
-        running = key == max(begun, key=lambda one: begun[one])
-        found[key] = (
+        running = key == max(begun, key=lambda k: begun[k])
+        result[key] = (
             Standing(RUNNING, step=collect.step(out))
             if running
             else Standing.of(trial(folder, study, *key))
         )
-    return found
+    return result
 
 
 def missing(folder: Folder, study: Study) -> list[Key]:
     """Return each trial that is not done, in the order of the trials."""
-    found = standings(folder, study)
-    return [key for key, one in found.items() if one.trial is None]
+    by_key = standings(folder, study)
+    return [key for key, standing in by_key.items() if standing.trial is None]
 
 
 def trial(folder: Folder, study: Study, repeat: int, size: Size) -> Trial | Gap:
-    """Return what a trial tells."""
+    """Return the outcome of a trial."""
     return collect.trial(folder.trial(size, repeat), study.timing)
 
 
 def trials(folder: Folder, study: Study, spec: Recipe, teller: Teller) -> Iterator[Trial | Gap]:
-    """Run what is missing; yield what became of each."""
+    """Run the missing trials; yield the outcome of each."""
     failed: set[Size] = set()
     for key in missing(folder, study):
         repeat, size = key
@@ -134,15 +134,15 @@ def trials(folder: Folder, study: Study, spec: Recipe, teller: Teller) -> Iterat
         out = folder.trial(size, repeat)
         teller.update({key: Standing(RUNNING)})
         look = partial(_look, teller, key, out) if teller.drawn else None
-        found = _train(folder, study, spec, size, out, study.timing, look)
-        if isinstance(found, Gap):
+        outcome = _train(folder, study, spec, size, out, study.timing, look)
+        if isinstance(outcome, Gap):
             failed.add(size)
-        teller.update({key: Standing.of(found)})
-        yield found
+        teller.update({key: Standing.of(outcome)})
+        yield outcome
 
 
 def _look(teller: Teller, key: Key, out: Path) -> None:
-    """Show how far a trial has come."""
+    """Show the current step of a trial."""
     teller.update({key: Standing(RUNNING, step=collect.step(out))})
 
 

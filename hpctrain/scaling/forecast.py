@@ -1,20 +1,20 @@
-"""The alpha-beta model of a step, fitted to what was measured, beyond the measured sizes.
+"""The alpha-beta model of a step, fitted to measurements, for sizes beyond the measured ones.
 
     T(P) = compute(P) + exposed(P) + uneven + other
 
-compute    strong scaling: a + b / P through what was measured; weak: that of the largest size
+compute    strong scaling: a + b / P fitted to the measured times; weak: that of the largest size
 exposed    the all-reduce of n bytes, replayed message by message on a clock per rank, as
            `hpctrain bench predict` does (tuning/schedules.py): on a ring 2(P-1) messages of n/P
-           bytes, each alpha + m beta. What ranks compute meanwhile hides a part (tuning/steps.py)
+           bytes, each alpha + m beta. Overlapped compute hides a part of it (tuning/steps.py)
 uneven     waiting that the wire does not explain: for each other; that of the largest size
 other      reading, bookkeeping; that of the largest size
 
-alpha and beta are those of single messages between two ranks, where the study has measured such.
-All of it is then scaled by one factor, so that the time on the wire is what trials have measured;
-without such messages alpha and beta come from the wire times of several sizes, and are those of
-usual networks where there is one alone. How many buckets
-leave while backward goes on is the number that explains the measured waits best. The three largest
-sizes that communicate tell what lies beyond.
+alpha and beta are those of single messages between two ranks, if the study has measured such. All
+costs are then scaled by one factor, so that the time on the wire is the one measured in trials.
+Without such messages alpha and beta come from the wire times of several sizes, and are those of
+usual networks if there is only one size. The number of buckets that leave during backward is the
+one that explains the measured waits best. The model is fitted to the three largest sizes that
+communicate.
 
 Source: Hockney, "The communication challenge for MPP: Intel Paragon and Meiko CS-2", 1994, for
 alpha + m beta; Alexandrov et al., 1995, for its refinement.
@@ -36,18 +36,18 @@ from hpctrain.tuning.loggp import Clocks, Cluster, Wire, alike
 from hpctrain.tuning.schedules import SCHEDULES
 from hpctrain.tuning.steps import even, step_time
 
-#: All-reduces that are no schedule of ours, and the one that is most like them.
+#: All-reduces without a schedule in hpctrain, and the schedule nearest to each.
 LIKE = {"direct-shared": "direct", "native": "halving-doubling"}
 #: In how many buckets the gradient may leave; 0: after backward, in one.
 BUCKETS = (0, 1, 2, 4, 8, 16, 32)
 HIDDEN = 0.03  #: of the wire: where less is hidden behind compute, nothing overlaps
 MESSAGES, WIRE_TIMES, GUESS = "single messages", "wire times of several sizes", "usual networks"
-NEAREST = 3  #: so many sizes, the largest, tell what lies beyond them
+NEAREST = 3  #: the number of sizes, the largest ones, that the model is fitted to
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What was measured of a size: seconds of a step; `share` ranks shared a core."""
+class StepTimes:
+    """The measured times of a step on one size, in seconds; `share` ranks shared a core."""
 
     size: Size
     step_s: float
@@ -60,7 +60,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a step is predicted to take on a size, in seconds."""
+    """The predicted times of a step on one size, in seconds."""
 
     size: Size
     step_s: float
@@ -88,7 +88,7 @@ class Model:
 
     @property
     def tested(self) -> bool:
-        """Whether more sizes communicate than it has unknowns, so that it could fail to meet them.
+        """Whether more sizes communicate than the model has unknowns, so that it could miss them.
 
         With messages the unknown is one factor, without them alpha and beta.
         """
@@ -96,7 +96,7 @@ class Model:
 
     @property
     def wire(self) -> Wire:
-        """The wire that most bytes take: between nodes, where there are several."""
+        """The wire of most bytes: between nodes, if there are several."""
         return self.cluster.between if self.across else self.cluster.inside
 
     @property
@@ -110,7 +110,7 @@ class Model:
         return self.wire.per_byte_both
 
     def forecast(self, size: Size, share: float = 1.0) -> Forecast:
-        """Return what a step takes on `size` where `share` ranks share a core."""
+        """Return the predicted times of a step on `size` where `share` ranks share a core."""
         own = self.shrinking_s / size.ranks + self.fixed_s
         wire, exposed = replay(
             self.cluster, self.algorithm, self.nbytes, size, own, self.buckets, share
@@ -129,10 +129,10 @@ def replay(
     buckets: int,
     share: float = 1.0,
 ) -> tuple[float, float]:
-    """Return the seconds on the wire of a step, and those that compute does not hide.
+    """Return the seconds of a step on the wire, and those of them that compute does not hide.
 
-    `compute` is that of a rank with a core of its own; where `share` ranks have one, all that
-    processors do takes as much longer.
+    `compute` is that of a rank with a core of its own; where `share` ranks have one, all work of
+    processors takes as much longer.
     """
     if size.ranks == 1:
         return 0.0, 0.0
@@ -145,7 +145,7 @@ def replay(
 
 
 def schedule_of(algorithm: str | None) -> str:
-    """Return the schedule of what summary.json names, such as "auto (ring, native)"."""
+    """Return the schedule of an algorithm in summary.json, such as "auto (ring, native)"."""
     for word in re.findall(r"[a-z-]+", algorithm or ""):
         if (name := LIKE.get(word, word)) in SCHEDULES:
             return name
@@ -153,26 +153,28 @@ def schedule_of(algorithm: str | None) -> str:
 
 
 def fitted(
-    seen: Sequence[Seen], nbytes: int, strong: bool, inside: Wire | None, between: Wire | None
+    steps: Sequence[StepTimes], nbytes: int, strong: bool, inside: Wire | None, between: Wire | None
 ) -> Model | None:
-    """Return the model of what was `seen`, sizes ascending; None where no ranks communicated.
+    """Return the model fitted to `steps`, sizes ascending; None where no ranks communicated.
 
     Sizes whose ranks share cores count only where there are no others with more than one rank.
     """
-    apart = [one for one in seen if one.share == 1.0]
-    used = apart if any(one.size.ranks > 1 for one in apart) else list(seen)
-    talking = [one for one in used if one.size.ranks > 1 and one.wire_s > 0][-NEAREST:]
-    if not talking:
+    own_cores = [step for step in steps if step.share == 1.0]
+    used = own_cores if any(step.size.ranks > 1 for step in own_cores) else list(steps)
+    communicating = [step for step in used if step.size.ranks > 1 and step.wire_s > 0][-NEAREST:]
+    if not communicating:
         return None
-    last = talking[-1]
-    overlaps = any(one.wait_s < (1 - HIDDEN) * one.wire_s for one in talking)
+    last = communicating[-1]
+    overlaps = any(step.wait_s < (1 - HIDDEN) * step.wire_s for step in communicating)
     counts = BUCKETS if overlaps else BUCKETS[:1]
     shrinking, fixed = _computing(used, strong)
-    cluster = _cluster(talking, nbytes, inside, between)
-    across = any(one.size.nodes > 1 for one in talking)
+    cluster = _cluster(communicating, nbytes, inside, between)
+    across = any(step.size.nodes > 1 for step in communicating)
     buckets, factor = min(
-        ((count, _factor(cluster, talking, nbytes, count)) for count in counts),
-        key=lambda found: _off(scaled(cluster, found[1]), talking, nbytes, found[0]),
+        ((count, _factor(cluster, communicating, nbytes, count)) for count in counts),
+        key=lambda candidate: _wait_error(
+            scaled(cluster, candidate[1]), communicating, nbytes, candidate[0]
+        ),
     )
     model = Model(
         scaled(cluster, factor),
@@ -182,62 +184,62 @@ def fitted(
         shrinking,
         fixed,
         across,
-        _origin(between if across else inside, talking, nbytes, across),
-        tuple(one.size.ranks for one in talking),
+        _origin(between if across else inside, communicating, nbytes, across),
+        tuple(step.size.ranks for step in communicating),
     )
     exposed = model.forecast(last.size, last.share).wait_s
     other = max(0.0, last.step_s - last.compute_s - last.wait_s)
     return replace(model, uneven_s=last.wait_s - exposed, other_s=other)
 
 
-def _computing(seen: Sequence[Seen], strong: bool) -> tuple[float, float]:
+def _computing(steps: Sequence[StepTimes], strong: bool) -> tuple[float, float]:
     """Return (b, a) of the compute b / P + a of a rank with a core of its own.
 
-    Times that a sum of these misses, as where a smaller share fits into the cache, are met at the
-    largest size: the sum is scaled, so that what is predicted beyond stays above nothing.
+    Where such a sum misses the times, as where a smaller share fits into the cache, it is scaled to
+    the time of the largest size, so that predictions beyond it stay positive.
     """
     if not strong:
-        return 0.0, seen[-1].compute_s / seen[-1].share
-    ranks = np.array([one.size.ranks for one in seen], float)
-    own = np.array([one.compute_s / one.share for one in seen])
+        return 0.0, steps[-1].compute_s / steps[-1].share
+    ranks = np.array([step.size.ranks for step in steps], float)
+    own = np.array([step.compute_s / step.share for step in steps])
     b, a = fit.nonnegative(np.stack([1 / ranks, np.ones_like(ranks)], 1), own).tolist()
     met = own[-1] / (b / ranks[-1] + a)
     return b * met, a * met
 
 
 def _cluster(
-    talking: Sequence[Seen], nbytes: int, inside: Wire | None, between: Wire | None
+    steps: Sequence[StepTimes], nbytes: int, inside: Wire | None, between: Wire | None
 ) -> Cluster:
     """Return the machine before it is scaled: measured messages, else wire times, else guesses."""
-    near, far = alike(guess.NODE), alike(guess.ACROSS)
+    node_cluster, network_cluster = alike(guess.NODE), alike(guess.ACROSS)
     return replace(
-        near,
-        inside=inside or _from_wire_times(_over(False, talking), nbytes) or near.inside,
-        between=between or _from_wire_times(_over(True, talking), nbytes) or far.between,
+        node_cluster,
+        inside=inside or _from_wire_times(_over(False, steps), nbytes) or node_cluster.inside,
+        between=between or _from_wire_times(_over(True, steps), nbytes) or network_cluster.between,
     )
 
 
-def _origin(measured: Wire | None, talking: Sequence[Seen], nbytes: int, across: bool) -> str:
-    """Return where `_cluster` has the wire from that most bytes take."""
+def _origin(measured: Wire | None, steps: Sequence[StepTimes], nbytes: int, across: bool) -> str:
+    """Return the origin of the wire of most bytes in `_cluster`."""
     if measured is not None:
         return MESSAGES
-    return WIRE_TIMES if _from_wire_times(_over(across, talking), nbytes) else GUESS
+    return WIRE_TIMES if _from_wire_times(_over(across, steps), nbytes) else GUESS
 
 
-def _over(nodes: bool, talking: Sequence[Seen]) -> list[Seen]:
+def _over(nodes: bool, steps: Sequence[StepTimes]) -> list[StepTimes]:
     """Return the sizes on several nodes, or those on one."""
-    return [one for one in talking if (one.size.nodes > 1) == nodes]
+    return [step for step in steps if (step.size.nodes > 1) == nodes]
 
 
-def _from_wire_times(seen: Sequence[Seen], nbytes: int) -> Wire | None:
-    """Return the wire on which the longest paths of the all-reduces take what was measured.
+def _from_wire_times(steps: Sequence[StepTimes], nbytes: int) -> Wire | None:
+    """Return the wire on which the longest paths of the all-reduces take the measured times.
 
-    Of two sizes or more: from one alone nobody can tell messages from bytes.
+    Needs two sizes or more: one alone cannot separate the cost of messages from that of bytes.
     """
     paths = [
-        (formula(nbytes, one.size.ranks), one.wire_s)
-        for one in seen
-        if (formula := cost.ALLREDUCE.get(schedule_of(one.algorithm)))
+        (formula(nbytes, step.size.ranks), step.wire_s)
+        for step in steps
+        if (formula := cost.ALLREDUCE.get(schedule_of(step.algorithm)))
     ]
     if len({path.steps for path, _ in paths}) < 2:
         return None
@@ -246,25 +248,25 @@ def _from_wire_times(seen: Sequence[Seen], nbytes: int) -> Wire | None:
     return alike(cost.Machine(alpha, beta, 0.0)).inside
 
 
-def _factor(cluster: Cluster, talking: Sequence[Seen], nbytes: int, buckets: int) -> float:
-    """Return what all costs are multiplied by for the measured time on the wire: a mean."""
-    ratios = [one.wire_s / _replayed(cluster, one, nbytes, buckets)[0] for one in talking]
+def _factor(cluster: Cluster, steps: Sequence[StepTimes], nbytes: int, buckets: int) -> float:
+    """Return the factor from modelled to measured time on the wire: a geometric mean."""
+    ratios = [step.wire_s / _replayed(cluster, step, nbytes, buckets)[0] for step in steps]
     return float(np.exp(np.mean(np.log(ratios))))
 
 
-def _off(cluster: Cluster, talking: Sequence[Seen], nbytes: int, buckets: int) -> float:
-    """Return how far exposed times lie from the measured waits, as shares of steps, squared."""
+def _wait_error(cluster: Cluster, steps: Sequence[StepTimes], nbytes: int, buckets: int) -> float:
+    """Return the squared error of exposed times against measured waits, as shares of steps."""
     errors = [
-        (_replayed(cluster, one, nbytes, buckets)[1] - min(one.wait_s, one.wire_s)) / one.step_s
-        for one in talking
+        (_replayed(cluster, step, nbytes, buckets)[1] - min(step.wait_s, step.wire_s)) / step.step_s
+        for step in steps
     ]
     return float(np.sum(np.square(errors)))
 
 
-def _replayed(cluster: Cluster, one: Seen, nbytes: int, buckets: int) -> tuple[float, float]:
-    name = schedule_of(one.algorithm)
-    own = one.compute_s / one.share
-    return replay(cluster, name, nbytes, one.size, own, buckets, one.share)
+def _replayed(cluster: Cluster, step: StepTimes, nbytes: int, buckets: int) -> tuple[float, float]:
+    name = schedule_of(step.algorithm)
+    own = step.compute_s / step.share
+    return replay(cluster, name, nbytes, step.size, own, buckets, step.share)
 
 
 def scaled(cluster: Cluster, factor: float) -> Cluster:

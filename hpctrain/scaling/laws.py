@@ -1,4 +1,4 @@
-"""The two laws that scaling studies are read by, fitted: how large is the serial fraction?
+"""The two laws of scaling, fitted to measurements: how large is the serial fraction?
 
 Strong scaling, a fixed problem on P ranks. Part s of the time on one rank cannot be shared:
 
@@ -43,9 +43,9 @@ def _constant_part(x: np.ndarray, y: np.ndarray) -> float:
     return float(a / (a + b))
 
 
-def misfit(shape: Numbers, seen: Numbers) -> float:
-    """Return how far `seen` lies from the nearest multiple of `shape` at most, as a share."""
-    ratio = np.array(shape, float) / np.array(seen, float)
+def misfit(shape: Numbers, measured: Numbers) -> float:
+    """Return the largest distance of `measured` from the best multiple of `shape`, as a share."""
+    ratio = np.array(shape, float) / np.array(measured, float)
     return float(np.abs(ratio * ratio.sum() / np.square(ratio).sum() - 1).max())
 
 

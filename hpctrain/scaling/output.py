@@ -1,4 +1,4 @@
-"""What a study leaves in its folder; written whole or not at all, from files, at any time."""
+"""The output files of a study; each written whole or not at all, at any time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MISSING = (
 
 
 def can_draw() -> bool:
-    """Return whether plots and the report can be made here; say so where they cannot."""
+    """Return whether plots and the report can be made on this host; log a warning if not."""
     try:
         import hpctrain.scaling.page  # late: only drawing needs them
         import hpctrain.scaling.plots  # noqa: F401
@@ -30,20 +30,20 @@ def can_draw() -> bool:
     return True
 
 
-def write(where: Path, found: Result, changes: Sequence[str], drawn: bool) -> list[Path]:
+def write(folder: Path, result: Result, changes: Sequence[str], drawn: bool) -> list[Path]:
     """Write JSON, CSV and, where they can be `drawn`, plots and the report; return their paths."""
     files = {
-        "scaling.json": (json.dumps(to_json(found), indent=1) + "\n").encode(),
-        "scaling.csv": show.to_csv(found.rows).encode(),
+        "scaling.json": (json.dumps(to_json(result), indent=1) + "\n").encode(),
+        "scaling.csv": show.to_csv(result.rows).encode(),
     }
     if drawn:
         from hpctrain.scaling.page import PAGE, page
         from hpctrain.scaling.plots import for_page, plots
 
-        files |= {**plots(found), PAGE: page(found, for_page(found), changes).encode()}
+        files |= {**plots(result), PAGE: page(result, for_page(result), changes).encode()}
     try:
         for name, content in files.items():
-            atomic.replace(where / name, content)
+            atomic.replace(folder / name, content)
     except OSError as error:
-        raise UsageError(f"--out {where} cannot be written: {error.strerror}") from None
-    return [where / name for name in files]
+        raise UsageError(f"--out {folder} cannot be written: {error.strerror}") from None
+    return [folder / name for name in files]

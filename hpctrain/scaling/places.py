@@ -1,4 +1,4 @@
-"""Where trials run when they run here: ranks on this machine, or on the hosts of a netlab.
+"""Run trials from this process: ranks on this machine, or on the hosts of a netlab.
 
 A trial is a command of its own, `hpctrain launch` or `hpctrain netlab`, with a log of its own. It
 ends when this process does, in whatever way.
@@ -26,17 +26,17 @@ from hpctrain.scaling.study import Study
 
 PLACES = ("local", "netlab", "slurm")
 LIMIT_S = 3600.0  #: a trial that takes longer is ended; one that hangs is ended by its own watch
-LOOK_S = 2.0  #: oftener would take time from those who are timed
+LOOK_S = 2.0  #: more often would take time from the timed ranks
 _GRACE_S = 20.0
 _PR_SET_PDEATHSIG = 1
 
 
 def must_work(on: str, sizes: Sequence[Size], link: str | None) -> Mpi | None:
     """Raise UsageError where trials cannot run; return the MPI that they will use, if known."""
-    here = launchers.launched(os.environ)
-    if here.size > 1:
+    outer = launchers.launched(os.environ)
+    if outer.size > 1:
         raise UsageError(
-            f"this is rank {here.rank} of {here.size}: `hpctrain scale` starts ranks itself"
+            f"this is rank {outer.rank} of {outer.size}: `hpctrain scale` starts ranks itself"
         )
     if link is not None and on != "netlab":
         raise UsageError(f"--link shapes the links of a netlab; seen --on {on}")
@@ -64,11 +64,11 @@ def must_work(on: str, sizes: Sequence[Size], link: str | None) -> Mpi | None:
 
 def line(study: Study, size: Size, arguments: Sequence[str]) -> list[str]:
     """Return the command that runs `hpctrain ARGUMENTS` on the ranks of `size`."""
-    ours = module_command("hpctrain")
+    program = module_command("hpctrain")
     if study.on == "local":
-        return [*ours, "launch", "-n", str(size.ranks), *arguments]
+        return [*program, "launch", "-n", str(size.ranks), *arguments]
     hosts = ["--hosts", str(size.nodes), "--ranks-per-host", str(size.per_node)]
-    return [*ours, "netlab", *hosts, "--link", str(study.link), "--", *ours, *arguments]
+    return [*program, "netlab", *hosts, "--link", str(study.link), "--", *program, *arguments]
 
 
 def run(
@@ -78,10 +78,10 @@ def run(
     limit_s: float = LIMIT_S,
     look: Callable[[], None] | None = None,
 ) -> int:
-    """Run `command` to its end, what it says into `log`; return its exit code.
+    """Run `command` to its end with its output in `log`; return its exit code.
 
-    Meanwhile `look` is called now and then. A command that takes longer than `limit_s` is stopped,
-    which `log` tells.
+    Meanwhile `look` is called every LOOK_S. A command that takes longer than `limit_s` is stopped;
+    `log` then says so.
     """
     environ = {k: v for k, v in os.environ.items() if k != progress.TERMINAL}
     if threads is not None:
@@ -120,7 +120,7 @@ def _awaited(
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask once, then again, as two Ctrl-Cs do: the second one kills the ranks."""
+    """Send SIGINT twice, as two Ctrl-Cs do: the second one kills the ranks."""
     for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
         process.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""`hpctrain scale`: from what was typed to a study that is run, collected, shown and kept."""
+"""`hpctrain scale`: from the command line to a study that is run, evaluated, shown and saved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpctrain.gradients.precision import master
 from hpctrain.recipe import Recipe
 from hpctrain.scaling import board, changes, conduct, output, places, queue, show, sizes
 from hpctrain.scaling.collect import Gap, Trial
-from hpctrain.scaling.results import Result, result
+from hpctrain.scaling.results import Result, evaluate
 from hpctrain.scaling.sizes import Size
 from hpctrain.scaling.study import Folder, Study, claimed, joined
 from hpctrain.scaling.teller import Teller
@@ -34,73 +34,73 @@ Words = Mapping[str, Any]
 
 
 def scale(words: Words) -> int:
-    """Run what is missing of the study that `words` ask for; return the exit code.
+    """Run the missing trials of the study that `words` ask for; return the exit code.
 
     Raises UsageError before anything is run.
     """
     spec = recipe.load(words["recipe"], words["sets"])
-    asked = study_of(spec, words)
-    where = words["out"] or rundir.default_path(f"scale-{asked.name}-{asked.mode}")
+    requested = study_of(spec, words)
+    out = words["out"] or rundir.default_path(f"scale-{requested.name}-{requested.mode}")
     drawn = output.can_draw()
-    with _held(where) as folder:
-        study = joined(asked, folder.known(), where)
+    with _held(out) as folder:
+        study = joined(requested, folder.stored(), out)
         folder.save(study)
         try:
             study = _measured(folder, study, spec)
         except KeyboardInterrupt:
-            if (so_far := folder.known()) and so_far.steps:
+            if (so_far := folder.stored()) and so_far.steps:
                 _written(folder, so_far, spec, drawn)
             raise
-        found, files = _written(folder, study, spec, drawn)
-    _show(found, files)
-    return GAPS if any(row.get("repeats_missing") for row in found.rows) else 0
+        result, files = _written(folder, study, spec, drawn)
+    _show(result, files)
+    return GAPS if any(row.get("repeats_missing") for row in result.rows) else 0
 
 
 @contextmanager
-def _held(where: Path) -> Iterator[Folder]:
-    """Hold the folder of a study; where another process does, show how things stand."""
+def _held(out: Path) -> Iterator[Folder]:
+    """Hold the folder of a study; where another process does, show its progress."""
     try:
-        with claimed(where) as folder:
+        with claimed(out) as folder:
             yield folder
     except rundir.HeldError:
-        _look(Folder(where))
+        _look(Folder(out))
         raise
     except KeyboardInterrupt:
-        log.warning("stopped: what there is lies in %s, and the same --out goes on there", where)
+        log.warning("stopped: what there is lies in %s, and the same --out goes on there", out)
         raise
 
 
 def study_of(spec: Recipe, words: Words) -> Study:
-    """Return the study that `words` ask for; raise UsageError where it cannot be."""
+    """Return the study that `words` ask for; raise UsageError for one that cannot run."""
     on, mode = words["on"], words["mode"]
     link = words["link"] or ("1gbit" if on == "netlab" else None)
     per_node = words["ranks_per_node"]
     per_node = (words["gpus_per_node"] or None) if per_node is None else per_node
-    some = sizes.parse(words["ranks"], words["nodes"], per_node, on)
+    size_list = sizes.parse(words["ranks"], words["nodes"], per_node, on)
     _must_be_slurms(words)
-    _must_have_gpus(words["gpus_per_node"], some)
+    _must_have_gpus(words["gpus_per_node"], size_list)
     for option in ("repeats", "steps"):
         if words[option] is not None and words[option] < 1:
             raise UsageError(f"--{option}: expected 1 or more, seen {words[option]}")
-    batch = changes.base_batch(spec, mode, some)
-    changes.must_divide(spec, mode, batch, some)
-    mpi = places.must_work(on, some, link)
+    batch = changes.base_batch(spec, mode, size_list)
+    changes.must_divide(spec, mode, batch, size_list)
+    mpi = places.must_work(on, size_list, link)
     cores = None if on == "slurm" else len(os.sched_getaffinity(0))
     study = Study(
         name=spec.run.name,
         mode=mode,
         on=on,
         link=link,
-        sizes=tuple(some),
+        sizes=tuple(size_list),
         repeats=words["repeats"],
         tables=spec.tables,
         batch=batch,
         gradient_bytes=_gradient_bytes(spec),
         machine=_facts(mpi),
-        threads=_threads(cores, max(some).ranks),
+        threads=_threads(cores, max(size_list).ranks),
         cores=cores,
         steps=words["steps"] or (queue.STEPS if on == "slurm" else None),
-        job=queue.asked(words) if on == "slurm" else {},
+        job=queue.job_options(words) if on == "slurm" else {},
     )
     if on == "slurm":
         queue.must_render(study)
@@ -115,11 +115,11 @@ def _must_be_slurms(words: Words) -> None:
             raise UsageError(f"{option} is about jobs of Slurm; seen --on {words['on']}")
 
 
-def _must_have_gpus(gpus: int | None, some: Sequence[Size]) -> None:
-    for size in some:
+def _must_have_gpus(gpus: int | None, size_list: Sequence[Size]) -> None:
+    for size in size_list:
         if gpus and size.per_node > gpus:
             raise UsageError(
-                f"{size.said}: {size.per_node} ranks on a node, and --gpus-per-node {gpus}: a rank "
+                f"{size.text}: {size.per_node} ranks on a node, and --gpus-per-node {gpus}: a rank "
                 "takes a GPU; ask for as many"
             )
 
@@ -127,13 +127,13 @@ def _must_have_gpus(gpus: int | None, some: Sequence[Size]) -> None:
 def _gradient_bytes(spec: Recipe) -> int:
     """Return the bytes of a gradient, as it is summed."""
     model = runs.build_model(spec, spec.data.load(spec.run.seed))
-    count = sum(math.prod(one.shape) for one in model.parameters.values())
+    count = sum(math.prod(parameter.shape) for parameter in model.parameters.values())
     return int(count * master(spec.run.precision).itemsize)
 
 
-def _threads(cores: int | None, most: int) -> int | None:
-    """Return the BLAS threads of a rank: as many as it has cores where there are `most` ranks."""
-    fair = None if cores is None else max(1, cores // most)
+def _threads(cores: int | None, largest: int) -> int | None:
+    """Return the BLAS threads of a rank: its share of the cores when `largest` ranks run."""
+    fair = None if cores is None else max(1, cores // largest)
     return bind.asked_threads(os.environ) or fair
 
 
@@ -149,17 +149,17 @@ def _facts(mpi: Mpi | None) -> dict[str, Any]:
 
 
 def _look(folder: Folder) -> None:
-    """Show how a study stands that another process works on."""
-    study = folder.known()
+    """Show the progress of a study that another process works on."""
+    study = folder.stored()
     if study is not None:
-        seen = queue.seen if study.on == "slurm" else conduct.seen
+        standings_of = queue.current_standings if study.on == "slurm" else conduct.current_standings
         console = progress.console()
-        drawn = board.table(study, seen(folder, study), show.title(study))
+        drawn = board.table(study, standings_of(folder, study), show.title(study))
         (console if console.is_terminal else Console(stderr=True, width=WIDTH)).print(drawn)
 
 
 def _measured(folder: Folder, study: Study, spec: Recipe) -> Study:
-    """Run what is missing; return the study, whose steps are known now."""
+    """Run the missing trials; return the study with its number of steps."""
     if study.steps and not conduct.missing(folder, study):
         return study
     with Teller(study) as teller:
@@ -167,8 +167,10 @@ def _measured(folder: Folder, study: Study, spec: Recipe) -> Study:
         if study.steps is None:
             study = conduct.piloted(folder, study, spec, teller)
             folder.save(study)
-        for told in changes.told(spec, study.mode, study.batch, study.timing, study.threads):
-            teller.say(logging.INFO, f"# {told}")
+        for deviation in changes.deviations(
+            spec, study.mode, study.batch, study.timing, study.threads
+        ):
+            teller.say(logging.INFO, f"# {deviation}")
         teller.expect(study, conduct.standings(folder, study))
         for _ in _trials(folder, study, spec, teller):
             pass
@@ -181,7 +183,7 @@ def _say_where(folder: Folder, study: Study, teller: Teller) -> None:
         if study.share(size) > 1:
             teller.say(
                 logging.WARNING,
-                f"{size.said}: oversubscribed, {study.share(size):.3g} ranks share a core: marked "
+                f"{size.text}: oversubscribed, {study.share(size):.3g} ranks share a core: marked "
                 "in the table, and left out of fits where other sizes do",
             )
 
@@ -194,25 +196,27 @@ def _trials(folder: Folder, study: Study, spec: Recipe, teller: Teller) -> Itera
 
 
 def collected(folder: Folder, study: Study) -> Result:
-    """Return what the files of all trials tell."""
-    found = {
+    """Return the result from the files of all trials."""
+    outcomes = {
         size: [conduct.trial(folder, study, repeat, size) for repeat in range(study.repeats)]
         for size in study.sizes
     }
-    return result(study, found, conduct.wires(folder, study))
+    return evaluate(study, outcomes, conduct.wires(folder, study))
 
 
 def _written(folder: Folder, study: Study, spec: Recipe, drawn: bool) -> tuple[Result, list[Path]]:
-    """Write what all trials tell so far; return it, and the files."""
-    found = collected(folder, study)
-    told = list(changes.told(spec, study.mode, study.batch, study.timing, study.threads))
-    return found, output.write(folder.path, found, told, drawn)
+    """Write the result of all trials so far; return it, and the files."""
+    result = collected(folder, study)
+    deviations = list(
+        changes.deviations(spec, study.mode, study.batch, study.timing, study.threads)
+    )
+    return result, output.write(folder.path, result, deviations, drawn)
 
 
-def _show(found: Result, files: Sequence[Path]) -> None:
-    """Print the table, the fits and where files are, on stdout."""
+def _show(result: Result, files: Sequence[Path]) -> None:
+    """Print the table, the fits and the paths of files on stdout."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    console.print(show.table(found))
-    for name, text in show.facts(found).items():
+    console.print(show.table(result))
+    for name, text in show.facts(result).items():
         click.echo(f"{name}: {text}")
     click.echo(f"written: {', '.join(map(str, files))}")

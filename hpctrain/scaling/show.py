@@ -1,4 +1,4 @@
-"""A study as a table and as CSV: what was measured, what is missing, what is predicted."""
+"""A study as a table and as CSV: measured, missing and predicted sizes."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ MEASURED, GAP, PREDICTED = "measured", "gap", "predicted"
 BEYOND = "Predicted, not measured, for ranks with cores of their own"
 UNTESTED = "which meet any such model: one more size would test it"
 WIDE = 0.1  #: half an interval of efficiency
-MOST = 1.02  #: efficiency, and a share of a link's rate, beyond which there is noise at work
+MOST = 1.02  #: efficiency, and a share of a link's rate, that only noise exceeds
 BOUND = 1 - 1e-9  #: serial fractions above are 1
 
 
-def table(found: Result) -> Table:
+def table(result: Result) -> Table:
     """Return the rows as a table; intervals stand behind their means."""
-    shown = Table(title=escape(title(found.study)))
-    nodes = ["nodes"] * _over_nodes(found)
+    drawn = Table(title=escape(title(result.study)))
+    nodes = ["nodes"] * _over_nodes(result)
     for heading in ("ranks", *nodes, *HEADINGS):
-        shown.add_column(heading, justify="right")
-    shown.add_column("")
-    for words in cells(found):
-        shown.add_row(*map(escape, words))
-    return shown
+        drawn.add_column(heading, justify="right")
+    drawn.add_column("")
+    for words in cells(result):
+        drawn.add_row(*map(escape, words))
+    return drawn
 
 
-def cells(found: Result) -> list[list[str]]:
+def cells(result: Result) -> list[list[str]]:
     """Return the words of each row of the table."""
-    sizes = [[str(r["ranks"]), *[str(r["nodes"])] * _over_nodes(found)] for r in found.rows]
-    pairs = zip(sizes, found.rows, strict=True)
+    sizes = [[str(r["ranks"]), *[str(r["nodes"])] * _over_nodes(result)] for r in result.rows]
+    pairs = zip(sizes, result.rows, strict=True)
     return [[*size, *_numbers(row), "; ".join(remarks(row))] for size, row in pairs]
 
 
-def _over_nodes(found: Result) -> bool:
-    return any(row["nodes"] > 1 for row in found.rows)
+def _over_nodes(result: Result) -> bool:
+    return any(row["nodes"] > 1 for row in result.rows)
 
 
 def title(study: Study) -> str:
     """Return the title of tables and plots."""
-    where = {"local": "this machine", "slurm": "Slurm"}.get(
+    place = {"local": "this machine", "slurm": "Slurm"}.get(
         study.on, f"a netlab, links of {study.link}"
     )
     batch = f"batch {study.batch}" + " per rank" * (study.mode == "weak")
-    return f"{study.name}: {study.mode} scaling, {batch}, on {where}"
+    return f"{study.name}: {study.mode} scaling, {batch}, on {place}"
 
 
 def _numbers(row: Row) -> list[str]:
@@ -83,13 +83,13 @@ def within(row: Row, name: str, form: str) -> str:
 
 
 def tells(row: Row, name: str) -> bool:
-    """Return whether the interval of a mean tells anything: no rate and no time is below zero."""
+    """Return whether the interval of a mean is meaningful: no rate and no time is below zero."""
     half = row.get(f"{name}_ci95")
     return half is not None and half < abs(row[name])
 
 
 def remarks(row: Row) -> Iterator[str]:
-    """Yield what is to be known of a row."""
+    """Yield the remarks on a row."""
     if row["kind"] == PREDICTED:
         yield PREDICTED
     if row["kind"] == GAP:
@@ -107,11 +107,11 @@ def remarks(row: Row) -> Iterator[str]:
         yield f"from smaller sizes {step} was predicted ({error:+.1%})"
 
 
-def lead(found: Result) -> Iterator[str]:
-    """Yield what a report begins with: what was measured and predicted, how far to trust it."""
-    measured = found.of(MEASURED)
+def lead(result: Result) -> Iterator[str]:
+    """Yield the summary of a report: measured and predicted sizes, and how far to trust them."""
+    measured = result.of(MEASURED)
     for kind, word in ((MEASURED, "Measured"), (GAP, "Not measured"), (PREDICTED, BEYOND)):
-        if rows := found.of(kind):
+        if rows := result.of(kind):
             yield f"{word}: {listed([row['ranks'] for row in rows])}."
     apart = [row for row in measured[1:] if row["ranks_per_core"] == 1]
     for row in apart[-1:]:
@@ -120,29 +120,29 @@ def lead(found: Result) -> Iterator[str]:
         yield f"{row['ranks']} ranks do {ratios[0]} times {than}: an efficiency of {ratios[1]}."
         if (row["efficiency_ci95"] or 0.0) > WIDE:
             yield "Repeats differ much: a quieter machine, or more of them, would tell more."
-    if measured and found.study.repeats == 1:
+    if measured and result.study.repeats == 1:
         yield "One repeat: how far another would differ is not known."
 
 
 def listed(ranks: Sequence[int]) -> str:
     """Return numbers of ranks in words."""
-    *most, last = map(str, dict.fromkeys(ranks))
-    return f"{', '.join(most)} and {last} ranks" if most else f"{last} rank{'s' * (last != '1')}"
+    *head, last = map(str, dict.fromkeys(ranks))
+    return f"{', '.join(head)} and {last} ranks" if head else f"{last} rank{'s' * (last != '1')}"
 
 
-def facts(found: Result) -> dict[str, str]:
-    """Return what was done and what the fits say, by name."""
-    told = {"trials": _trials_said(found.study)}
-    if found.serial is not None:
-        told[laws_name(found.law)] = law_said(found)
-    if found.model is not None:
-        untested = "" if found.tested else f", {UNTESTED}"
-        noise = _faster_than_link(found.model, found.study.link)
-        told["alpha-beta model"] = _model_said(found.model) + noise + untested
-    return told
+def facts(result: Result) -> dict[str, str]:
+    """Return the number of trials and the results of the fits, by name."""
+    texts = {"trials": _trials_text(result.study)}
+    if result.serial is not None:
+        texts[laws_name(result.law)] = law_text(result)
+    if result.model is not None:
+        untested = "" if result.tested else f", {UNTESTED}"
+        noise = _faster_than_link(result.model, result.study.link)
+        texts["alpha-beta model"] = _model_text(result.model) + noise + untested
+    return texts
 
 
-def _trials_said(study: Study) -> str:
+def _trials_text(study: Study) -> str:
     steps = (
         f"{study.timing.last - study.timing.first} timed steps, of which the median of ten parts"
     )
@@ -156,7 +156,7 @@ def _trials_said(study: Study) -> str:
     )
 
 
-def _model_said(model: Model) -> str:
+def _model_text(model: Model) -> str:
     rate = f"{8e-9 / model.beta_s:.3g} Gbit/s" if model.beta_s else "no cost per byte"
     when = f"in {model.buckets} buckets during backward" if model.buckets else "after backward"
     return (
@@ -167,7 +167,7 @@ def _model_said(model: Model) -> str:
 
 
 def _faster_than_link(model: Model, link: str | None) -> str:
-    """Return a word on a fitted rate that no link of the netlab has; "" where there is none."""
+    """Return a remark on a fitted rate above that of the netlab's links, else ""."""
     if link is None or not model.beta_s or 8 / model.beta_s < MOST * bits_of(link):
         return ""
     return f"; more than a link of {link} carries: noise, or trials too short to fill it"
@@ -178,33 +178,33 @@ def laws_name(law: str) -> str:
     return {"amdahl": "Amdahl's law", "gustafson": "Gustafson's law"}[law]
 
 
-def law_said(found: Result) -> str:
-    """Return what the fitted law says, and how far that was tested."""
-    if found.law_misfit is None:
-        return f"{_serial_said(found)}; two sizes are no test of it: a third would be"
-    ranks = listed(found.law_ranks)
-    return f"{_serial_said(found)}; {ranks} miss it by at most {found.law_misfit:.1%}"
+def law_text(result: Result) -> str:
+    """Return the fitted law in words, and how well it fits."""
+    if result.law_misfit is None:
+        return f"{_serial_text(result)}; two sizes are no test of it: a third would be"
+    ranks = listed(result.law_ranks)
+    return f"{_serial_text(result)}; {ranks} miss it by at most {result.law_misfit:.1%}"
 
 
-def _serial_said(found: Result) -> str:
-    serial = found.serial
+def _serial_text(result: Result) -> str:
+    serial = result.serial
     assert serial is not None
     if serial.mean > BOUND:
         return "serial fraction 100%, its bound: more ranks brought no more samples/s"
     text = f"serial fraction {_ranged(serial, '{:.1%}'.format, (-1, 1))}"
-    if found.law == "amdahl":
-        most = _ranged(serial, lambda s: f"{1 / s:.3g}" if s else "no bound", (1, -1))
-        return f"{text}; the speed-up stays below {most}"
+    if result.law == "amdahl":
+        limit = _ranged(serial, lambda s: f"{1 / s:.3g}" if s else "no bound", (1, -1))
+        return f"{text}; the speed-up stays below {limit}"
     work = _ranged(serial, lambda s: f"{laws.gustafson_speed_up(s, 64):.3g}", (1, -1))
     return f"{text}; if it held, 64 ranks would do {work} times the work of one"
 
 
-def _ranged(serial: Estimate, said: Callable[[float], str], ends: tuple[int, int]) -> str:
-    """Return a function of the serial fraction, behind it those of both `ends` of its interval."""
+def _ranged(serial: Estimate, form: Callable[[float], str], ends: tuple[int, int]) -> str:
+    """Return `form` of the serial fraction, then of both `ends` of its interval."""
     if serial.half is None:
-        return said(serial.mean)
-    low, high = (said(min(1.0, max(0.0, serial.mean + end * serial.half))) for end in ends)
-    return f"{said(serial.mean)} ({low} to {high})"
+        return form(serial.mean)
+    low, high = (form(min(1.0, max(0.0, serial.mean + end * serial.half))) for end in ends)
+    return f"{form(serial.mean)} ({low} to {high})"
 
 
 def to_csv(rows: Sequence[dict[str, Any]]) -> str:

@@ -32,15 +32,15 @@ class Size:
         return f"{self.ranks:05d}-ranks-{self.nodes:05d}-nodes"
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         """The size in words."""
         nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         return f"{self.ranks} rank{'s' * (self.ranks > 1)}{nodes}"
 
     def scaled(self, factor: int) -> Size:
-        """Return a size of `factor` times as many ranks, with as many on a node if it has several.
+        """Return a size with `factor` times as many ranks, on as many times the nodes if several.
 
-        On one node, of more ranks on that node.
+        A size on one node stays on that node.
         """
         return Size(self.ranks * factor, self.nodes * factor if self.nodes > 1 else 1)
 
@@ -86,10 +86,10 @@ def _over_nodes(ranks: Sequence[int], nodes: Sequence[int], per_node: int | None
 def _divided(ranks: int, nodes: int) -> Size:
     if ranks % nodes:
         below = ranks // nodes * nodes
-        near = f"{below} or {below + nodes}" if below else f"{nodes}"
+        nearest = f"{below} or {below + nodes}" if below else f"{nodes}"
         raise UsageError(
             f"{ranks} ranks on {nodes} nodes: expected as many ranks on each, seen "
-            f"{ranks / nodes:.3g}; take {near} ranks"
+            f"{ranks / nodes:.3g}; take {nearest} ranks"
         )
     return Size(ranks, nodes)
 

@@ -23,7 +23,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean of `count` repeats, and half of its interval; None where one repeat tells none."""
+    """A mean of `count` repeats, and half of its interval; None for a single repeat."""
 
     mean: float
     half: float | None

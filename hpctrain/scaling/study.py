@@ -1,10 +1,10 @@
-"""What a study is, and its folder: who may write there, which study it holds.
+"""A study and its folder: which process may write there, which study it holds.
 
-DIR/study.json               what is asked, and what was decided once: batch, steps, threads
+DIR/study.json               the request, and the values decided once: batch, steps, threads
 DIR/recipes/SIZE.toml        the recipe of each size, made for timing
-DIR/trials/SIZE/repeat-0/    what `hpctrain train` leaves; beside it repeat-0.log, what it said
+DIR/trials/SIZE/repeat-0/    the run of `hpctrain train`; beside it repeat-0.log, its output
 DIR/links/SIZE/link.json     single messages between two ranks, of `hpctrain bench p2p`
-DIR/pilots/SIZE/             short runs that told how long a step takes
+DIR/pilots/SIZE/             short runs that measured how long a step takes
 DIR/scaling.{json,csv,png,svg}, time.{png,svg}, report.html      made again from the files above
 """
 
@@ -28,7 +28,7 @@ from hpctrain.scaling.sizes import Positive, Size, oversubscribed
 FILE, FORMAT = "study.json", 1
 MOST_REPEATS = 10_000  #: a larger number is damage: trials are listed
 LIMIT_BYTES = 16 << 20  #: of such a file; a size has some hundred bytes
-#: What makes it another study; all else may grow from call to call, or was decided once.
+#: A difference in these makes it another study; all else may grow, or was decided once.
 SAME = ("name", "mode", "on", "link", "tables", "machine")
 
 
@@ -37,7 +37,7 @@ Key = tuple[int, Size]  #: a trial: its repeat and its size
 
 @dataclass(frozen=True)
 class Study:
-    """One recipe on several sizes; `steps` is None until a pilot has told how long they take."""
+    """One recipe on several sizes; `steps` is None until a pilot has measured their time."""
 
     name: str
     mode: str  #: strong or weak
@@ -52,11 +52,11 @@ class Study:
     threads: Positive | None = None  #: BLAS threads of a rank; None: Slurm's affair
     cores: Positive | None = None  #: that all sizes share; None where each node has its own
     steps: Positive | None = None  #: timed steps per trial
-    job: dict[str, Any] = field(default_factory=dict)  #: what Slurm is asked for
+    job: dict[str, Any] = field(default_factory=dict)  #: options of Slurm's jobs
 
     @property
     def timing(self) -> Timing:
-        """How long a trial is."""
+        """The length of a trial."""
         return Timing.of(self.steps or 0)
 
     @property
@@ -66,7 +66,7 @@ class Study:
 
     @property
     def by_nodes(self) -> bool:
-        """Whether sizes are told by their nodes: each has as many ranks, and several."""
+        """Whether sizes are named by their nodes: all nodes have the same number of ranks, > 1."""
         return len({s.per_node for s in self.sizes}) == 1 and self.sizes[0].per_node > 1
 
     def share(self, size: Size) -> float:
@@ -85,7 +85,7 @@ class Folder:
         return self.path / "trials" / size.name / f"repeat-{repeat}"
 
     def pilot(self, size: Size) -> Path:
-        """Return the folder of a run that tells how long a step takes."""
+        """Return the folder of a run that measures how long a step takes."""
         return self.path / "pilots" / size.name
 
     def link(self, size: Size) -> Path:
@@ -104,8 +104,8 @@ class Folder:
         text = json.dumps({"format": FORMAT, **asdict(study)}, indent=1)
         atomic.replace(self.path / FILE, text + "\n")
 
-    def known(self) -> Study | None:
-        """Return the study that lies here, None if there is none yet."""
+    def stored(self) -> Study | None:
+        """Return the study stored in this folder, None if there is none yet."""
         path = self.path / FILE
         return read(path) if path.exists() else None
 
@@ -113,31 +113,31 @@ class Folder:
 def read(path: Path) -> Study:
     """Return the study of study.json at `path`; raise UsageError if it cannot be read."""
     try:
-        told = files.read_json_object(path, LIMIT_BYTES)
+        document = files.read_json_object(path, LIMIT_BYTES)
     except files.FileError as error:
         raise UsageError(f"{error}; name a new folder with --out") from None
-    if told.pop("format", None) != FORMAT:
+    if document.pop("format", None) != FORMAT:
         raise UsageError(f"{path}: made by another version; name a new folder with --out")
     try:
-        return _READER.validate_json(json.dumps(told), strict=True)
+        return _READER.validate_json(json.dumps(document), strict=True)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        key = ".".join(map(str, first["loc"]))
         raise UsageError(
-            f"{path}: {where}: {first['msg'].lower()}; name a new folder with --out"
+            f"{path}: {key}: {first['msg'].lower()}; name a new folder with --out"
         ) from None
 
 
 @contextmanager
 def claimed(path: Path) -> Iterator[Folder]:
-    """Make the folder of a study and hold it; the kernel gives it back however we end.
+    """Make the folder of a study and lock it; the kernel releases the lock however we end.
 
     Raises UsageError if something else lies there or if it cannot be written, rundir.HeldError if
     another process holds it.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        names = sorted(one.name for one in path.iterdir() if one.name != rundir.LOCK)
+        names = sorted(entry.name for entry in path.iterdir() if entry.name != rundir.LOCK)
         if names and FILE not in names:
             raise UsageError(f"--out {path} is in use, and by no study: it holds {names[0]}, ...")
         lock = rundir.locked(path)
@@ -149,28 +149,30 @@ def claimed(path: Path) -> Iterator[Folder]:
         os.close(lock)
 
 
-def joined(asked: Study, known: Study | None, where: Path) -> Study:
-    """Return the study to go on with: `known`, with the sizes and repeats that `asked` adds.
+def joined(requested: Study, stored: Study | None, out: Path) -> Study:
+    """Return the study to go on with: `stored`, with the sizes and repeats that `requested` adds.
 
-    Raises UsageError where the folder `where` holds another study.
+    Raises UsageError where the folder `out` holds another study.
     """
-    if known is None:
-        return asked
+    if stored is None:
+        return requested
     for name in SAME:
-        before, now = (json.loads(json.dumps(getattr(one, name))) for one in (known, asked))
+        before, now = (
+            json.loads(json.dumps(getattr(study, name))) for study in (stored, requested)
+        )
         if before != now:
             raise UsageError(
-                f"--out {where} holds another study: {_differing(name, before, now)}. Name a new "
+                f"--out {out} holds another study: {_differing(name, before, now)}. Name a new "
                 "folder, or ask for the same"
             )
-    if asked.steps not in (None, known.steps):
+    if requested.steps not in (None, stored.steps):
         raise UsageError(
-            f"--out {where} holds another study: trials of {known.steps} timed steps, now "
-            f"{asked.steps}. Name a new folder, or leave out --steps"
+            f"--out {out} holds another study: trials of {stored.steps} timed steps, now "
+            f"{requested.steps}. Name a new folder, or leave out --steps"
         )
-    sizes = tuple(sorted({*known.sizes, *asked.sizes}))
-    repeats = max(known.repeats, asked.repeats)
-    return replace(known, sizes=sizes, repeats=repeats, job=asked.job)
+    sizes = tuple(sorted({*stored.sizes, *requested.sizes}))
+    repeats = max(stored.repeats, requested.repeats)
+    return replace(stored, sizes=sizes, repeats=repeats, job=requested.job)
 
 
 def _differing(name: str, before: Any, now: Any) -> str:

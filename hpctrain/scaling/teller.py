@@ -1,4 +1,4 @@
-"""What people see while a study runs: a table on a terminal, a plain line per change in a log."""
+"""The progress display of a study: a table on a terminal, a plain line per change in a log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Teller:
-    """The voice of a study; a context manager that keeps how each of its trials stands."""
+    """The progress display of a study; a context manager that holds the standing of each trial."""
 
     def __init__(self, study: Study):
         self.study = study
@@ -27,11 +27,11 @@ class Teller:
         self._now, self._began, self._ended = "", 0.0, 0
         console = progress.console()
         self.drawn = log.isEnabledFor(logging.INFO) and console.is_terminal
-        # No thread that draws: it would take a core from those who compute.
+        # No thread that draws: it would take a core from the ranks.
         self._live = Live(console=console, auto_refresh=False) if self.drawn else None
 
     def __enter__(self) -> Teller:
-        """Return self; what is drawn begins with the first news."""
+        """Return self; the table appears with the first change."""
         return self
 
     def __exit__(
@@ -40,26 +40,26 @@ class Teller:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave the table where the study was stopped; else the one of its results follows."""
+        """Leave the table on screen if the study was stopped; else that of its results follows."""
         if self._live:
             self._live.transient = kind is None
             self._live.stop()
 
     def expect(self, study: Study, standings: Mapping[Key, Standing]) -> None:
-        """Take the study as it is known now, and what is there of it already."""
+        """Take the final study, and the standings of its trials so far."""
         self.study, self._board, self._began = study, dict(standings), time.monotonic()
         self._draw()
 
-    def begin(self, what: str) -> None:
-        """Say what runs now, where it is no trial."""
-        self._now = what
+    def begin(self, activity: str) -> None:
+        """Show a current activity other than a trial."""
+        self._now = activity
         if self._live:
             self._draw()
         else:
-            log.info(what)
+            log.info(activity)
 
     def update(self, changed: Mapping[Key, Standing]) -> None:
-        """Show how some trials stand now; in a log what is new about them."""
+        """Show the new standings of some trials; in a log only the changes."""
         before, self._board = self._board, {**self._board, **changed}
         self._now = ""
         self._ended += len(_ended(self._board) - _ended(before))
@@ -84,13 +84,15 @@ class Teller:
             self._live.update(drawn, refresh=True)
 
     def _note(self) -> str:
-        """Return what runs where no trial does; else how long trials will take that follow."""
+        """Return the current activity other than a trial; else the time left for trials."""
         left = len(self._board) - len(_ended(self._board))
         if self._now or not (left and self._ended) or self.study.on == "slurm":
             return self._now
-        each = (time.monotonic() - self._began) / self._ended
-        return f"about {max(1, round(each * left / 60))} min left" if left else ""
+        per_trial = (time.monotonic() - self._began) / self._ended
+        return f"about {max(1, round(per_trial * left / 60))} min left" if left else ""
 
 
 def _ended(standings: Mapping[Key, Standing]) -> set[Key]:
-    return {key for key, one in standings.items() if one.state in (MEASURED, board.FAILED)}
+    return {
+        key for key, standing in standings.items() if standing.state in (MEASURED, board.FAILED)
+    }

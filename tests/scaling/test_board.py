@@ -150,14 +150,14 @@ def test_a_terminal_shows_the_table_as_it_changes(stopped, monkeypatch, caplog):
 
 def test_who_looks_on_sees_what_runs(tmp_path):
     folder, of = Folder(tmp_path), study((1, 2), repeats=2)
-    assert {one.state for one in conduct.seen(folder, of).values()} == {WAITING}
+    assert {one.state for one in conduct.current_standings(folder, of).values()} == {WAITING}
     write(folder.trial(ONE, 0), of.timing, Times(1e-2, 9e-3), 128, 1)
     for age, out in enumerate([folder.trial(ONE, 1), folder.trial(TWO, 0)]):
         out.mkdir(parents=True)
         collect.rundir.append_row(out, {"step": 30})
         collect.log_of(out).write_text("hpctrain: no such thing\n")
         os.utime(collect.log_of(out), (0, 1000 - age))
-    seen = conduct.seen(folder, of)
+    seen = conduct.current_standings(folder, of)
     assert [seen[key].state for key in of.trials] == ["measured", FAILED, RUNNING, WAITING]
     assert (seen[0, TWO].reason, seen[1, ONE].step) == ("no such thing", 30)
 

@@ -15,7 +15,7 @@ from hpctrain.scaling.forecast import (
     GUESS,
     MESSAGES,
     WIRE_TIMES,
-    Seen,
+    StepTimes,
     fitted,
     replay,
     schedule_of,
@@ -123,7 +123,7 @@ def step_on(size, compute, buckets, algorithm="ring", other=1e-4):
     """Return what is seen of a step on MACHINE, of which nothing is left to chance."""
     wire, exposed = replay(MACHINE, algorithm, NBYTES, size, compute, buckets)
     step = compute + exposed + other
-    return Seen(size, step, compute, wire, exposed, f"auto ({algorithm})")
+    return StepTimes(size, step, compute, wire, exposed, f"auto ({algorithm})")
 
 
 @pytest.mark.parametrize("mode", ["strong", "weak"])
@@ -146,7 +146,7 @@ def ring_by_formula(ranks):
     """Return a step of 20 ms of compute and a ring after it, as its cost is published."""
     alpha, beta = 50e-6, 8e-9
     wire = 2 * (ranks - 1) * alpha + 2 * (ranks - 1) / ranks * NBYTES * beta
-    return Seen(Size(ranks, ranks), 20e-3 + wire, 20e-3, wire, wire, "ring")
+    return StepTimes(Size(ranks, ranks), 20e-3 + wire, 20e-3, wire, wire, "ring")
 
 
 def test_eight_and_sixteen_hosts_by_the_published_cost_of_a_ring():
@@ -167,7 +167,7 @@ ODD_COMPUTE = {
 @pytest.mark.parametrize("wait_s", [0.0, 0.02])
 def test_predictions_stay_above_nothing_and_begin_where_measurements_end(compute, wait_s):
     seen = [
-        Seen(Size(n), own + wait_s * (n > 1), own, 0.02 * (n > 1), wait_s * (n > 1), "ring")
+        StepTimes(Size(n), own + wait_s * (n > 1), own, 0.02 * (n > 1), wait_s * (n > 1), "ring")
         for n, own in zip((1, 2, 4), compute, strict=True)
     ]
     model = fitted(seen, NBYTES, True, WIRE, None)

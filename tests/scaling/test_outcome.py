@@ -29,7 +29,7 @@ from hpctrain.scaling import collect, conduct, laws, output, places, plots, prod
 from hpctrain.scaling.changes import Timing
 from hpctrain.scaling.collect import Gap, Trial
 from hpctrain.scaling.page import page
-from hpctrain.scaling.results import result
+from hpctrain.scaling.results import evaluate
 from hpctrain.scaling.sizes import Size
 from hpctrain.scaling.study import Folder, claimed
 from hpctrain.scaling.teller import Teller
@@ -68,7 +68,7 @@ def trials(of, times, gaps=()):
 @pytest.mark.parametrize("mode, times", [("strong", amdahl), ("weak", gustafson)])
 def test_the_serial_fraction_of_trials(mode, times):
     of = study((1, 2, 4, 8), mode)
-    found = result(of, trials(of, times))
+    found = evaluate(of, trials(of, times))
     assert found.serial.mean == pytest.approx(SERIAL)
     assert found.serial.half == pytest.approx(0, abs=1e-9)  # each repeat tells the same
     for row in found.of("measured"):
@@ -79,7 +79,7 @@ def test_the_serial_fraction_of_trials(mode, times):
 
 def test_a_pass_that_was_slow_as_a_whole_does_not_blur_efficiency():
     of = study()
-    rows = result(of, trials(of, amdahl)).rows
+    rows = evaluate(of, trials(of, amdahl)).rows
     for row in (rows[2], rows[3]):  # the largest measured, the first that is predicted
         assert row["samples_per_s_ci95"] > 10
         assert row["efficiency_ci95"] == pytest.approx(0, abs=1e-9)
@@ -87,18 +87,18 @@ def test_a_pass_that_was_slow_as_a_whole_does_not_blur_efficiency():
 
 def test_predictions_are_as_uncertain_as_repeats_are_different():
     of = study((1, 2))
-    same = result(of, trials(of, lambda n, i: amdahl(n))).of("predicted")[0]
-    other = result(of, trials(of, lambda n, i: amdahl(n, 10 * i * (n > 1)))).of("predicted")[0]
+    same = evaluate(of, trials(of, lambda n, i: amdahl(n))).of("predicted")[0]
+    other = evaluate(of, trials(of, lambda n, i: amdahl(n, 10 * i * (n > 1)))).of("predicted")[0]
     assert same["samples_per_s_ci95"] == pytest.approx(0, abs=1e-6)
     assert other["efficiency_ci95"] > 0.05
     once = replace(of, repeats=1)
-    assert result(once, trials(once, amdahl)).of("predicted")[0]["efficiency_ci95"] is None
+    assert evaluate(once, trials(once, amdahl)).of("predicted")[0]["efficiency_ci95"] is None
 
 
 def test_intervals_are_those_of_student():
     of = replace(study(), sizes=(Size(1),))
     one = Times(1e-2, 9e-3)
-    rows = result(of, trials(of, lambda _, i: replace(one, step_s=128 / (9 + i)))).rows
+    rows = evaluate(of, trials(of, lambda _, i: replace(one, step_s=128 / (9 + i)))).rows
     assert rows[0]["samples_per_s"] == pytest.approx(10)
     exact = 0.95 * math.sqrt(2 / (1 - 0.95**2)) / math.sqrt(3)  # rates 9, 10, 11
     assert rows[0]["samples_per_s_ci95"] == pytest.approx(exact)
@@ -106,7 +106,7 @@ def test_intervals_are_those_of_student():
 
 def test_what_shares_cores_is_told_and_left_out_of_the_law():
     of = replace(study((1, 2, 4)), cores=2)
-    slow = result(of, trials(of, lambda n, i: amdahl(n) if n < 4 else Times(1.0, 0.9)))
+    slow = evaluate(of, trials(of, lambda n, i: amdahl(n) if n < 4 else Times(1.0, 0.9)))
     assert slow.serial.mean == pytest.approx(SERIAL)
     assert [row.get("ranks_per_core") for row in slow.rows[:3]] == [1, 1, 2]
     assert "oversubscribed: 2 ranks per core" in "".join(show.remarks(slow.rows[2]))
@@ -116,15 +116,15 @@ def test_what_shares_cores_is_told_and_left_out_of_the_law():
 
 def test_predictions_are_said_to_be_such():
     of = study()
-    found = result(of, trials(of, amdahl))
+    found = evaluate(of, trials(of, amdahl))
     assert [row["ranks"] for row in found.of("predicted")] == [8, 16, 32]
     assert all("predicted" in list(show.remarks(row)) for row in found.of("predicted"))
     assert "prediction_error" in found.rows[2]
     assert "prediction_error" not in found.rows[1]  # one rank alone tells nothing of two
     asynchronous = {"engine": {"kind": "ps-async"}}
-    assert not result(replace(of, tables=asynchronous), trials(of, amdahl)).of("predicted")
+    assert not evaluate(replace(of, tables=asynchronous), trials(of, amdahl)).of("predicted")
     few = replace(of, batch=8)
-    assert [row["ranks"] for row in result(few, trials(few, amdahl)).of("predicted")] == [8]
+    assert [row["ranks"] for row in evaluate(few, trials(few, amdahl)).of("predicted")] == [8]
 
 
 def text_of(found):
@@ -137,13 +137,13 @@ def text_of(found):
 def with_gaps():
     """Return a study with a size that failed, one repeat that failed, and one without cores."""
     of = replace(study((1, 2, 4, 8)), cores=4)
-    return result(of, trials(of, amdahl, {(4, 2), *((2, i) for i in range(3))}))
+    return evaluate(of, trials(of, amdahl, {(4, 2), *((2, i) for i in range(3))}))
 
 
 @pytest.mark.parametrize("mode, times", [("strong", amdahl), ("weak", gustafson), ("gaps", None)])
 def test_golden_tables(mode, times):
     of = study((1, 2, 4, 8), mode)
-    found = with_gaps() if times is None else result(of, trials(of, times))
+    found = with_gaps() if times is None else evaluate(of, trials(of, times))
     assert text_of(found) == (GOLDEN / f"scaling-{mode}.txt").read_text()
 
 
@@ -159,7 +159,7 @@ def test_gaps_are_named_and_the_rest_is_drawn():
 
 def test_what_few_sizes_and_repeats_cannot_tell_is_said():
     two = study((1, 2), repeats=1)
-    said = show.facts(result(two, trials(two, amdahl)))
+    said = show.facts(evaluate(two, trials(two, amdahl)))
     assert "no interval can be told of one repeat" in said["trials"]
     assert said["Amdahl's law"] == (
         "serial fraction 20.0%; the speed-up stays below 5; two sizes are no test of it: a third "
@@ -168,17 +168,19 @@ def test_what_few_sizes_and_repeats_cannot_tell_is_said():
     assert said["alpha-beta model"].endswith("2 ranks, which meet any such model: one more size "
                                              "would test it")  # fmt: skip
     apart = study((1, 2), repeats=2)  # repeats that tell opposite things
-    mixed = result(apart, trials(apart, lambda n, i: Times(1e-2 / (n if i else 1), 1e-3)))
+    mixed = evaluate(apart, trials(apart, lambda n, i: Times(1e-2 / (n if i else 1), 1e-3)))
     assert (
         "serial fraction 50.0% (0.0% to 100.0%); the speed-up stays below 2 (1 to no bound)"
         in (show.facts(mixed)["Amdahl's law"])
     )
     assert "Repeats differ much" in " ".join(show.lead(mixed))
-    slower = result(apart, trials(apart, lambda n, i: Times(1e-2 * n, 1e-3)))
-    assert "100%, its bound: more ranks brought no more samples/s" in show.law_said(slower)
+    slower = evaluate(apart, trials(apart, lambda n, i: Times(1e-2 * n, 1e-3)))
+    assert "100%, its bound: more ranks brought no more samples/s" in show.law_text(slower)
     four = study((1, 2, 4))
     bent = lambda n, i: Times(1e-2 if n < 4 else 1e-2 / 3, 1e-3)  # noqa: E731
-    assert "1, 2 and 4 ranks miss it by at most" in show.law_said(result(four, trials(four, bent)))
+    assert "1, 2 and 4 ranks miss it by at most" in show.law_text(
+        evaluate(four, trials(four, bent))
+    )
 
 
 def test_what_a_report_begins_with():
@@ -192,7 +194,7 @@ def test_what_a_report_begins_with():
 
 def test_nothing_was_measured():
     of = study()
-    found = result(of, trials(of, amdahl, {(n, i) for n in (1, 2, 4) for i in range(3)}))
+    found = evaluate(of, trials(of, amdahl, {(n, i) for n in (1, 2, 4) for i in range(3)}))
     assert plots.plots(found) == {}
     assert "Nothing was measured yet" in page(found, {}, [])
     assert [row["kind"] for row in found.rows] == ["gap"] * 3
@@ -200,7 +202,7 @@ def test_nothing_was_measured():
 
 def test_files_hold_all_of_it(tmp_path):
     of = study()
-    found = result(of, trials(of, amdahl))
+    found = evaluate(of, trials(of, amdahl))
     names = {path.name for path in output.write(tmp_path, found, ["as it is"], drawn=True)}
     assert names == {path.name for path in tmp_path.iterdir()}  # and nothing half written
     told = json.loads((tmp_path / "scaling.json").read_text())
@@ -216,7 +218,7 @@ def test_files_hold_all_of_it(tmp_path):
 
 def test_names_are_no_markup(tmp_path):
     of = replace(study(), name="<b>$x_1$ [bold]</b>")
-    found = result(of, trials(of, amdahl))
+    found = evaluate(of, trials(of, amdahl))
     assert "&lt;b&gt;" in page(found, {}, []) and "<b>" not in page(found, {}, [])
     assert plots.plots(found)
     output.write(tmp_path, found, [], drawn=False)
@@ -239,7 +241,7 @@ def test_what_trials_have_seen_of_their_machine():
     one, two = found.values()
     one[0] = replace(one[0], machine={"threads": 1, "gpus": ["H200"]})
     two[0] = replace(two[0], machine={"threads": 1, "gpus": ["A100"]}, hosts=("b", "a"))
-    assert result(of, found).machine == of.machine | {
+    assert evaluate(of, found).machine == of.machine | {
         "hosts_seen": ["a", "b"], "threads": 1, "gpus": [["H200"], ["A100"]],
     }  # fmt: skip
 
@@ -435,7 +437,7 @@ def test_without_the_extra_all_but_pictures_is_there(missing, tmp_path, monkeypa
 def noisy():
     """Return a study of which the second repeat did 100 times the samples/s of the first."""
     of = study((1, 2), repeats=2)
-    return result(of, trials(of, lambda n, i: Times(1e-2 / n / 100**i, 1e-3 / n / 100**i)))
+    return evaluate(of, trials(of, lambda n, i: Times(1e-2 / n / 100**i, 1e-3 / n / 100**i)))
 
 
 def test_an_interval_beyond_its_mean_is_not_drawn_and_said():
@@ -446,7 +448,7 @@ def test_an_interval_beyond_its_mean_is_not_drawn_and_said():
         assert "repeats differ by more" in "; ".join(show.remarks(row))
         values, half = row["samples_per_s"], plots._spread([row], "samples_per_s")
         assert [*half[0], *half[1]] == [values, values]
-    steady = result(study((1, 2)), trials(study((1, 2)), lambda n, i: amdahl(n, i))).rows[0]
+    steady = evaluate(study((1, 2)), trials(study((1, 2)), lambda n, i: amdahl(n, i))).rows[0]
     low, high = plots._spread([steady], "samples_per_s")
     assert low < steady["samples_per_s"] < high
     assert "± ?" not in "; ".join(
@@ -457,7 +459,7 @@ def test_an_interval_beyond_its_mean_is_not_drawn_and_said():
 @pytest.mark.parametrize(("times", "said"), [(0.44, True), (0.495, False), (0.6, False)])
 def test_an_efficiency_above_the_ideal_gets_a_word(times, said):
     of = study((1, 2))
-    found = result(of, trials(of, lambda n, i: Times(1e-2 * (times if n == 2 else 1), 1e-3)))
+    found = evaluate(of, trials(of, lambda n, i: Times(1e-2 * (times if n == 2 else 1), 1e-3)))
     words = "; ".join(show.remarks(found.rows[1]))
     assert ("above 100 %: noise" in words) == said
 

@@ -109,7 +109,7 @@ def test_a_trial_has_nothing_beside_its_steps(full):
     assert (run.callbacks, timed.early_stop, timed.trace.enabled) == ([], None, False)
     assert (timed.checkpoint.every_epochs, timed.checkpoint.keep_best) == (None, None)
     assert (timed.batch.batch_per_rank, timed.batch.base_batch) == (32, 64)
-    said = "\n".join(changes.told(full, "weak", 32, timing, 1))
+    said = "\n".join(changes.deviations(full, "weak", 32, timing, 1))
     for word in ("121 steps in place of 3 epochs", "20 to warm up, 100 timed", "callbacks",
                  "early stop, trace, keep_best", "OMP_NUM_THREADS=1"):  # fmt: skip
         assert word in said
@@ -126,7 +126,7 @@ def test_batches_of_both_modes(full):
         128, None, None,
     )  # fmt: skip
     assert "batch = 128 in place of batch_per_rank = 32" in "\n".join(
-        changes.told(full, "strong", 128, Timing(1), None)
+        changes.deviations(full, "strong", 128, Timing(1), None)
     )
 
 
@@ -202,9 +202,9 @@ def test_ranks_do_not_start_studies(monkeypatch):
 
 def test_a_study_comes_back_from_its_file(tmp_path):
     with studies.claimed(tmp_path / "study") as folder:
-        assert folder.known() is None
+        assert folder.stored() is None
         folder.save(study())
-        assert folder.known() == study()
+        assert folder.stored() == study()
 
 
 def test_a_study_may_grow(tmp_path):

@@ -203,10 +203,10 @@ ASKED = {
 @pytest.mark.parametrize("typed", ASKED, ids=str)
 def test_what_is_asked_about_jobs(typed):
     words = dict.fromkeys(("site", "gpus_per_node", "cpus_per_task"))
-    asked = queue.asked(words | {"options": typed[0], "time": typed[1]})
+    asked = queue.job_options(words | {"options": typed[0], "time": typed[1]})
     assert (asked["options"], asked["time"]) == ASKED[typed]
     with pytest.raises(UsageError, match="--option account=: expected a value"):
-        queue.asked(words | {"time": "5", "options": ("account=",)})
+        queue.job_options(words | {"time": "5", "options": ("account=",)})
 
 
 def test_gpus_go_with_ranks():
