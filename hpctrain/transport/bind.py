@@ -1,6 +1,6 @@
 """Local rank -> cores and BLAS threads. Called before MPI starts; the one place that binds cores.
 
-A launcher that binds is obeyed. Where none did, each rank takes its own block of cores: otherwise
+The binding of a launcher is kept. Without one, each rank takes its own block of cores: otherwise
 P ranks with a BLAS pool of all cores each would take turns on every core.
 """
 
@@ -21,29 +21,29 @@ from hpctrain.transport.gpus import Near
 
 @dataclass(frozen=True)
 class Binding:
-    """The cores this rank may run on, the threads its BLAS uses, and why, in a few words."""
+    """The cores this rank may run on, the threads of its BLAS, and the reason in a few words."""
 
     cores: tuple[int, ...]
     blas_threads: int
     note: str
-    offered: int  #: how many cores there were to take from
+    offered: int  #: cores of the node that could be given
 
 
 _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 
-_limiters: list[threadpoolctl.threadpool_limits] = []  # held, so that the limit lives as long
+_limiters: list[threadpoolctl.threadpool_limits] = []  # references that keep the limits in force
 
 
 def bind(
-    launched: Launched, cores_available: Sequence[int] | None = None, near: Near | None = None
+    launched: Launched, cores_available: Sequence[int] | None = None, gpu_cores: Near | None = None
 ) -> Binding:
     """Bind this process and limit its BLAS as `plan` says; return the plan.
 
-    `cores_available`, in the order in which to deal them out, replaces what the machine offers.
+    `cores_available`, in the order in which blocks are cut from it, replaces the machine's cores.
     """
     online = cores_available or by_place(_reachable())
     allowed = os.sched_getaffinity(0)
-    binding = plan(launched, allowed, online, os.environ, near)
+    binding = plan(launched, allowed, online, os.environ, gpu_cores)
     if set(binding.cores) != allowed:
         _move(binding.cores)
     if asked_threads(os.environ) is None:
@@ -52,19 +52,19 @@ def bind(
 
 
 def one_blas_thread() -> None:
-    """Limit the BLAS of this process to one thread, unless the user asked for a number.
+    """Limit the BLAS of this process to one thread, unless the user set a number.
 
-    Cores per rank depend on the number of ranks, and how BLAS adds on how many threads it has.
+    Cores per rank depend on the number of ranks, and the order of BLAS' sums on its threads.
     """
-    if _limiters or asked_threads(os.environ) is None:  # what is asked for may be our own limit
+    if _limiters or asked_threads(os.environ) is None:  # the variable may be our own limit
         _limit(1)
 
 
 @contextmanager
 def unbound() -> Iterator[None]:
-    """Let this thread, and those it starts meanwhile, run on every core that it can reach.
+    """Let this thread, and those it starts meanwhile, run on every core of its cpuset.
 
-    For other libraries' threads, which would have to take turns with ours on the rank's own core.
+    For other libraries' threads, which would otherwise share the rank's own core with ours.
     """
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, _reachable())
@@ -76,7 +76,7 @@ def unbound() -> Iterator[None]:
 
 @contextmanager
 def on_core(core: int) -> Iterator[None]:
-    """Keep this thread alone to one `core` for a while; raise OSError where that is refused."""
+    """Bind this thread alone to one `core` in the block; raise OSError where that is refused."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
@@ -90,20 +90,20 @@ def plan(
     allowed: Collection[int],
     online: Sequence[int],
     environ: Mapping[str, str],
-    near: Near | None = None,
+    gpu_cores: Near | None = None,
 ) -> Binding:
     """Return the cores and BLAS threads of a rank that may run on `allowed` of `online` cores.
 
     `online` is in the order in which blocks are cut from it; a rank with a GPU takes its block of
-    the cores `near` it. A user's OPENBLAS_NUM_THREADS, MKL_NUM_THREADS or OMP_NUM_THREADS goes
-    before our count.
+    `gpu_cores`. A user's OPENBLAS_NUM_THREADS, MKL_NUM_THREADS or OMP_NUM_THREADS overrides our
+    count.
     """
-    # On how many nodes the others are is unknown where the local size is: assume the worst.
+    # Without the local size the number of nodes is unknown: assume the worst, a single one.
     neighbours = launched.local_size or launched.size
     cores, note = _cores(launched, neighbours, allowed, online)
-    if near is not None and launched.size > 1 and not set(online) - set(allowed):
-        cores, note = _cores_near(near, online) or (cores, note)
-    # Ranks bound to one socket share its cores, so not even a bound rank may use all it sees.
+    if gpu_cores is not None and launched.size > 1 and not set(online) - set(allowed):
+        cores, note = _cores_near(gpu_cores, online) or (cores, note)
+    # Ranks bound to one socket share its cores, so even a bound rank may not use all of them.
     fair = min(len(cores), max(1, len(online) // neighbours))
     return Binding(cores, asked_threads(environ) or fair, note, len(online))
 
@@ -116,45 +116,45 @@ def by_place(cores: Collection[int]) -> tuple[int, ...]:
 def _cores(
     launched: Launched, neighbours: int, allowed: Collection[int], online: Sequence[int]
 ) -> tuple[tuple[int, ...], str]:
-    mine, rank, count = tuple(sorted(allowed)), launched.local_rank, len(online)
+    own, rank, count = tuple(sorted(allowed)), launched.local_rank, len(online)
     if launched.size == 1:
-        return mine, "alone"
+        return own, "alone"
     if set(online) - set(allowed):
-        return mine, f"bound by the launcher to {len(mine)} of {count} cores"
+        return own, f"bound by the launcher to {len(own)} of {count} cores"
     if neighbours > count:
-        return mine, f"not bound: {neighbours} ranks share {count} cores"
+        return own, f"not bound: {neighbours} ranks share {count} cores"
     if rank is None or launched.local_size is None or rank >= neighbours:
-        return mine, "not bound: the launcher does not tell the local rank"
+        return own, "not bound: the launcher does not tell the local rank"
     block = online[rank * count // neighbours : (rank + 1) * count // neighbours]
     return tuple(sorted(block)), f"took {len(block)} of {count} cores as local rank {rank}"
 
 
-def _cores_near(near: Near, online: Sequence[int]) -> tuple[tuple[int, ...], str] | None:
-    """Return the block of a rank among those whose GPUs lie near the same cores, as its GPU does.
+def _cores_near(gpu_cores: Near, online: Sequence[int]) -> tuple[tuple[int, ...], str] | None:
+    """Return the block of a rank among the ranks whose GPUs are near the same cores.
 
-    None where these are too few. A rank that does not know its place among them takes all.
+    None where these cores are too few. A rank of unknown index among them takes all.
     """
-    cores = [core for core in online if core in near.cores]
-    if not cores or (near.index is not None and near.count > len(cores)):
+    cores = [core for core in online if core in gpu_cores.cores]
+    if not cores or (gpu_cores.index is not None and gpu_cores.count > len(cores)):
         return None
-    if near.index is None:
+    if gpu_cores.index is None:
         return tuple(sorted(cores)), f"took all {len(cores)} cores near its GPU"
-    start, end = (i * len(cores) // near.count for i in (near.index, near.index + 1))
+    start, end = (i * len(cores) // gpu_cores.count for i in (gpu_cores.index, gpu_cores.index + 1))
     block = cores[start:end]
     return tuple(sorted(block)), f"took {len(block)} of {len(cores)} cores near its GPU"
 
 
 def asked_threads(environ: Mapping[str, str]) -> int | None:
-    """Return how many BLAS threads the user asks for; None where nothing is said."""
+    """Return the number of BLAS threads that the user set; None if no variable is set."""
     for name in _THREAD_VARIABLES:
         # OpenMP takes a list, one number per level of nesting; the first is the outer one
-        if found := re.match(r"\s*([1-9]\d*)", environ.get(name, "")):
-            return int(found[1])
+        if match := re.match(r"\s*([1-9]\d*)", environ.get(name, "")):
+            return int(match[1])
     return None
 
 
 def _reachable() -> set[int]:
-    """Return the cores that this process could be given: online, and in its cpuset."""
+    """Return the cores that this process could run on: online, and in its cpuset."""
     before = os.sched_getaffinity(0)
     try:  # the kernel cuts a request for everything down to what the cpuset holds
         os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))

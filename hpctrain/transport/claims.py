@@ -1,8 +1,8 @@
-"""What an MPI says of itself and GPU memory, and what its user has to set; functions of facts.
+"""CUDA support as an MPI library reports it, and the settings that enable it; pure functions.
 
-No answer here is believed: a claim may be wrong, and then a device pointer is a segfault. They
-serve to say *why* a trial failed, and what would help. A vendor's variable that is not set is named
-first, then what the library lacks.
+A report alone never enables device pointers: it may be wrong, and then a pointer is a segfault. It
+serves to name the *reason* why a trial failed, and the remedy: first a vendor's variable that is
+not set, then a part that the library lacks.
 
 Sources: Open MPI's and UCX's documentation on CUDA; MPICH's MPIX_GPU_query_support and
 MPIR_CVAR_ENABLE_GPU; Cray's intro_mpi(3) (MPICH_GPU_SUPPORT_ENABLED); MVAPICH2-GDR's user guide
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-#: kind of GPU that MPIX_GPU_query_support is asked about
+#: the kind of GPU in MPIX_GPU_query_support
 _CUDA = 0
 _OF_INTEREST = re.compile(r"/lib(mpi_gtl_cuda|uct_cuda|ucp|pscom\w*|fabric)[^/]*\.so[^/]*$")
 #: Variables whose values a verdict depends on; all of UCX's count, too.
@@ -45,26 +45,26 @@ _UCX, _LOADER = "UCX_", "LD_LIBRARY_PATH"
 
 @dataclass(frozen=True)
 class Claims:
-    """What the MPI of a process in which it runs says; None where it has no such function."""
+    """The CUDA support that a running MPI reports; None where it lacks the function."""
 
     vendor: str
     query_cuda: bool | None = None  #: MPIX_Query_cuda_support
     query_gpu: bool | None = None  #: MPIX_GPU_query_support
     alloc_kinds: str = ""  #: MPI 4.1's info key mpi_memory_alloc_kinds
-    libraries: tuple[str, ...] = ()  #: those in this process that matter for GPU memory
+    libraries: tuple[str, ...] = ()  #: libraries in this process that matter for GPU memory
 
     @property
     def sure(self) -> bool:
-        """Whether one of its functions says yes."""
+        """Whether one of its functions reports CUDA support."""
         return bool(self.query_cuda or self.query_gpu or "cuda" in self.alloc_kinds)
 
     def mapped(self, name: str) -> bool:
-        """Return whether a library whose name begins so is in the process; "" always is."""
+        """Return whether a library whose name begins with `name` is loaded; "" always is."""
         return not name or any(Path(path).name.startswith(name) for path in self.libraries)
 
 
 class Fault(NamedTuple):
-    """Why GPU memory cannot be given to an MPI, and what helps."""
+    """The reason why an MPI takes no GPU memory, and the remedy."""
 
     reason: str
     remedy: str
@@ -75,8 +75,8 @@ class _Switch(NamedTuple):
 
     vendors: tuple[str, ...]
     name: str
-    also: str  #: what it needs besides
-    mark: str = ""  #: told from others of this vendor by what is in the process
+    also: str  #: other requirements
+    mark: str = ""  #: library that tells it from others of this vendor
 
 
 _SWITCHES = (
@@ -87,14 +87,14 @@ _SWITCHES = (
 )
 
 
-def asked(vendor: str, libmpi: str, alloc_kinds: str) -> Claims:
-    """Ask the `libmpi` that this process has loaded; MPI must have been started."""
+def query(vendor: str, libmpi: str, alloc_kinds: str) -> Claims:
+    """Query the `libmpi` that this process has loaded; MPI must have been started."""
     library = ctypes.CDLL(libmpi)
     return Claims(vendor, _cuda(library), _gpu(library), alloc_kinds, _libraries())
 
 
 def fault(claims: Claims, environ: Mapping[str, str]) -> Fault:
-    """Return why an MPI that failed its trial did so, as far as one can tell, and what helps."""
+    """Return the most likely reason why an MPI failed its trial, and the remedy."""
     return (
         _switched_off(claims, environ)
         or _left_out(environ)
@@ -110,29 +110,29 @@ def fault(claims: Claims, environ: Mapping[str, str]) -> Fault:
 
 
 def relevant(environ: Mapping[str, str], libmpi: str) -> dict[str, str]:
-    """Return the variables that a verdict depends on, the same in a rank as outside."""
-    found = {
+    """Return the variables that a verdict depends on, equal inside and outside of a rank."""
+    values = {
         name: value
         for name, value in sorted(environ.items())
         if name in VARIABLES or name.startswith(_UCX)
     }
     # Open MPI's mpirun puts the folder of its own libraries in front, several times.
     own = str(Path(libmpi).parent)
-    kept = [folder for folder in found.get(_LOADER, "").split(":") if folder not in ("", own)]
-    return found | {_LOADER: ":".join(kept)}
+    folders = [folder for folder in values.get(_LOADER, "").split(":") if folder not in ("", own)]
+    return values | {_LOADER: ":".join(folders)}
 
 
 def _switched_off(claims: Claims, environ: Mapping[str, str]) -> Fault | None:
     for switch in _SWITCHES:
         off = environ.get(switch.name, "").lower() in ("", "0", "no", "off", "false")
         if off and claims.vendor in switch.vendors and claims.mapped(switch.mark):
-            why = f"{claims.vendor} takes device pointers only where {switch.name}=1 is set"
-            return Fault(why, f"export {switch.name}=1 (it needs {switch.also})")
+            reason = f"{claims.vendor} takes device pointers only where {switch.name}=1 is set"
+            return Fault(reason, f"export {switch.name}=1 (it needs {switch.also})")
     return None
 
 
 def _left_out(environ: Mapping[str, str]) -> Fault | None:
-    """Return the fault of a UCX_TLS that names transports and none of CUDA."""
+    """Return the fault of a UCX_TLS that names transports but none of CUDA."""
     asked_for = environ.get("UCX_TLS", "")
     if not asked_for or asked_for.startswith("^") or "cuda" in asked_for or asked_for == "all":
         return None
@@ -205,6 +205,6 @@ def _libraries() -> tuple[str, ...]:
 
 
 def libraries(maps: Sequence[str]) -> tuple[str, ...]:
-    """Return, from the lines of /proc/PID/maps, the libraries that matter for GPU memory."""
+    """Return the libraries that matter for GPU memory, from the lines of /proc/PID/maps."""
     paths = {line.split(maxsplit=5)[-1] for line in maps if "/" in line}
     return tuple(sorted(path for path in paths if _OF_INTEREST.search(path)))

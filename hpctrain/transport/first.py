@@ -1,11 +1,11 @@
-"""The first messages of a run between GPUs are looked at: a wrong verdict must not corrupt data.
+"""Test messages between GPUs at the start of a run: a wrong verdict must not corrupt data.
 
     rank 0 --pattern--> 1 --pattern--> 2 --pattern--> ... --> 0       each on the path it will take
     rank 0 --pattern--> 2, then 4, 8, ...                             and so all ranks
 
 These are the pairs of rings, trees and halving-doubling, and all classes of pairs are among them. A
-path on which other bytes arrive is given up, on all ranks, for the way through the host. Costs
-a short and a long message per rank and distance, where MPI is given pointers at all.
+path on which other bytes arrive is replaced, on all ranks, by staging through the host. Costs a
+short and a long message per rank and distance, only where MPI is given pointers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Gather = Callable[[bytes], list[bytes]]  #: from this rank's bytes to those of a
 SIZES = (1 << 8, 1 << 20)  #: MPIs send short and long messages in different ways
 
 
-def taken(link: Link, gather: Gather, places: Sequence[Place], verdict: Verdict) -> Verdict:
-    """Let `link` take the paths of `verdict`, as far as they hold; return those; collective."""
+def verified(link: Link, gather: Gather, places: Sequence[Place], verdict: Verdict) -> Verdict:
+    """Give `link` the paths of `verdict` that pass; return them as a verdict; collective."""
     if not any(place.gpu for place in places):
         return verdict
     link.take(_paths(verdict, places, link.rank))  # whatever the length
@@ -39,17 +39,17 @@ def taken(link: Link, gather: Gather, places: Sequence[Place], verdict: Verdict)
         verdict = _without(verdict, wrong)
         if link.rank == 0:
             logger.warning("%s; run `hpctrain doctor`", verdict.reason)
-    steps = [steps_to(verdict, places[link.rank], there) for there in places]
+    steps = [steps_to(verdict, places[link.rank], place) for place in places]
     link.take(_paths(verdict, places, link.rank), steps)
     return verdict
 
 
 def _paths(verdict: Verdict, places: Sequence[Place], rank: int) -> list[Path]:
-    return [path_to(verdict, places[rank], there) for there in places]
+    return [path_to(verdict, places[rank], place) for place in places]
 
 
 def _wrong(link: Link, places: Sequence[Place], verdict: Verdict) -> str:
-    """Return a path on which other bytes came to us than were sent, "" if there is none."""
+    """Return a path on which this rank received corrupted bytes, "" if there is none."""
     wrong, step = "", 1
     while step < link.size:
         left, right = (link.rank - step) % link.size, (link.rank + step) % link.size
@@ -69,13 +69,13 @@ def _arrives(link: Link, on_gpu: bool, left: int, right: int, nbytes: int) -> bo
 
 
 def _without(verdict: Verdict, wrong: set[str]) -> Verdict:
-    """Return `verdict` with the way through the host in place of the paths in `wrong`."""
-    kept: dict[str, Any] = {
+    """Return `verdict` with "staged" in place of the paths in `wrong`."""
+    chosen: dict[str, Any] = {
         name: "staged" if getattr(verdict, name) in wrong else getattr(verdict, name)
         for name in ("same_gpu", "same_node", "across")
     }
     names = ", ".join(sorted(wrong))
-    return replace(verdict, **kept, reason=f"other bytes arrived by {names} than were sent")
+    return replace(verdict, **chosen, reason=f"other bytes arrived by {names} than were sent")
 
 
 def pattern(rank: int, nbytes: int) -> np.ndarray:

@@ -1,26 +1,26 @@
-"""Flags: one word of each rank of a node, in memory that all of them see; the node's fast barrier.
+"""Flags: a word per rank of a node, in memory shared by all of them; the node's fast barrier.
 
     words   [ round, payload | rank 0 ][ round, payload | rank 1 ] ...   for even rounds
             [ round, payload | rank 0 ][ round, payload | rank 1 ] ...   for odd rounds
 
 In `exchange` each rank writes its word and waits for the same round in all others'. A rank can be
-one round ahead, no more: for round k + 2 it needs everybody's word of round k + 1, which comes
-after that rank has read all of round k. So two sets of words are enough, and no word is
+one round ahead, no more: for round k + 2 it needs the words of all ranks for round k + 1, which a
+rank writes after it has read all of round k. So two sets of words are enough, and no word is
 overwritten before all have read it.
 
 Why this is right on x86 and on Arm:
 - A word is 64 bits at a multiple of 64 bytes, and a memoryview writes and reads it in one
   instruction: round and payload come together or not at all.
-- What a rank wrote before an exchange, all must see after it, and what it read before it, nobody
-  may have changed yet. So no load or store may pass that of a word, from before to behind or back.
-  x86 lets only a load pass an earlier store: none of these. Elsewhere, as on Arm, a word is
-  written behind a fence and read in front of one: a lock that is released and taken again. That is
+- After an exchange all ranks must see what a rank wrote before it, and what a rank read before it
+  no other may have changed yet. So no load or store may be reordered with that of a word, in either
+  direction. x86 lets only a load pass an earlier store: none of these. Elsewhere, as on Arm, a word
+  is written after a fence and read before one: a lock that is released and acquired again. That is
   a store-release and, after it, a load-acquire, which ARMv8 keeps in this order (its model is
-  RCsc); all that stands before them in the program is done before all that stands behind them.
-  (Taken and released would be none: both neighbours may move into the critical section.)
+  RCsc); all that precedes them in the program is done before all that follows them.
+  (Acquire and then release is no fence: both neighbours may move into the critical section.)
 
-Who waits looks a few times, then lets others have the core, at last sleeps (`Link.wait_for`); only
-from then on is the wait in the watch's record: noting it first would cost half of an exchange.
+A waiting rank polls a few times, then yields the core, at last sleeps (`Link.wait_for`); only from
+then on is the wait in the watch's record: recording it first would cost half of an exchange.
 A thread that must not hold the interpreter's lock meanwhile does not spin at all: it waits in the
 link's barrier, which fences too, and the words carry only the payload.
 """
@@ -35,15 +35,15 @@ import numpy as np
 from hpctrain.transport.link import Link
 
 WORDS_PER_LINE = 8  # 64 bytes: no two ranks write the same cache line
-SPINS = 20  # looks, 50 ns each, before the core is offered to others
+SPINS = 20  # polls, 50 ns each, before the core is yielded
 ROUND_BITS = 32
 MASK = (1 << ROUND_BITS) - 1
-#: Whether this processor may let loads and stores pass each other so that flags need fences.
+#: Whether this processor may reorder loads and stores, so that flags need fences.
 FENCED = platform.machine().lower() not in ("x86_64", "amd64", "i386", "i686")
 
 
 def words_needed(ranks: int) -> int:
-    """Return how many uint64 the flags of `ranks` ranks take."""
+    """Return the number of uint64 in the flags of `ranks` ranks."""
     return 2 * ranks * WORDS_PER_LINE
 
 
@@ -51,16 +51,16 @@ class Flags:
     """One rank's view of the flags of its node; belongs to one thread, like its link."""
 
     def __init__(self, link: Link, words: np.ndarray, spins: bool, fenced: bool = FENCED):
-        """Use `words` (`words_needed`,) uint64, zeros at first, that all ranks of `link` see.
+        """Use `words` (`words_needed`,) uint64, zeros at first, shared by all ranks of `link`.
 
-        `spins`: look for the words, instead of waiting in the link's barrier.
+        `spins`: poll the words, instead of waiting in the link's barrier.
         """
         self._link, self._words, self._spins = link, words.data, spins
         lines = [range(p * link.size, (p + 1) * link.size) for p in (0, 1)]
         self._places = [[line * WORDS_PER_LINE for line in lines[p]] for p in (0, 1)]
         self._own = [places[link.rank] for places in self._places]
         self._others = [[at for at in self._places[p] if at != self._own[p]] for p in (0, 1)]
-        self.round = 0  #: of the last exchange; its lowest bit tells two copies of anything apart
+        self.round = 0  #: of the last exchange; its lowest bit selects one of two copies
         self._lock = threading.Lock() if fenced else None
         if self._lock is not None:
             self._lock.acquire()
@@ -68,11 +68,11 @@ class Flags:
     def agree(self, payload: int = 0) -> bool:
         """Return whether all ranks give the same `payload`, 0 .. 2^32 - 1; collective.
 
-        What any rank wrote before, anywhere in memory, all see after.
+        All ranks see after it what any rank wrote before it, anywhere in memory.
         """
         if not self._spins:
-            said = self._past_the_barrier(payload)
-            return said.count(payload) == len(said)
+            payloads = self._past_the_barrier(payload)
+            return payloads.count(payload) == len(payloads)
         words, lock, same = self._words, self._lock, True
         now = self.round = (self.round + 1) & MASK
         word = now << ROUND_BITS | payload
@@ -93,7 +93,7 @@ class Flags:
         if not self._spins:
             return self._past_the_barrier(payload)
         self.agree(payload)
-        # Nobody can have changed a word yet: for that, we would have to be in the next round.
+        # No word can have changed yet: for that, this rank would have to be in the next round.
         return [self._words[at] & MASK for at in self._places[self.round & 1]]
 
     def _past_the_barrier(self, payload: int) -> list[int]:

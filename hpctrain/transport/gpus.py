@@ -1,10 +1,10 @@
 """Local rank -> GPU, made current before MPI starts.
 
-    4 ranks, 2 GPUs         rank 0 1 2 3   ->   GPU 0 1 0 1        shared in turn, and said
-    a site that shows each rank one GPU    ->   that one, which CUDA calls 0
+    4 ranks, 2 GPUs         rank 0 1 2 3   ->   GPU 0 1 0 1        shared in turn, and logged
+    a site that shows each rank one GPU    ->   that GPU, which CUDA calls 0
 
 CUDA_VISIBLE_DEVICES is read and never narrowed: a process cannot map the memory of a GPU that it
-does not see, so that a rank needs its neighbours' GPUs in sight. A *name* of a GPU is its UUID,
+does not see, so a rank must see its neighbours' GPUs. A *name* of a GPU is its UUID,
 the same for every process: CUDA's numbers are each process's own.
 """
 
@@ -29,7 +29,7 @@ EXTRAS = {12: "cuda12x", 13: "cuda13x"}
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU that this process sees: CUDA's number for it here, its name, where it sits."""
+    """One GPU that this process sees: CUDA's number for it here, its name, its PCI address."""
 
     ordinal: int
     uuid: str
@@ -41,7 +41,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Choice:
-    """The number, as CUDA counts here, of the GPU a rank takes, and why, in a few words."""
+    """The number of the GPU a rank takes, as CUDA counts here, and the reason in a few words."""
 
     ordinal: int
     note: str
@@ -49,7 +49,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Near:
-    """The cores near a rank's GPU; it is number `index` of `count` ranks there, None: unknown."""
+    """The cores near a rank's GPU; it is rank `index` of `count` near them, None: unknown."""
 
     cores: frozenset[int]
     index: int | None
@@ -57,7 +57,7 @@ class Near:
 
 
 def gpu_for(launched: Launched, visible: int, listed: Sequence[str] = ()) -> Choice:
-    """Return which of `visible` GPUs the rank takes; `listed` is CUDA_VISIBLE_DEVICES, split.
+    """Return the choice among `visible` GPUs; `listed` is CUDA_VISIBLE_DEVICES, split.
 
     Raises UsageError where there is none.
     """
@@ -79,35 +79,35 @@ def listed(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def of_job(environ: Mapping[str, str], visible: int) -> int:
-    """Return how many GPUs of this node the job has: Slurm tells of those hidden from this rank."""
-    told = environ.get("SLURM_GPUS_ON_NODE", "")
-    return max(visible, int(told) if told.isdigit() else 0)
+    """Return the number of this node's GPUs in the job, with those hidden from this rank."""
+    count = environ.get("SLURM_GPUS_ON_NODE", "")
+    return max(visible, int(count) if count.isdigit() else 0)
 
 
-def near(launched: Launched, ordinal: int, cores: Sequence[frozenset[int]]) -> Near | None:
-    """Return what lies near the GPU `ordinal` of a rank; `cores` are those near each visible GPU.
+def cores_near(launched: Launched, ordinal: int, cores: Sequence[frozenset[int]]) -> Near | None:
+    """Return the cores near GPU `ordinal` of a rank; `cores`: those near each visible GPU.
 
-    None where the machine does not tell. Which of the cores' ranks this one is can be known only
-    where it sees its neighbours' GPUs.
+    None where the machine does not report them. The index of this rank among the ranks near these
+    cores is known only where it sees its neighbours' GPUs.
     """
-    mine = cores[ordinal]
-    if not mine or launched.local_rank is None or launched.local_size is None:
+    own = cores[ordinal]
+    if not own or launched.local_rank is None or launched.local_size is None:
         return None
     if len(cores) == 1:
-        return Near(mine, None, launched.local_size)
-    together = [r for r in range(launched.local_size) if cores[r % len(cores)] == mine]
-    return Near(mine, together.index(launched.local_rank), len(together))
+        return Near(own, None, launched.local_size)
+    together = [r for r in range(launched.local_size) if cores[r % len(cores)] == own]
+    return Near(own, together.index(launched.local_rank), len(together))
 
 
 def visible(device: Device) -> tuple[Gpu, ...]:
     """Return the GPUs that this process sees, none for "cpu"; no context is made on any.
 
-    "auto" sees none where something is missing, "gpu" raises UsageError then.
+    Where something is missing "auto" returns none and "gpu" raises UsageError.
     """
     if device == "cpu" or (device == "auto" and not (driver_cuda() and find_spec("cupy"))):
         return ()
     try:
-        return _seen()
+        return _visible()
     except UsageError:
         if device == "gpu":
             raise
@@ -117,7 +117,7 @@ def visible(device: Device) -> tuple[Gpu, ...]:
 def use(ordinal: int) -> None:
     """Make the GPU current in this thread; threads that use it later call this, too.
 
-    Raises UsageError where it is not to be had: a GPU may be set to serve one process alone.
+    Raises UsageError where it is unavailable: its compute mode may allow one process only.
     """
     cuda = runtime()
     try:
@@ -135,32 +135,32 @@ def runtime() -> Any:
 
 
 def take(device: Device, launched: Launched) -> Gpu | None:
-    """Make the GPU current that this process computes on, and return it; None: its cores compute.
+    """Make a GPU current for this process and return it; None: it computes on its cores.
 
-    For who starts no MPI; see `seat` for ranks. Raises UsageError if `device` is "gpu" and none is
-    to be had.
+    For processes without MPI; see `seat` for ranks. Raises UsageError if `device` is "gpu" and none
+    is available.
     """
-    seen = visible(device)
-    if not seen:
+    gpus = visible(device)
+    if not gpus:
         return None
-    gpu = seen[gpu_for(launched, len(seen), listed(os.environ)).ordinal]
+    gpu = gpus[gpu_for(launched, len(gpus), listed(os.environ)).ordinal]
     use(gpu.ordinal)
     return gpu
 
 
 def model(ordinal: int) -> str:
-    """Return the name that the maker gave the GPU, such as NVIDIA H200."""
+    """Return the product name of the GPU, such as NVIDIA H200."""
     name = runtime().getDeviceProperties(ordinal)["name"]
     return name.decode() if isinstance(name, bytes) else str(name)
 
 
 def free_bytes() -> int:
-    """Return how much memory of the current GPU nobody has taken."""
+    """Return the free memory of the current GPU, in bytes."""
     return int(runtime().memGetInfo()[0])
 
 
 def driver_cuda() -> int | None:
-    """Return the CUDA that the driver brings, 12040 for 12.4; None where there is no driver."""
+    """Return the driver's CUDA version, 12040 for 12.4; None where there is no driver."""
     version = ctypes.c_int()
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -177,13 +177,13 @@ def _as_listed(listed: Sequence[str]) -> str:
 
 
 def _one_slice(listed: Sequence[str]) -> str:
-    """Return what is to be said where CUDA shows one of several MIG slices: it never shows more."""
+    """Return a note if several MIG slices are listed, of which CUDA shows only the first."""
     if len(listed) < 2 or not listed[0].startswith("MIG-"):
         return ""
     return f", the first of {len(listed)} MIG slices: let the launcher give each rank its own"
 
 
-def _seen() -> tuple[Gpu, ...]:
+def _visible() -> tuple[Gpu, ...]:
     cuda, words = runtime(), listed(os.environ)
     try:
         count = cuda.getDeviceCount()

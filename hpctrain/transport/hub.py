@@ -1,4 +1,4 @@
-"""What the ranks of one LocalLink share: boxes for messages, a desk, a barrier, one lock."""
+"""State shared by the ranks of one LocalLink: message boxes, a desk, a barrier, one lock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Message:
 
 
 class Hub:
-    """What the ranks of one link share."""
+    """State shared by the ranks of one link."""
 
     def __init__(self, size: int, timeout_s: float, failed: threading.Event):
         self.size, self.timeout_s = size, timeout_s
@@ -28,7 +28,7 @@ class Hub:
         self.news = [threading.Condition(self.lock) for _ in range(size)]
         self.boxes: dict[tuple[int, int], deque[Message]] = defaultdict(deque)  # (from, to)
         self.barrier = threading.Barrier(size)
-        self.desk: list[Any] = [None] * size  # where ranks lay things out for all to see
+        self.desk: list[Any] = [None] * size  # one item per rank, readable by all
         self.children: dict[tuple[int, int], Hub] = {}
 
     def child(self, name: tuple[int, int], size: int) -> Hub:

@@ -1,15 +1,15 @@
-"""Lanes: transfers that MPI cannot make by itself, each peer's in the order they were asked for.
+"""Per-peer FIFO queues ("lanes") of transfers that MPI cannot make by itself.
 
     to rank 1      [ GPU array, staged: 3 of 8 segments sent ][ header in host memory ][ ... ]
-    from rank 1    [ GPU array, staged: 2 of 8 segments here ]
+    from rank 1    [ GPU array, staged: 2 of 8 segments arrived ]
 
-A link makes its lanes when it is given the first array of a GPU, or is told the `paths` to its
-peers; from then on all its messages go through them. A message is posted when those before it in
-its lane are, so that both sides count alike. How it is cut depends on its length and on the path
-between the two ranks alone: one side may lie on a GPU, the other in host memory.
+A link makes its lanes at the first array of a GPU, or at `take`, which gives it the `paths` to its
+peers; from then on all its messages go through them. A message is posted after those before it in
+its lane, so that sends and receives match. Its cuts depend on its length and on the path between
+the two ranks alone: one side may lie on a GPU, the other in host memory.
 
-There is no thread behind this: whatever a thread has under way, on any of its links, moves on
-while it waits for one of them (`advance`).
+There is no progress thread: all transfers of a thread, on any of its links, advance while it waits
+for one of them (`advance`).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from hpctrain.transport.paths import Path, by_pointer
 from hpctrain.transport.staged import Posted, Receiving, Sending, spans
 from hpctrain.xp import Array, namespace
 
-NAP_S = 50e-6  # of a patient link, where a look has changed nothing
+NAP_S = 50e-6  # of a patient link, after a poll without progress
 
 
 class Message(Posted, Protocol):
-    """A message that the wire was given."""
+    """A message posted to the wire."""
 
     def wait(self) -> None:
-        """Return once it is through; raise TransportError if the sizes differ."""
+        """Return once it is complete; raise TransportError if the sizes differ."""
 
 
 class Wire(Protocol):
-    """What lanes need of a link."""
+    """The part of a link that lanes use."""
 
     rank: int
     size: int
@@ -59,12 +59,12 @@ class Wire(Protocol):
     def post_receive(self, message: Any, source: int) -> Message: ...
 
     def wait_for(
-        self, ready: Callable[[], bool], what: bytes, peer: int = -1, nbytes: int = 0
+        self, ready: Callable[[], bool], call: bytes, peer: int = -1, nbytes: int = 0
     ) -> None: ...
 
 
 class Transfer(Protocol):
-    """What stands in a lane."""
+    """An entry of a lane."""
 
     @property
     def posted(self) -> bool: ...
@@ -78,16 +78,16 @@ class Transfer(Protocol):
 
 
 class Plain:
-    """Messages that the wire takes as they are, in pieces that it is given at once."""
+    """Messages that the wire takes as they are, in pieces that are posted together."""
 
     def __init__(self, x: Array, posts: Sequence[Callable[[], Message]]):
-        """Post all of `x`, which MPI, knowing an address alone, would not keep."""
+        """Send or fill `x` by `posts`; holds a reference to `x`, since MPI has its address only."""
         self._x, self._posts, self.posted = x, posts, False
         self._under_way: deque[Message] = deque()
 
     @property
     def done(self) -> bool:
-        """Whether all are through."""
+        """Whether all pieces are complete."""
         return self.posted and not self._under_way
 
     def advance(self, turn: bool) -> int:
@@ -102,7 +102,7 @@ class Plain:
         return steps
 
     def wait(self) -> None:
-        """Wait in the wire's own way, where nothing else is under way."""
+        """Wait by the wire's own blocking call, where nothing else is under way."""
         while self._under_way:
             self._under_way.popleft().wait()
 
@@ -110,25 +110,25 @@ class Plain:
         """Do nothing: host memory, and device memory that MPI writes, can be read now."""
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     def __init__(self) -> None:
-        self.busy: set[Lanes] = set()  # those with transfers of this thread
+        self.busy: set[Lanes] = set()  # lanes with transfers of this thread
 
 
-_here = _Here()
+_thread = _ThreadState()
 
 
 def advance() -> int:
-    """Move on all that this thread has under way; return how many steps were done."""
-    return sum(lanes.advance() for lanes in tuple(_here.busy))
+    """Advance all transfers of this thread; return the number of steps done."""
+    return sum(lanes.advance() for lanes in tuple(_thread.busy))
 
 
 def kept_going(ready: Callable[[], bool], patient: bool = False) -> Callable[[], bool]:
-    """Return `ready`, which also moves on what this thread has under way, if it has.
+    """Return `ready`, extended to advance the transfers of this thread, if it has any.
 
-    `patient`: it sleeps where a look has changed nothing.
+    `patient`: it sleeps after a poll without progress.
     """
-    if not _here.busy:
+    if not _thread.busy:
         return ready
 
     def look() -> bool:
@@ -151,10 +151,10 @@ def must_be_here(x: Array) -> None:
     xp = namespace(x)
     if xp is np:
         raise UsageError(f"expected an array of NumPy or CuPy, seen {type(x).__name__}")
-    here = xp.cuda.runtime.getDevice()
-    if x.data.device_id != here:
+    device = xp.cuda.runtime.getDevice()
+    if x.data.device_id != device:
         raise UsageError(
-            f"expected an array on this rank's GPU {here}, seen one on GPU {x.data.device_id}: "
+            f"expected an array on this rank's GPU {device}, seen one on GPU {x.data.device_id}: "
             "make the GPU current before you make arrays, as ht.init() does"
         )
     if not x.flags.c_contiguous:
@@ -162,7 +162,7 @@ def must_be_here(x: Array) -> None:
 
 
 def _must_be_ours(x: Array) -> bool:
-    """Return whether `x` is a device array; raise UsageError if it is one that cannot travel."""
+    """Return whether `x` is a device array; raise UsageError if it cannot be sent."""
     if isinstance(x, np.ndarray):
         return False
     must_be_here(x)
@@ -189,8 +189,8 @@ class Lanes:
 
     def sendrecv(self, x: Array, to: int, inbox: Array, source: int) -> None:
         """Send `x` and fill `inbox`, both at once."""
-        for one in (x, inbox):
-            _must_be_ours(one)  # before anything is asked for: whoever catches this may go on
+        for array in (x, inbox):
+            _must_be_ours(array)  # before anything is posted: a caller that catches this may go on
         receive, send = self.irecv(inbox, source), self.isend(x, to)
         receive.wait()
         send.wait()
@@ -208,28 +208,28 @@ class Lanes:
         return finished[0]
 
     def advance(self) -> int:
-        """Move on all transfers; return how many steps were done."""
+        """Advance all transfers; return the number of steps done."""
         steps = sum(map(_advance, self._lanes.values()))
         for name in [name for name, lane in self._lanes.items() if not lane]:
             del self._lanes[name]
         if not self._lanes:
-            _here.busy.discard(self)
+            _thread.busy.discard(self)
         return steps
 
-    def wait(self, transfer: Any, what: bytes, peer: int, nbytes: int) -> None:
+    def wait(self, transfer: Any, call: bytes, peer: int, nbytes: int) -> None:
         """Return once `transfer` is done."""
-        _here.busy.add(self)  # another thread, which has ended since, may have begun it
+        _thread.busy.add(self)  # it may have been begun by another thread, which has ended
         if type(transfer) is Plain and transfer.posted and self._only(transfer):
             transfer.wait()
         elif not transfer.done:
-            self._link.wait_for(lambda: transfer.done, what, peer, nbytes)
+            self._link.wait_for(lambda: transfer.done, call, peer, nbytes)
         self.advance()
         transfer.finish()
 
     def _begin(self, way: str, peer: int, transfer: Transfer, expected: int) -> Awaited:
         lane = self._lanes[way, peer]
         lane.append(transfer)
-        _here.busy.add(self)
+        _thread.busy.add(self)
         _advance(lane)
         return Awaited(self, transfer, way, peer, expected)
 
@@ -256,7 +256,7 @@ class Lanes:
     def _only(self, transfer: Any) -> bool:
         """Return whether this thread has nothing but `transfer` under way."""
         lanes = list(self._lanes.values())
-        return _here.busy <= {self} and len(lanes) == 1 and list(lanes[0]) == [transfer]
+        return _thread.busy <= {self} and len(lanes) == 1 and list(lanes[0]) == [transfer]
 
 
 class Awaited:
@@ -267,13 +267,13 @@ class Awaited:
         self._way, self._peer, self._expected = way, peer, expected
 
     def done(self) -> bool:
-        """Return whether `wait` would return at once, as far as is known."""
+        """Return whether the transfer is done, without advancing it."""
         return self._transfer.done
 
     def wait(self) -> None:
         """Return when the transfer is done, as the current stream sees it."""
-        what = b"wait for isend" if self._way == "to" else b"wait for irecv"
-        self._lanes.wait(self._transfer, what, self._peer, self._expected)
+        call = b"wait for isend" if self._way == "to" else b"wait for irecv"
+        self._lanes.wait(self._transfer, call, self._peer, self._expected)
 
 
 def cut_as_staged(x: np.ndarray) -> Iterator[np.ndarray]:
@@ -284,13 +284,13 @@ def cut_as_staged(x: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _advance(lane: deque[Any]) -> int:
-    """Move on the transfers of one lane; those behind may be posted when those before them are."""
+    """Advance the transfers of one lane; one may be posted after those before it."""
     steps, turn = 0, True
     for transfer in tuple(lane):
         try:
             steps += transfer.advance(turn)
         except BaseException:
-            lane.remove(transfer)  # whoever catches this may go on
+            lane.remove(transfer)  # a caller that catches this may go on
             raise
         turn = turn and transfer.posted
     while lane and lane[0].done:

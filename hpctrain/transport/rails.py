@@ -1,4 +1,4 @@
-"""The network adapters of a rank's node, and which of them the rank is near. Before MPI starts.
+"""The network adapters of a rank's node, and the ports nearest to the rank. Before MPI starts.
 
     GPU 0 -- switch -- mlx5_0:1      rank 0 computes on GPU 0 and is near mlx5_0:1;
     GPU 1 -- switch -- mlx5_1:1      four ranks near the same two ports get them in turn
@@ -42,7 +42,7 @@ SAID = (NAMES, "UCX_SINGLE_NET_DEVICE", "UCX_NODE_LOCAL_ID")
 
 @dataclass(frozen=True)
 class Rails:
-    """The ports on a rank's node as the rank stands to them; names as in "mlx5_0:1"."""
+    """The ports of a rank's node in relation to the rank; names as in "mlx5_0:1"."""
 
     ports: tuple[str, ...] = ()  #: those alike through which nodes meet
     near: tuple[str, ...] = ()  #: of them, the nearest to the rank's GPU, else to its cores
@@ -62,7 +62,7 @@ UNKNOWN = Rails()
 
 @dataclass(frozen=True)
 class Spot:
-    """Where a rank computes: GPUs it sees by their addresses, the number of its own; else cores."""
+    """The GPUs that a rank sees, by address, and the number of its own; else its cores."""
 
     gpus: tuple[str, ...] = ()
     ordinal: int = 0
@@ -70,36 +70,36 @@ class Spot:
 
 
 def from_table(table: Mapping[str, Any]) -> Rails:
-    """Return what `asdict` made a table of, and JSON has carried."""
-    told: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
-    return Rails(**told)
+    """Return the ports of a table that `asdict` made and JSON has carried."""
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
+    return Rails(**fields)
 
 
 def take(launched: Launched, spot: Spot, root: Path = pci.ROOT) -> Rails:
-    """Return the ports as this rank stands to them; name one for UCX where that is asked for.
+    """Return the ports near this rank; set UCX_NET_DEVICES to one if HPCTRAIN_NIC requests it.
 
-    Raises UsageError where HPCTRAIN_NIC asks for something else.
+    Raises UsageError for any other value of HPCTRAIN_NIC.
     """
-    found = nics.nics(root)
-    ports = nics.rails(found)
+    adapters = nics.nics(root)
+    ports = nics.rails(adapters)
     value, note = "", ""
-    if asked(os.environ):
+    if near_requested(os.environ):
         value, note = chosen(launched, ports, spot, os.environ, root)
     if value:
-        beside = [nic.name for nic in found if nic.active and not nic.rdma]
+        beside = [nic.name for nic in adapters if nic.active and not nic.rdma]
         os.environ[NAMES] = ",".join([value, *beside])
-    return look(found, spot, os.environ.get(NAMES, ""), note, root)
+    return look(adapters, spot, os.environ.get(NAMES, ""), note, root)
 
 
-def asked(environ: Mapping[str, str]) -> bool:
-    """Return whether each rank is to name the port it is near."""
-    said = environ.get(ASKS, "")
-    if said not in ("", NEAR):
+def near_requested(environ: Mapping[str, str]) -> bool:
+    """Return whether HPCTRAIN_NIC lets each rank name the port nearest to it."""
+    value = environ.get(ASKS, "")
+    if value not in ("", NEAR):
         raise UsageError(
             f"{ASKS}: expected {NEAR!r}, which lets each rank name the port near it in {NAMES}, or "
-            f"nothing, which leaves the choice to MPI; seen {said!r}"
+            f"nothing, which leaves the choice to MPI; seen {value!r}"
         )
-    return said == NEAR
+    return value == NEAR
 
 
 def chosen(
@@ -109,58 +109,60 @@ def chosen(
     environ: Mapping[str, str],
     root: Path = pci.ROOT,
 ) -> tuple[str, str]:
-    """Return the port that a rank is to name, "" for none, and why, in a few words."""
+    """Return the port that a rank is to name, "" for none, and the reason in a few words."""
     rank, ranks = launched.local_rank, launched.local_size
-    said = next((name for name in SAID if environ.get(name)), None)
-    if said is not None:
-        return "", f"{said} is set, and obeyed"
+    variable = next((name for name in SAID if environ.get(name)), None)
+    if variable is not None:
+        return "", f"{variable} is set, and obeyed"
     if len(ports) < 2 or not ports[0].rdma:
         return "", "there is no choice of ports"
     if rank is None or ranks is None or rank >= ranks:
         return "", "the launcher does not tell the local rank"
-    each = _near_each(spot, ranks, ports, root)
+    nearest = _nearest_each(spot, ranks, ports, root)
     of_gpus = {name for gpu in spot.gpus for name in nics.nearest_ports(gpu, ports, root)}
     usable = len(of_gpus if len(spot.gpus) > 1 else ports)
     if ranks < usable:
         return "", f"{ranks} rank{'s' * (ranks > 1)} to {usable} ports: all are left to each"
-    return dealt(each, rank), f"one of {', '.join(each[rank])}, the nearest"
+    return dealt(nearest, rank), f"one of {', '.join(nearest[rank])}, the nearest"
 
 
-def dealt(near: Sequence[Sequence[str]], local_rank: int) -> str:
-    """Return the port of a local rank, of those `near` each: they go round among equals."""
-    mine = near[local_rank]
-    return mine[sum(other == mine for other in near[:local_rank]) % len(mine)]
+def dealt(nearest: Sequence[Sequence[str]], local_rank: int) -> str:
+    """Return the port of a local rank; ranks with the same `nearest` ports get them in turn."""
+    own = nearest[local_rank]
+    return own[sum(ports == own for ports in nearest[:local_rank]) % len(own)]
 
 
 def look(
-    found: tuple[Nic, ...], spot: Spot, value: str, note: str = "", root: Path = pci.ROOT
+    adapters: tuple[Nic, ...], spot: Spot, value: str, note: str = "", root: Path = pci.ROOT
 ) -> Rails:
-    """Return what of `found` the rank is near, and what UCX_NET_DEVICES' `value` says of it."""
-    ports = nics.rails(found)
-    near = _near(spot, ports, root)
-    named = [nic for word in words(value) for nic in _meant(word, found)]
+    """Return the ports of `adapters` near the rank and those named by UCX_NET_DEVICES' `value`."""
+    ports = nics.rails(adapters)
+    nearest = _nearest(spot, ports, root)
+    named = [nic for word in words(value) for nic in _matching(word, adapters)]
     up = tuple(nic.name for nic in named if nic.rdma and nic.active)
-    at = {nic.name: pci.numa_node(nic.pci, root) for nic in found}
-    homes, close = {at[name] for name in up}, {at[name] for name in near}
+    at = {nic.name: pci.numa_node(nic.pci, root) for nic in adapters}
+    homes, close = {at[name] for name in up}, {at[name] for name in nearest}
     far = bool(homes and close) and None not in homes | close and not homes & close
-    return Rails(tuple(nic.name for nic in ports), near, up, wrong(value, found, root), far, note)
+    return Rails(
+        tuple(nic.name for nic in ports), nearest, up, wrong(value, adapters, root), far, note
+    )
 
 
-def wrong(value: str, found: Sequence[Nic], root: Path = pci.ROOT) -> tuple[str, ...]:
-    """Return what UCX_NET_DEVICES' `value` names in vain: "mlx5_7:1 is not there"."""
+def wrong(value: str, adapters: Sequence[Nic], root: Path = pci.ROOT) -> tuple[str, ...]:
+    """Return the faults of UCX_NET_DEVICES' `value`, such as "mlx5_7:1 is not there"."""
     out = []
     for word in words(value):
-        meant = _meant(word, found)
-        if not meant and not (root / "sys/class/net" / word).exists():
+        matching = _matching(word, adapters)
+        if not matching and not (root / "sys/class/net" / word).exists():
             out.append(f"{word} is not there")
-        # Whether an interface that does TCP is up, the kernel does not always tell.
-        elif meant and all(nic.rdma and not nic.active for nic in meant):
+        # The kernel does not always report whether a TCP interface is up.
+        elif matching and all(nic.rdma and not nic.active for nic in matching):
             out.append(f"{word} is down")
     return tuple(out)
 
 
 def words(value: str) -> tuple[str, ...]:
-    """Return what UCX_NET_DEVICES names, ranges spelled out; nothing for "all" and for "^..."."""
+    """Return the names in UCX_NET_DEVICES, ranges expanded; () for "all" and for "^..."."""
     if value.startswith("^"):
         return ()
     parts = [part.strip() for part in value.split(",")]
@@ -169,27 +171,29 @@ def words(value: str) -> tuple[str, ...]:
 
 def _spelled(word: str) -> list[str]:
     """Return mlx5_0, mlx5_1, mlx5_2 for mlx5_[0-2], as newer UCX has it."""
-    found = re.fullmatch(r"(.*)\[(\d+)-(\d+)\](.*)", word)
-    if found is None:
+    match = re.fullmatch(r"(.*)\[(\d+)-(\d+)\](.*)", word)
+    if match is None:
         return [word]
-    first, last = int(found[2]), int(found[3])
-    return [f"{found[1]}{number}{found[4]}" for number in range(first, last + 1)]
+    first, last = int(match[2]), int(match[3])
+    return [f"{match[1]}{number}{match[4]}" for number in range(first, last + 1)]
 
 
-def _meant(word: str, found: Sequence[Nic]) -> list[Nic]:
-    """Return the ports that a word means; newer UCX takes an adapter's name for all its ports."""
-    return [nic for nic in found if word in (nic.name, nic.name.partition(":")[0])]
+def _matching(word: str, adapters: Sequence[Nic]) -> list[Nic]:
+    """Return the ports that `word` names; newer UCX takes an adapter's name for all its ports."""
+    return [nic for nic in adapters if word in (nic.name, nic.name.partition(":")[0])]
 
 
-def _near_each(spot: Spot, ranks: int, ports: Sequence[Nic], root: Path) -> list[tuple[str, ...]]:
-    """Return the ports near each rank of the node; as ours where it cannot be known."""
+def _nearest_each(
+    spot: Spot, ranks: int, ports: Sequence[Nic], root: Path
+) -> list[tuple[str, ...]]:
+    """Return the ports near each rank of the node; those of this rank where unknown."""
     if len(spot.gpus) < 2:
-        return [_near(spot, ports, root)] * ranks
+        return [_nearest(spot, ports, root)] * ranks
     of_gpus = [nics.nearest_ports(gpu, ports, root) for gpu in spot.gpus]
     return [of_gpus[rank % len(of_gpus)] for rank in range(ranks)]
 
 
-def _near(spot: Spot, ports: Sequence[Nic], root: Path) -> tuple[str, ...]:
+def _nearest(spot: Spot, ports: Sequence[Nic], root: Path) -> tuple[str, ...]:
     if spot.gpus:
         return nics.nearest_ports(spot.gpus[spot.ordinal], ports, root)
     close = pci.nearest_to_cores(spot.cores, [nic.pci for nic in ports], root)

@@ -1,4 +1,4 @@
-"""A word before MPI starts, where it may end without one: a /dev/shm with hardly any room."""
+"""Warn about a nearly full /dev/shm before MPI_Init, which may then crash without a message."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from hpctrain.hardware import shm
 from hpctrain.launchers import Launched
 
 logger = logging.getLogger("hpctrain")
-#: For the launcher, to hand on the word; and for who speaks, to come that far before another rank
-#: of the node dies and takes all with it.
+#: For the launcher, to forward the warning; and for the rank that warns, to do so before another
+#: rank of the node dies and takes all with it.
 HEARD_S, SPOKEN_S = 0.2, 2.0
 
 
 def warn(launched: Launched) -> None:
-    """Say, once on each node, that its ranks may be lost as soon as MPI starts."""
-    said = shm.too_little() if launched.size > 1 else ""
-    if not said:
+    """Warn, once on each node, that its ranks may be lost as soon as MPI starts."""
+    message = shm.too_little() if launched.size > 1 else ""
+    if not message:
         return
     speaks = launched.local_rank in (0, None)
     if speaks:
-        logger.warning("%s: %s", socket.gethostname(), said)
+        logger.warning("%s: %s", socket.gethostname(), message)
     time.sleep(HEARD_S if speaks else SPOKEN_S)

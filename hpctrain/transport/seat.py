@@ -1,10 +1,10 @@
-"""A rank's seat: its cores and its GPU, taken before MPI starts; afterwards all are told.
+"""The placement of a rank: cores and GPU, set before MPI_Init; afterwards all ranks compare it.
 
-    launched -> GPUs in sight -> one of them -> the cores near it -> bound, made current
+    launched -> visible GPUs -> one of them -> the cores near it -> bound, made current
              -> the network adapters near it -> MPI
 
-Only then can ranks tell each other their nodes, cores and the names of their GPUs, and only then is
-it seen what is wrong with them together: seats.py.
+Only then can ranks exchange their nodes, cores and the names of their GPUs, which shows the faults
+of the placement as a whole: seats.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger("hpctrain")
 
 @dataclass(frozen=True)
 class Seat:
-    """Where this rank computes: its cores; its GPU, if it has one, of how many of the job's."""
+    """The cores of this rank, its GPU if it has one, and the number of GPUs of the job here."""
 
     launched: Launched
     binding: Binding
@@ -42,8 +42,8 @@ class Seat:
     gpus: int = 0
     rails: Rails = UNKNOWN
 
-    def told(self, host: str) -> Seated:
-        """Return what the other ranks are told."""
+    def as_seated(self, host: str) -> Seated:
+        """Return the record of this placement that the other ranks get."""
         by, binding, gpu = self.launched, self.binding, self.gpu.uuid if self.gpu else ""
         cores, threads = ranges(binding.cores), binding.blas_threads
         offered, of_job = binding.offered, self.gpus
@@ -54,85 +54,87 @@ class Seat:
 
 def node(gather: first.Gather, rank: int) -> str:
     """Return the name of this rank's node; collective."""
-    mine = f"{socket.gethostname()}\n{os.environ.get('SLURMD_NODENAME', '')}"
-    hosts, slurm = zip(*(one.decode().split("\n") for one in gather(mine.encode())), strict=True)
+    local = f"{socket.gethostname()}\n{os.environ.get('SLURMD_NODENAME', '')}"
+    hosts, slurm = zip(
+        *(reply.decode().split("\n") for reply in gather(local.encode())), strict=True
+    )
     return launchers.nodes(hosts, slurm)[rank]
 
 
 def take(launched: Launched, device: gpus.Device) -> Seat:
     """Bind this process to its cores and make its GPU current; return both.
 
-    Raises UsageError if `device` is "gpu" and none is to be had; "auto" then takes the CPU. And if
-    HPCTRAIN_NIC makes no sense.
+    Raises UsageError if `device` is "gpu" and none is available ("auto" then takes the CPU), and
+    if HPCTRAIN_NIC is invalid.
     """
-    seen = gpus.visible(device)
-    if not seen:
+    visible = gpus.visible(device)
+    if not visible:
         binding = bind(launched)
         return Seat(launched, binding, rails=rails.take(launched, Spot(cores=binding.cores)))
-    choice = gpus.gpu_for(launched, len(seen), gpus.listed(os.environ))
-    gpu = seen[choice.ordinal]
-    cores = [pci.near_cores(one.pci) for one in seen]
-    binding = bind(launched, near=gpus.near(launched, choice.ordinal, cores))
+    choice = gpus.gpu_for(launched, len(visible), gpus.listed(os.environ))
+    gpu = visible[choice.ordinal]
+    cores = [pci.near_cores(g.pci) for g in visible]
+    binding = bind(launched, gpu_cores=gpus.cores_near(launched, choice.ordinal, cores))
     gpus.use(choice.ordinal)
-    spot = Spot(tuple(one.pci for one in seen), choice.ordinal)
-    found = rails.take(launched, spot)
-    logger.debug("%s: %s; %s; NIC: %s", gpu, choice.note, binding.note, found.note or found.told)
-    return Seat(launched, binding, gpu, gpus.of_job(os.environ, len(seen)), found)
+    spot = Spot(tuple(g.pci for g in visible), choice.ordinal)
+    nics = rails.take(launched, spot)
+    logger.debug("%s: %s; %s; NIC: %s", gpu, choice.note, binding.note, nics.note or nics.told)
+    return Seat(launched, binding, gpu, gpus.of_job(os.environ, len(visible)), nics)
 
 
 def told(
     link: Link, gather: first.Gather, host: str, seat: Seat
 ) -> tuple[tuple[Place, ...], Verdict, tuple[Seated, ...]]:
-    """Return where each rank's arrays lie, which way they take, and all seats; collective.
+    """Return the places of all ranks' arrays, the paths between them, and all seats; collective.
 
-    They are the same on all ranks. `link` takes that way, once its first messages were seen to
-    arrive. Rank 0 warns of what is wrong with the seats. MPI was started. Raises UsageError, on all
-    ranks, if the variable that overrides the verdict makes no sense.
+    They are the same on all ranks. `link` uses these paths once its first messages have arrived
+    intact. Rank 0 warns of faults of the placement. MPI was started. Raises UsageError, on all
+    ranks, if the variable that overrides the verdict is invalid.
     """
-    mine = {"seat": asdict(seat.told(host))}
-    said = [json.loads(one) for one in gather(json.dumps(mine | _known(seat)).encode())]
-    for one in said:
-        if "refused" in one:
-            raise UsageError(one["refused"])
-    seats = tuple(seated(one["seat"]) for one in said)
+    local = {"seat": asdict(seat.as_seated(host))}
+    reports = [json.loads(text) for text in gather(json.dumps(local | _remembered(seat)).encode())]
+    for report in reports:
+        if "refused" in report:
+            raise UsageError(report["refused"])
+    seats = tuple(seated(report["seat"]) for report in reports)
     if link.rank == 0:
         if wrong := by_kind(faults(seats)):
-            logger.warning("%s", "\n".join(": ".join(in_words(some)) for some in wrong))
+            logger.warning("%s", "\n".join(": ".join(in_words(group)) for group in wrong))
         if line := ports(seats):
             logger.info("%s", line)
-    places = tuple(Place(one.host, one.gpu) for one in seats)
-    known, unproven = next(
-        ((from_table(one["verdict"]), one["unproven"]) for one in said if "verdict" in one),
+    places = tuple(Place(s.host, s.gpu) for s in seats)
+    remembered, unproven = next(
+        ((from_table(r["verdict"]), r["unproven"]) for r in reports if "verdict" in r),
         (STAGED, ()),
     )
-    verdict = first.taken(link, gather, places, known)
+    verdict = first.verified(link, gather, places, remembered)
     if link.rank == 0:
         _say([place for place in places if place.gpu], verdict, unproven)
     return places, verdict, seats
 
 
 def _say(places: Sequence[Place], verdict: Verdict, unproven: Sequence[str]) -> None:
-    """Say which way memory takes between the GPUs at `places`, and that ranks share some."""
-    there = classes(places)
-    if lacking := [name.replace("_", " ") for name in there if name in unproven]:
+    """Log the path of memory between the GPUs at `places`, and whether ranks share GPUs."""
+    present = classes(places)
+    if lacking := [name.replace("_", " ") for name in present if name in unproven]:
         logger.warning(
             "GPU memory goes through the host (%s), since no trial showed that this MPI takes "
             "pointers to it: %s", ", ".join(lacking), verdicts.UNTRIED,
         )  # fmt: skip
-    ways = ", ".join(f"{name.replace('_', ' ')} {getattr(verdict, name)}" for name in there)
+    ways = ", ".join(f"{name.replace('_', ' ')} {getattr(verdict, name)}" for name in present)
     if ways:
         logger.info("GPU memory between ranks: %s; %s", ways, verdict.reason)
-    if "same_gpu" in there:
+    if "same_gpu" in present:
         counts = Counter(places)
-        most = max(counts.values())
-        logger.info("GPUs shared: %d ranks on %d, up to %d each", len(places), len(counts), most)
+        largest = max(counts.values())
+        logger.info("GPUs shared: %d ranks on %d, up to %d each", len(places), len(counts), largest)
 
 
-def _known(seat: Seat) -> dict[str, Any]:
+def _remembered(seat: Seat) -> dict[str, Any]:
     if seat.gpu is None:
         return {}
     try:
-        found = verdicts.known(os.environ)
-        return {"verdict": asdict(found.verdict), "unproven": found.unproven}
+        remembered = verdicts.known(os.environ)
+        return {"verdict": asdict(remembered.verdict), "unproven": remembered.unproven}
     except UsageError as error:
         return {"refused": str(error)}

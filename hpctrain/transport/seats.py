@@ -1,4 +1,4 @@
-"""The seats of all ranks side by side: what is wrong with them, and no rank can see alone.
+"""Faults of placement that show only when the bindings of all ranks are compared.
 
     rank  host  told local  cores  BLAS  GPU     NIC
     0     n1    0           0-7    8     GPU-5a  mlx5_0:1   both were told local rank 0: one GPU
@@ -6,8 +6,8 @@
     2     n2    0           0      1             mlx5_0:1   both run on core 0, and others are
     3     n2    1           0      1             mlx5_0:1   idle; both name one port of several
 
-Ranks tell each other where they sit once, when MPI has started; all this costs a run is one look.
-Of adapters nothing is said where all ranks are on one node: they need none.
+Ranks exchange their bindings once, after MPI_Init; a run pays for one comparison of them.
+Adapters are not checked where all ranks are on one node: they need none.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ SHOWN = 4  # of the faults of one kind: a job may have hundreds of nodes
 
 @dataclass(frozen=True)
 class Seated:
-    """Where one rank sits, and what its launcher said of it; cores as in "0-3,8"."""
+    """The cores, GPU and ports of one rank, and its launcher; cores as in "0-3,8"."""
 
     host: str
     launcher: str  #: a key of launchers.TITLES
-    local_rank: int | None  #: as the launcher told it
+    local_rank: int | None  #: as the launcher gave it
     cores: str
     offered: int  #: cores of the node that the rank could be given
     blas_threads: int
@@ -60,7 +60,7 @@ class Seated:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with the seats of `ranks`, which are on one node, and what helps."""
+    """A fault of the placement of `ranks`, which are on one node, and its remedy."""
 
     name: str
     ranks: tuple[int, ...]
@@ -69,14 +69,14 @@ class Fault:
 
 
 def faults(seats: Sequence[Seated]) -> list[Fault]:
-    """Return what is wrong with the seats of ranks 0, 1, ...; what causes others comes first."""
-    found = []
-    for ranks in _together(seats, range(len(seats)), "host"):
-        found += [*_local_ranks(seats, ranks), *_gpus(seats, ranks), *_cores(seats, ranks)]
-        found += _blas(seats, ranks)
+    """Return the faults of the placement of ranks 0, 1, ...; a cause comes before its effects."""
+    result = []
+    for ranks in _groups(seats, range(len(seats)), "host"):
+        result += [*_local_ranks(seats, ranks), *_gpus(seats, ranks), *_cores(seats, ranks)]
+        result += _blas(seats, ranks)
         if len(ranks) < len(seats):
-            found += _nics(seats, ranks)
-    return found
+            result += _nics(seats, ranks)
+    return result
 
 
 def ports(seats: Sequence[Seated]) -> str:
@@ -84,36 +84,38 @@ def ports(seats: Sequence[Seated]) -> str:
 
     "" where there is no choice: one node, or a port on each.
     """
-    nodes = list(_together(seats, range(len(seats)), "host"))
-    alike = Counter(_told(seats, ranks) for ranks in nodes if len(seats[ranks[0]].rails.ports) > 1)
+    nodes = list(_groups(seats, range(len(seats)), "host"))
+    alike = Counter(
+        _port_names(seats, ranks) for ranks in nodes if len(seats[ranks[0]].rails.ports) > 1
+    )
     if len(nodes) < 2 or not alike:
         return ""
-    of = [f"{n} node{'s' * (n > 1)}: {told}" for told, n in alike.most_common(SHOWN)]
-    more = f". And others, {len(alike) - SHOWN} kinds" * (len(alike) > SHOWN)
+    of = [f"{n} node{'s' * (n > 1)}: {text}" for text, n in alike.most_common(SHOWN)]
+    rest = f". And others, {len(alike) - SHOWN} kinds" * (len(alike) > SHOWN)
     note = seats[0].rails.note
-    return f"NICs near local ranks, {'. '.join(of)}{more}" + f"; {ASKS}: {note}" * bool(note)
+    return f"NICs near local ranks, {'. '.join(of)}{rest}" + f"; {ASKS}: {note}" * bool(note)
 
 
 def seated(table: Mapping[str, Any]) -> Seated:
-    """Return what `asdict` made a table of, and JSON has carried."""
+    """Return the seat of a table that `asdict` made and JSON has carried."""
     return Seated(**{**table, "rails": from_table(table["rails"])})
 
 
-def in_words(found: Sequence[Fault]) -> tuple[str, str]:
-    """Return what was seen of faults of one kind, some of them, and what helps."""
-    seen = [one.seen for one in found]
-    more = f"; and {len(seen) - SHOWN} more like this" * (len(seen) > SHOWN)
-    return "; ".join(seen[:SHOWN]) + more, found[0].remedy
+def in_words(group: Sequence[Fault]) -> tuple[str, str]:
+    """Return a description of some of the faults of one kind, and their remedy."""
+    texts = [fault.seen for fault in group]
+    rest = f"; and {len(texts) - SHOWN} more like this" * (len(texts) > SHOWN)
+    return "; ".join(texts[:SHOWN]) + rest, group[0].remedy
 
 
-def by_kind(found: Sequence[Fault]) -> list[list[Fault]]:
-    """Return `found`, those of one kind together, in the order of the first of each."""
-    names = dict.fromkeys(one.name for one in found)
-    return [[one for one in found if one.name == name] for name in names]
+def by_kind(all_faults: Sequence[Fault]) -> list[list[Fault]]:
+    """Return `all_faults` grouped by kind, in the order of the first fault of each."""
+    names = dict.fromkeys(fault.name for fault in all_faults)
+    return [[fault for fault in all_faults if fault.name == name] for name in names]
 
 
 def unbind(launcher: str) -> str:
-    """Return how ranks get cores of their own; `launcher`: a key of launchers.TITLES."""
+    """Return the advice that gives ranks cores of their own; `launcher`: a key of TITLES."""
     own = _UNBIND.get(launcher, "a launcher that binds no cores")
     return (
         f"{own}, no taskset or numactl before the command; or start with `hpctrain launch`, and "
@@ -135,108 +137,106 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
 
 
-def _together(
-    seats: Sequence[Seated], ranks: Sequence[int], what: str
-) -> Iterator[tuple[int, ...]]:
-    """Yield those of `ranks` that have the same `what`, in the order of their first."""
-    for value in dict.fromkeys(getattr(seats[rank], what) for rank in ranks):
-        yield tuple(rank for rank in ranks if getattr(seats[rank], what) == value)
+def _groups(seats: Sequence[Seated], ranks: Sequence[int], field: str) -> Iterator[tuple[int, ...]]:
+    """Yield the groups of `ranks` that agree in `field`, in the order of their first rank."""
+    for value in dict.fromkeys(getattr(seats[rank], field) for rank in ranks):
+        yield tuple(rank for rank in ranks if getattr(seats[rank], field) == value)
 
 
-def _told(seats: Sequence[Seated], node: Sequence[int]) -> str:
-    """Return "0-1 mlx5_0:1; 2-3 mlx5_1:1", by local ranks."""
-    told: dict[str, list[int]] = {}
+def _port_names(seats: Sequence[Seated], node: Sequence[int]) -> str:
+    """Return the ports of a node by local ranks, as in "0-1 mlx5_0:1; 2-3 mlx5_1:1"."""
+    by_ports: dict[str, list[int]] = {}
     for local_rank, rank in enumerate(node):
-        told.setdefault(seats[rank].rails.told, []).append(local_rank)
-    return "; ".join(f"{ranges(ranks)} {names}" for names, ranks in told.items())
+        by_ports.setdefault(seats[rank].rails.told, []).append(local_rank)
+    return "; ".join(f"{ranges(ranks)} {names}" for names, ranks in by_ports.items())
 
 
 def _local_ranks(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:
-    """Yield those that were told one local rank: it is that of a daemon which started them."""
-    for ranks in _together(seats, node, "local_rank"):
-        told = seats[ranks[0]]
-        if len(ranks) > 1 and told.local_rank is not None:
-            whose = "SLURM_LOCALID is its daemon's" if told.launcher == "srun" else "a daemon's"
+    """Yield the ranks of equal local rank: it is that of the daemon which started them."""
+    for ranks in _groups(seats, node, "local_rank"):
+        seat = seats[ranks[0]]
+        if len(ranks) > 1 and seat.local_rank is not None:
+            whose = "SLURM_LOCALID is its daemon's" if seat.launcher == "srun" else "a daemon's"
             yield Fault(
                 "local ranks",
                 ranks,
-                f"{named(ranks)} of {told.host} were all told local rank {told.local_rank} by "
-                f"{TITLES[told.launcher]} ({whose}), so they take the same cores and GPU",
+                f"{named(ranks)} of {seat.host} were all told local rank {seat.local_rank} by "
+                f"{TITLES[seat.launcher]} ({whose}), so they take the same cores and GPU",
                 TELL,
             )
 
 
 def _gpus(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:
-    """Yield those that share a GPU although others that the job has on the node are idle."""
+    """Yield the ranks that share a GPU while another GPU of the job on the node is idle."""
     with_gpu = [rank for rank in node if seats[rank].gpu]
     used = {seats[rank].gpu for rank in with_gpu}
     idle = max((seats[rank].gpus for rank in with_gpu), default=0) - len(used)
-    for ranks in _together(seats, with_gpu, "gpu"):
+    for ranks in _groups(seats, with_gpu, "gpu"):
         if len(ranks) > 1 and idle > 0:
-            one = seats[ranks[0]]
-            others = f"{idle} of its GPUs are" if idle > 1 else "another of its GPUs is"
-            seen = f"{named(ranks)} share {one.gpu} of {one.host}, and {others} idle"
-            yield Fault("GPUs shared", ranks, seen, OWN_GPU)
+            seat = seats[ranks[0]]
+            idle_gpus = f"{idle} of its GPUs are" if idle > 1 else "another of its GPUs is"
+            text = f"{named(ranks)} share {seat.gpu} of {seat.host}, and {idle_gpus} idle"
+            yield Fault("GPUs shared", ranks, text, OWN_GPU)
 
 
 def _cores(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:
-    """Yield those that are more than their cores although others of the node are idle."""
+    """Yield the ranks that outnumber their cores while other cores of the node are idle."""
     used = {core for rank in node for core in core_list(seats[rank].cores)}
     idle = max(seats[rank].offered for rank in node) - len(used)
-    for ranks in _together(seats, node, "cores"):
-        one = seats[ranks[0]]
-        count = len(core_list(one.cores))
+    for ranks in _groups(seats, node, "cores"):
+        seat = seats[ranks[0]]
+        count = len(core_list(seat.cores))
         if len(ranks) > count and idle > 0:
-            what = f"core{'s' * (count > 1)} {one.cores}"
-            others = f"{idle} others are" if idle > 1 else "another is"
-            seen = f"{named(ranks)} of {one.host} all run on {what}, and {others} idle"
-            yield Fault("cores shared", ranks, seen, unbind(one.launcher))
+            shared = f"core{'s' * (count > 1)} {seat.cores}"
+            idle_cores = f"{idle} others are" if idle > 1 else "another is"
+            text = f"{named(ranks)} of {seat.host} all run on {shared}, and {idle_cores} idle"
+            yield Fault("cores shared", ranks, text, unbind(seat.launcher))
 
 
 def _blas(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:
-    """Yield those whose BLAS has more threads than they have cores, where it is not their number.
+    """Yield the ranks whose BLAS has more threads than they have cores, unless it has one each.
 
-    More ranks than cores may be meant; then one thread each is all there can be.
+    More ranks than cores may be intended; one BLAS thread per rank is then the minimum.
     """
-    wrong: dict[tuple[str, str], list[int]] = {}  # by what, and whose: ranks on their own are alike
-    for ranks in _together(seats, node, "cores"):
+    wrong: dict[tuple[str, str], list[int]] = {}  # by count, and ranks if they share cores
+    for ranks in _groups(seats, node, "cores"):
         threads = [seats[rank].blas_threads for rank in ranks]
         count = len(core_list(seats[ranks[0]].cores))
         if sum(threads) > count and max(threads) > 1:
             all_of = f"{sum(threads)} BLAS threads on {count} core{'s' * (count > 1)}"
             wrong.setdefault((all_of, named(ranks) * (len(ranks) > 1)), []).extend(ranks)
-    for (all_of, shared), found in wrong.items():
-        each = " each" * (len(found) > 1 and not shared)
-        seen = f"{named(found)} of {seats[found[0]].host}: {all_of}{each}, so they take turns"
-        yield Fault("BLAS threads", tuple(found), seen, FEWER)
+    for (all_of, shared), group in wrong.items():
+        suffix = " each" * (len(group) > 1 and not shared)
+        text = f"{named(group)} of {seats[group[0]].host}: {all_of}{suffix}, so they take turns"
+        yield Fault("BLAS threads", tuple(group), text, FEWER)
 
 
 def _nics(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:
-    """Yield those whose UCX_NET_DEVICES names what is not there, what all share, what is far."""
+    """Yield the ranks whose UCX_NET_DEVICES names missing ports, one shared by all, or far ones."""
     host = seats[node[0]].host
     wrong = {rank: seats[rank].rails.wrong for rank in node if seats[rank].rails.wrong}
-    for what in dict.fromkeys(wrong.values()):
-        ranks = tuple(rank for rank in wrong if wrong[rank] == what)
-        seen = f"{named(ranks)} of {host}: of what {NAMES} names, {' and '.join(what)}"
-        yield Fault("NICs named", ranks, seen, THERE_IS)
+    for problems in dict.fromkeys(wrong.values()):
+        ranks = tuple(rank for rank in wrong if wrong[rank] == problems)
+        text = f"{named(ranks)} of {host}: of what {NAMES} names, {' and '.join(problems)}"
+        yield Fault("NICs named", ranks, text, THERE_IS)
     yield from _one_nic(seats, node)
     far = tuple(rank for rank in node if seats[rank].rails.far)
     if far:
-        one = seats[far[0]].rails
-        seen = (
+        rails = seats[far[0]].rails
+        text = (
             f"{named(far)} of {host}: {NAMES} names a port on another NUMA node than the one near "
-            f"the rank's GPU or cores; rank {far[0]} has {', '.join(one.named)}, and near is "
-            f"{', '.join(one.near)}"
+            f"the rank's GPU or cores; rank {far[0]} has {', '.join(rails.named)}, and near is "
+            f"{', '.join(rails.near)}"
         )
-        yield Fault("NICs far", far, seen, OWN_NIC)
+        yield Fault("NICs far", far, text, OWN_NIC)
 
 
 def _one_nic(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:
-    """Yield the ranks of a node if all name the same port although others are idle."""
-    told = [seats[rank].rails for rank in node]
-    idle = set(told[0].ports) - set(told[0].named)
-    if len(node) > 1 and told[0].named and idle and len({rails.named for rails in told}) == 1:
-        which = ", ".join(told[0].named)
-        seen = f"{named(node)} of {seats[node[0]].host} all name {which} in {NAMES}, and "
-        seen += f"{', '.join(sorted(idle))} {'are' if len(idle) > 1 else 'is'} idle"
-        yield Fault("NICs shared", tuple(node), seen, OWN_NIC)
+    """Yield the ranks of a node if all name the same port while others are idle."""
+    rails = [seats[rank].rails for rank in node]
+    idle = set(rails[0].ports) - set(rails[0].named)
+    if len(node) > 1 and rails[0].named and idle and len({r.named for r in rails}) == 1:
+        names = ", ".join(rails[0].named)
+        text = f"{named(node)} of {seats[node[0]].host} all name {names} in {NAMES}, and "
+        text += f"{', '.join(sorted(idle))} {'are' if len(idle) > 1 else 'is'} idle"
+        yield Fault("NICs shared", tuple(node), text, OWN_NIC)

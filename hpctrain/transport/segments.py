@@ -1,7 +1,7 @@
-"""Shared memory that MPI libraries name in /dev/shm, told to `hpctrain launch` as MPI starts.
+"""Shared-memory segments of MPI in /dev/shm, announced to `hpctrain launch` as MPI starts.
 
 A library removes its segments when it ends; where all its processes are killed they would stay,
-and with them the memory. launch, or its guard, removes those that its ranks have told of here,
+and with them the memory. launch, or its guard, removes the segments that its ranks announced here,
 once no process of the job is left: cluster/guard.py.
 """
 

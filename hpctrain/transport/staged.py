@@ -1,17 +1,17 @@
-"""Staged: a GPU's array travels as host memory does, through pinned slots, in segments.
+"""Staged transfers: a GPU's array travels through pinned host memory, in segments.
 
     GPU -> host    [ 0 ][ 1 ][ 2 ][ 3 ]                      stream `up` of the sender
-    wire                [ 0 ][ 1 ][ 2 ][ 3 ]                 what MPI is given is host memory
+    wire                [ 0 ][ 1 ][ 2 ][ 3 ]                 MPI sends and receives host memory
     host -> GPU              [ 0 ][ 1 ][ 2 ][ 3 ]            stream `down` of the receiver
 
 A message of n bytes is cut into about 32 segments of 256 KiB to 4 MiB, a power of two: the first
-and the last of them are the time in which one of the three stands still, and each costs some 20 us
-of the processor's. Both sides cut by n alone, wherever their arrays lie. A transfer has at most
-SLOTS segments between the GPU and the wire.
+and the last of them fill and drain the pipeline of three stages, and each costs some 20 us of
+processor time. Both sides cut by n alone, wherever their arrays lie. A transfer has at most SLOTS
+segments between the GPU and the wire.
 
-Events order everything, and nobody waits for a device. A copy to the host begins behind all that
-the current stream held when the send was asked for; a copy to the GPU behind what it held when the
-receive was asked for, and once `wait` has returned the current stream stands behind that copy.
+Events order everything, and the host never blocks on a device. A copy to the host starts after the
+work that the current stream held when the send was posted; a copy to the GPU after the work it held
+when the receive was posted, and after `wait` the current stream is ordered behind that copy.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ SLOTS = 3  # one is filled while one is on the wire and one waits for it
 
 
 class Posted(Protocol):
-    """A message that the wire was given."""
+    """A message posted to the wire."""
 
     def done(self) -> bool:
-        """Return whether the wire is through with it."""
+        """Return whether it is complete."""
 
 
-Post = Callable[[np.ndarray], Posted]  #: gives the wire a slot, to send it or to fill it
+Post = Callable[[np.ndarray], Posted]  #: posts a slot to the wire, to send it or to fill it
 
 
 class Slot(NamedTuple):
@@ -56,12 +56,12 @@ class Span(NamedTuple):
 
 def segment_bytes(nbytes: int) -> int:
     """Return the length of the segments in which a message of `nbytes` is staged."""
-    wanted = 1 << max(nbytes // SEGMENTS - 1, 0).bit_length()
-    return min(max(wanted, SMALLEST_BYTES), LARGEST_BYTES)
+    ideal = 1 << max(nbytes // SEGMENTS - 1, 0).bit_length()
+    return min(max(ideal, SMALLEST_BYTES), LARGEST_BYTES)
 
 
 def spans(nbytes: int) -> Iterator[Span]:
-    """Yield the segments of a message; no bytes are one empty segment, as on every link."""
+    """Yield the segments of a message; an empty message is one empty segment, as on every link."""
     step = segment_bytes(nbytes)
     for start in range(0, max(nbytes, 1), step):
         yield Span(start, min(step, nbytes - start))
@@ -78,16 +78,16 @@ class Staging:
         self._free: dict[int, list[Slot]] = defaultdict(list)
         self._landing: deque[tuple[Any, Slot]] = deque()
 
-    def here(self) -> Any:
-        """Return an event behind all that the current stream holds now."""
+    def record_event(self) -> Any:
+        """Return an event behind the present work of the current stream."""
         return self._cuda.get_current_stream().record(self._event())
 
     def before_what_follows(self, event: Any) -> None:
-        """Let what the current stream is given from now on wait for `event`."""
+        """Order later work of the current stream after `event`."""
         self._cuda.get_current_stream().wait_event(event)
 
     def take(self, nbytes: int) -> Slot:
-        """Return a slot of at least `nbytes` that nobody uses."""
+        """Return an unused slot of at least `nbytes`."""
         while self._landing and self._landing[0][0].done:
             self.give(self._landing.popleft()[1])
         size = max(SMALLEST_BYTES, 1 << max(nbytes - 1, 0).bit_length())
@@ -98,12 +98,12 @@ class Staging:
         self._free[slot.size].append(slot)
 
     def to_host(self, pointer: int, slot: Slot, nbytes: int, after: Any) -> Any:
-        """Start to copy device memory into `slot`, behind event `after`; return the event."""
+        """Start to copy device memory into `slot`, after event `after`; return the copy's event."""
         kind = self._cuda.runtime.memcpyDeviceToHost
         return self._copied(self._up, slot.pointer, pointer, nbytes, kind, after)
 
     def to_device(self, slot: Slot, pointer: int, nbytes: int, after: Any) -> Any:
-        """Start to copy from `slot`, which is free again behind the event that is returned."""
+        """Start to copy from `slot`, which is free again after the returned event."""
         kind = self._cuda.runtime.memcpyHostToDevice
         event = self._copied(self._down, pointer, slot.pointer, nbytes, kind, after)
         self._landing.append((event, slot))
@@ -120,42 +120,42 @@ class Staging:
         return self._cuda.Event(disable_timing=True)
 
     def _pinned(self, size: int) -> Slot:
-        # Never given back: to allocate pinned memory stops the whole device for milliseconds.
+        # Never freed: allocating pinned memory stops the whole device for milliseconds.
         memory = pinned(size)
         return Slot(memory.ptr, np.frombuffer(memory, np.uint8, size), size)
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.of: dict[tuple[Any, int], Staging] = {}  # by CuPy and device
 
 
-_here = _Here()
+_thread = _ThreadState()
 
 
 def staging(x: Any) -> Staging:
-    """Return what this thread copies the device array `x` by."""
+    """Return this thread's streams and slots for the GPU of the device array `x`."""
     xp = namespace(x)
     name = (xp, x.data.device_id)
-    if name not in _here.of:
-        _here.of[name] = Staging(xp)
-    return _here.of[name]
+    if name not in _thread.of:
+        _thread.of[name] = Staging(xp)
+    return _thread.of[name]
 
 
 class Sending:
-    """A device array on its way out."""
+    """A staged send of a device array."""
 
     def __init__(self, x: Any, post: Post):
-        """Send contiguous `x` by `post`, which is called for one slot after the other."""
+        """Send contiguous `x` by `post`, which is called for each slot in turn."""
         self._staging, self._post, self._x = staging(x), post, x
-        self._after = self._staging.here()
+        self._after = self._staging.record_event()
         self._left = deque(spans(x.nbytes))
         self._copied: deque[tuple[Any, Slot, int]] = deque()
         self._sent: deque[tuple[Posted, Slot]] = deque()
 
     @property
     def posted(self) -> bool:
-        """Whether the wire was given all."""
+        """Whether all segments are posted."""
         return not self._left and not self._copied
 
     @property
@@ -164,7 +164,7 @@ class Sending:
         return self.posted and not self._sent
 
     def advance(self, turn: bool) -> int:
-        """Return how many steps were done; `turn`: the wire may be given segments."""
+        """Return the number of steps done; `turn`: segments may be posted."""
         steps = 0
         while self._left and len(self._copied) + len(self._sent) < SLOTS:
             span = self._left.popleft()
@@ -183,23 +183,23 @@ class Sending:
         return steps
 
     def finish(self) -> None:
-        """Do nothing: nobody waits for what has left."""
+        """Do nothing: a complete send needs no ordering."""
 
 
 class Receiving:
-    """A device array that is being filled."""
+    """A staged receive into a device array."""
 
     def __init__(self, x: Any, post: Post):
-        """Fill contiguous `x` by `post`, which is called for one slot after the other."""
+        """Fill contiguous `x` by `post`, which is called for each slot in turn."""
         self._staging, self._post, self._x = staging(x), post, x
-        self._after = self._landed = self._staging.here()
+        self._after = self._landed = self._staging.record_event()
         self._left = deque(spans(x.nbytes))
         self._coming: deque[tuple[Posted, Slot, Span]] = deque()
         self._landing: deque[Any] = deque()
 
     @property
     def posted(self) -> bool:
-        """Whether the wire was given all slots."""
+        """Whether all slots are posted."""
         return not self._left
 
     @property
@@ -208,7 +208,7 @@ class Receiving:
         return not self._left and not self._coming
 
     def advance(self, turn: bool) -> int:
-        """Return how many steps were done; `turn`: the wire may be given slots."""
+        """Return the number of steps done; `turn`: slots may be posted."""
         steps = 0
         while self._landing and self._landing[0].done:
             self._landing.popleft()
@@ -226,5 +226,5 @@ class Receiving:
         return steps
 
     def finish(self) -> None:
-        """Let what the current stream is given from now on find all bytes in place."""
+        """Order later work of the current stream after the last copy to the GPU."""
         self._staging.before_what_follows(self._landed)

@@ -1,4 +1,4 @@
-"""`mpiexec -n 2 python -m hpctrain.transport.started`: each rank prints what MPI gave it."""
+"""`mpiexec -n 2 python -m hpctrain.transport.started`: MPI's size, threads, ULFM."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ LEVELS = {
 
 def ulfm() -> bool:
     """Return whether ranks of this job can outlive a lost one."""
-    # Where it is off the functions are there all the same: Agree is then an all-reduce.
+    # With ULFM off its functions exist all the same: Agree is then an all-reduce.
     return os.environ.get(FT, "0") in ("1", "true")
 
 
 def level() -> str:
-    """Return what MPI, which was started, grants to threads."""
+    """Return the thread level of MPI, which was started."""
     return LEVELS[MPI.Query_thread()]
 
 
 def main() -> None:
     """Start MPI, print a line, and end it."""
     MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    told = {"size": MPI.COMM_WORLD.size, "threads": level(), "ulfm": ulfm()}
-    print(json.dumps(told) + "\n", end="", flush=True)  # one write: ranks share the pipe
+    facts = {"size": MPI.COMM_WORLD.size, "threads": level(), "ulfm": ulfm()}
+    print(json.dumps(facts) + "\n", end="", flush=True)  # one write: ranks share the pipe
     MPI.Finalize()
 
 

@@ -1,16 +1,16 @@
-"""Two ranks try what can be done with GPU memory, in a small job of their own.
+"""A trial of the paths of GPU memory between two ranks, in a small job of their own.
 
     mpiexec -n 2 python -m hpctrain.transport.trial 0,1       # the GPU of rank 0 and of rank 1
 
-    started    both ranks run, bytes in host memory arrive       what MPI says of itself
+    started    both ranks run, bytes in host memory arrive       the CUDA support MPI reports
     ipc        each maps the other's memory, copies, compares    only on one node
     staged     messages of several lengths, through the host     how long they take
     pointer    each gives MPI pointers to GPU memory, compares   an MPI not made for it crashes here
     sizes      the same messages staged and by pointer, in turn  which way is the faster
 
-Rank 0 prints a line of JSON after each stage: what is missing is where the job ended. Never to be
-called in a rank of a run: if it crashes, so does the run. Results are taken, and the job started,
-by verdicts.py.
+Rank 0 prints a line of JSON after each stage: the first missing stage is where the job ended.
+Never to be called in a rank of a run: if it crashes, so does the run. verdicts.py starts the job
+and reads its results.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from hpctrain.transport.paths import Path  # noqa: E402
 from hpctrain.watch import Record  # noqa: E402
 from hpctrain.xp import finish  # noqa: E402
 
-#: Short, long, and as long as a piece of a bucket: MPIs take another way for each.
+#: Short, long, and as long as a piece of a bucket: MPIs use another protocol for each.
 SIZES = (1, 1 << 16, 1 << 24)
 ROUNDS = 8
-HEARD_S = 0.3  # srun drops what was said when it kills a step: a crash must not come right after it
-#: Lengths at which both ways are timed, from a vote to a long bucket.
+HEARD_S = 0.3  # srun drops output when it kills a step: a crash must not follow a line at once
+#: Lengths at which both paths are timed, from a vote to a long bucket.
 TIMED = tuple(1 << i for i in (10, 14, 18, 20, 22, 25))
-LONG, LONG_ROUNDS = 1 << 22, 3  #: from so many bytes on fewer are sent: a wire may be slow
+LONG, LONG_ROUNDS = 1 << 22, 3  #: from LONG bytes on fewer rounds: a wire may be slow
 TO_DEVICE, TO_HOST, ANYWHERE = 1, 2, 4  # kinds of cudaMemcpy
 
 
@@ -69,70 +69,70 @@ class Buffer:
         return x
 
     def message(self, nbytes: int) -> list:
-        """Return the beginning as MPI takes it: by its pointer."""
+        """Return the beginning as an MPI buffer, by its pointer."""
         return [MPI.memory.fromaddress(self.pointer, nbytes), nbytes, MPI.BYTE]
 
 
 def main() -> None:
-    """Run the stages; rank 0 speaks."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is expected, its core is not wanted
+    """Run the stages; rank 0 prints their results."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is expected: no core file
     launched, numbers = launchers.launched(os.environ), sys.argv[1].split(",")
-    runtime = _taken(int(numbers[launched.rank]))
-    MPI.Init_thread(MPI.THREAD_MULTIPLE)  # as the run does: MPIs take other ways without
+    runtime = _use_gpu(int(numbers[launched.rank]))
+    MPI.Init_thread(MPI.THREAD_MULTIPLE)  # as the run does: MPIs use other paths without
     comm = MPI.COMM_WORLD
     if comm.size != 2:
         sys.exit(f"expected a job of 2 ranks, this one has {comm.size}")
     # Slurm may have several nodes on one machine.
     hosts = comm.allgather(os.environ.get("SLURMD_NODENAME") or MPI.Get_processor_name())
     _say(comm, "started", claims=asdict(_claims(comm)), hosts=hosts)
-    mine, inbox = Buffer(runtime, max(SIZES)), Buffer(runtime, max(SIZES))
+    outbox, inbox = Buffer(runtime, max(SIZES)), Buffer(runtime, max(SIZES))
     if hosts[0] == hosts[1]:
-        _say(comm, "ipc", **by_ipc(comm, runtime, mine, inbox))
+        _say(comm, "ipc", **by_ipc(comm, runtime, outbox, inbox))
     link = mpi.MpiLink(comm.Dup(), Record(None, comm.rank, comm.size).entry("main"))
     cupy = gpus.cupy_module()
     _say(comm, "staged", seconds=messages(link, cupy, ["staged"]))
     time.sleep(HEARD_S)
-    found = by_pointer(comm, mine, inbox)
-    _say(comm, "pointer", **found)
-    if found["right"]:
+    result = by_pointer(comm, outbox, inbox)
+    _say(comm, "pointer", **result)
+    if result["right"]:
         _say(comm, "sizes", seconds=messages(link, cupy, ["staged", "cuda-aware"]))
     comm.Barrier()
     MPI.Finalize()
 
 
-def by_ipc(comm: MPI.Comm, runtime: Any, mine: Buffer, inbox: Buffer) -> dict[str, Any]:
-    """Copy the other rank's memory into `inbox`; return whether it was right, GB/s, what failed."""
-    mine.write(pattern(comm.rank, mine.nbytes))
-    why, seconds, right = "", float("inf"), False
-    handles = comm.allgather(_handle(runtime, mine))
-    if refused := [one for one in handles if isinstance(one, str)]:
+def by_ipc(comm: MPI.Comm, runtime: Any, outbox: Buffer, inbox: Buffer) -> dict[str, Any]:
+    """Copy the other rank's memory into `inbox`; return correctness, GB/s and the error if any."""
+    outbox.write(pattern(comm.rank, outbox.nbytes))
+    reason, seconds, right = "", float("inf"), False
+    handles = comm.allgather(_handle(runtime, outbox))
+    if refused := [handle for handle in handles if isinstance(handle, str)]:
         return {"right": False, "gb_s": 0.0, "why": refused[0]}
     try:
-        theirs = runtime.ipcOpenMemHandle(handles[1 - comm.rank])
-        copy = lambda: _copy(runtime, inbox.pointer, theirs, mine.nbytes)  # noqa: E731
+        remote = runtime.ipcOpenMemHandle(handles[1 - comm.rank])
+        copy = lambda: _copy(runtime, inbox.pointer, remote, outbox.nbytes)  # noqa: E731
         seconds = best(copy)
-        right = bool((inbox.read(mine.nbytes) == pattern(1 - comm.rank, mine.nbytes)).all())
+        right = bool((inbox.read(outbox.nbytes) == pattern(1 - comm.rank, outbox.nbytes)).all())
     except runtime.CUDARuntimeError as error:
-        why = str(error)
-    everyone = comm.allgather((right, why))  # nobody gives its memory back before
+        reason = str(error)
+    outcomes = comm.allgather((right, reason))  # no rank may free its memory before
     if right:
-        runtime.ipcCloseMemHandle(theirs)
-    return _outcome(everyone, mine.nbytes / seconds)
+        runtime.ipcCloseMemHandle(remote)
+    return _outcome(outcomes, outbox.nbytes / seconds)
 
 
-def by_pointer(comm: MPI.Comm, mine: Buffer, inbox: Buffer) -> dict[str, Any]:
-    """Exchange by pointers; return whether all was right, GB/s one way, what MPI said."""
-    why, right, seconds = "", True, float("inf")
+def by_pointer(comm: MPI.Comm, outbox: Buffer, inbox: Buffer) -> dict[str, Any]:
+    """Exchange by pointers; return correctness, GB/s one way and MPI's error if any."""
+    reason, right, seconds = "", True, float("inf")
     try:
         for nbytes in SIZES:
-            mine.write(pattern(comm.rank, nbytes))
+            outbox.write(pattern(comm.rank, nbytes))
             inbox.write(np.zeros(nbytes, np.uint8))
-            _exchange(comm, mine.message(nbytes), inbox.message(nbytes))
+            _exchange(comm, outbox.message(nbytes), inbox.message(nbytes))
             right &= bool((inbox.read(nbytes) == pattern(1 - comm.rank, nbytes)).all())
-        seconds = best(lambda: _one_way(comm, mine, inbox))
+        seconds = best(lambda: _one_way(comm, outbox, inbox))
     except MPI.Exception as error:
-        why, right = str(error), False
-    return _outcome(comm.allgather((right, why)), max(SIZES) / seconds)
+        reason, right = str(error), False
+    return _outcome(comm.allgather((right, reason)), max(SIZES) / seconds)
 
 
 def messages(
@@ -140,19 +140,19 @@ def messages(
 ) -> list[tuple[int | float, ...]]:
     """Return for each of `sizes` the bytes, and the seconds of a message on each of `paths`.
 
-    Paths take turns, each at its best: half of a message there and back.
+    Paths are interleaved; the time is half of the fastest round trip.
     """
     ways: dict[Path, dict[int, float]] = {path: {} for path in paths}
     x = cupy.zeros(max(sizes), np.uint8)
     turns = [(i, path) for i in range(ROUNDS) for path in paths]
     for i, path in turns:
         link.take([path] * link.size)
-        found = ways[path]
+        fastest = ways[path]
         for nbytes in (n for n in sizes if n < LONG or i < LONG_ROUNDS):
             start = time.perf_counter()
             _there_and_back(link, x[:nbytes])
-            found[nbytes] = min(found.get(nbytes, math.inf), time.perf_counter() - start)
-    return [(n, *(found[n] / 2 for found in ways.values())) for n in sizes]
+            fastest[nbytes] = min(fastest.get(nbytes, math.inf), time.perf_counter() - start)
+    return [(n, *(fastest[n] / 2 for fastest in ways.values())) for n in sizes]
 
 
 def _there_and_back(link: Link, x: Any) -> None:
@@ -166,16 +166,16 @@ def _there_and_back(link: Link, x: Any) -> None:
 
 
 def best(call: Callable[[], None]) -> float:
-    """Return the seconds of the fastest of some calls."""
-    taken = []
+    """Return the seconds of the fastest of ROUNDS calls."""
+    times = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
         call()
-        taken.append(time.perf_counter() - start)
-    return min(taken)
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
-def _taken(ordinal: int) -> Any:
+def _use_gpu(ordinal: int) -> Any:
     """Make the GPU current before MPI starts; return CUDA's runtime."""
     gpus.use(ordinal)
     return gpus.runtime()
@@ -184,11 +184,11 @@ def _taken(ordinal: int) -> Any:
 def _claims(comm: MPI.Comm) -> claims.Claims:
     mpi = probe.loaded_mpi()
     kinds = comm.Get_info().Get("mpi_memory_alloc_kinds") or ""
-    return claims.asked(mpi.vendor, mpi.libmpi, kinds)
+    return claims.query(mpi.vendor, mpi.libmpi, kinds)
 
 
 def _handle(runtime: Any, buffer: Buffer) -> bytes | str:
-    """Return the handle, or in words why there is none."""
+    """Return the IPC handle, or CUDA's error text."""
     try:
         handle: bytes = runtime.ipcGetMemHandle(buffer.pointer)
     except runtime.CUDARuntimeError as error:
@@ -206,23 +206,23 @@ def _exchange(comm: MPI.Comm, out: list, into: list) -> None:
     comm.Sendrecv(out, peer, 0, into, peer, 0)
 
 
-def _one_way(comm: MPI.Comm, mine: Buffer, inbox: Buffer) -> None:
+def _one_way(comm: MPI.Comm, outbox: Buffer, inbox: Buffer) -> None:
     if comm.rank == 0:
-        comm.Send(mine.message(max(SIZES)), 1)
+        comm.Send(outbox.message(max(SIZES)), 1)
     else:
         comm.Recv(inbox.message(max(SIZES)), 0)
     comm.Barrier()
 
 
-def _outcome(everyone: list[tuple[bool, str]], rate: float) -> dict[str, Any]:
-    right = all(fine for fine, _ in everyone)
-    why = next((said for _, said in everyone if said), "" if right else "other bytes arrived")
-    return {"right": right, "gb_s": rate / 1e9, "why": why}
+def _outcome(outcomes: list[tuple[bool, str]], rate: float) -> dict[str, Any]:
+    right = all(fine for fine, _ in outcomes)
+    reason = next((text for _, text in outcomes if text), "" if right else "other bytes arrived")
+    return {"right": right, "gb_s": rate / 1e9, "why": reason}
 
 
-def _say(comm: MPI.Comm, stage: str, **found: Any) -> None:
+def _say(comm: MPI.Comm, stage: str, **result: Any) -> None:
     if comm.rank == 0:
-        print(json.dumps({"stage": stage, **found}), flush=True)
+        print(json.dumps({"stage": stage, **result}), flush=True)
 
 
 if __name__ == "__main__":

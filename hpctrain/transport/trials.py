@@ -1,8 +1,8 @@
-"""The jobs in which trial.py runs: how each is started, and what its end and its lines mean.
+"""The jobs in which trial.py runs: the command of each, and the meaning of its exit and output.
 
 A trial that ends by a signal is a result: this MPI takes no device pointers. One that never starts
-is none, and is not remembered. Where `srun` is at hand inside an allocation it starts the job, as
-it will start the run; else the mpiexec of the MPI that mpi4py loads.
+is none, and is not cached. Inside an allocation with `srun` on the PATH, srun starts the job, as it
+will start the run; else the mpiexec of the MPI that mpi4py loads.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ from hpctrain.launchers import scrubbed
 from hpctrain.transport import claims
 
 CLASSES = ("same_gpu", "same_node", "across")
-#: A crash takes a second, an MPI that starts 10; a job that waits for the impossible is ended.
+#: A crash takes a second, an MPI that starts 10; a job that hangs is ended.
 LIMIT_S = 60.0
 GRACE_S = 5.0  #: for a launcher to end its ranks
-_LAST_WORDS = 200  # characters of what a failed job said
+_LAST_WORDS = 200  # characters of the stderr of a failed job
 TIMED_OUT = 1000  # stands for an exit code: no process ends with this one
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How one trial went: for each stage whether it was right (None: not reached), and its GB/s."""
+    """The result of a trial: correctness of each stage (None: not reached), and its GB/s."""
 
     ipc: bool | None = None
     pointer: bool | None = None
     ipc_gb_s: float | None = None
     pointer_gb_s: float | None = None
     claims: claims.Claims | None = None  #: None: the job did not start
-    ended: str = ""  #: how the job ended before its time, or what MPI said
+    ended: str = ""  #: the exit of a failed job, or MPI's error
     ipc_fault: str = ""
     #: (bytes, seconds of a message staged, of one by pointer), where pointers were right
     sizes: tuple[tuple[int, float, float], ...] = ()
     staged: tuple[tuple[int, float], ...] = ()  #: (bytes, seconds of a message staged), always
 
 
-def from_table(said: Mapping[str, Any]) -> Trial:
-    """Return the trial that `asdict` made a table of."""
-    times = {key: tuple(map(tuple, said.get(key, ()))) for key in ("sizes", "staged")}
-    return Trial(**{**said, "claims": _claims(said["claims"]), **times})
+def from_table(fields: Mapping[str, Any]) -> Trial:
+    """Return the trial of a table that `asdict` made."""
+    times = {key: tuple(map(tuple, fields.get(key, ()))) for key in ("sizes", "staged")}
+    return Trial(**{**fields, "claims": _claims(fields["claims"]), **times})
 
 
-def _claims(said: Mapping[str, Any] | None) -> claims.Claims | None:
-    return claims.Claims(**{**said, "libraries": tuple(said["libraries"])}) if said else None
+def _claims(fields: Mapping[str, Any] | None) -> claims.Claims | None:
+    return claims.Claims(**{**fields, "libraries": tuple(fields["libraries"])}) if fields else None
 
 
 def understood(output: str, code: int, errors: str) -> Trial:
-    """Return what a trial's job found, from its lines, exit code and last words."""
+    """Return the result of a trial's job, from its lines, exit code and stderr."""
     stages: dict[str, dict[str, Any]] = {}
     for line in output.splitlines():
         with suppress(ValueError, KeyError, TypeError):
-            said = json.loads(line)
-            stages[said.pop("stage")] = said
+            report = json.loads(line)
+            stages[report.pop("stage")] = report
     started, ipc, pointer = (stages.get(name, {}) for name in ("started", "ipc", "pointer"))
     return Trial(
         ipc.get("right"),
@@ -80,7 +80,7 @@ def _rate(stage: Mapping[str, Any]) -> float | None:
 
 
 def ended(code: int, errors: str) -> str:
-    """Return in words how a job ended; launchers say 128 + signal, or a signal's own number."""
+    """Return the exit of a job in words; launchers exit with 128 + signal, or with its number."""
     last = " ".join(errors.split())[-_LAST_WORDS:]
     number = -code if code < 0 else code - 128 if code > 128 else code
     if code == TIMED_OUT:
@@ -94,28 +94,28 @@ def ended(code: int, errors: str) -> str:
 def jobs(
     mpiexec: str | None, vendor: str, visible: int, nodes: int, environ: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """Return the command of the trial of each class that can be tried here."""
+    """Return the trial's command for each class of pairs that this machine has."""
     child = module_command("hpctrain.transport.trial")
     pairs = {"same_gpu": "0,0", "same_node": "0,1" if visible > 1 else "", "across": "0,0"}
-    found = {}
+    commands = {}
     for name, numbers in pairs.items():
         apart = name == "across"
         if numbers and (nodes > 1 or not apart):
             start = _srun(vendor, apart, environ) or (None if apart else _mpiexec(mpiexec, vendor))
             if start:
-                found[name] = [*start, *child, numbers]
-    return found
+                commands[name] = [*start, *child, numbers]
+    return commands
 
 
 def _srun(vendor: str, apart: bool, environ: Mapping[str, str]) -> list[str] | None:
     if "SLURM_JOB_ID" not in environ or not shutil.which("srun", path=environ.get("PATH")):
         return None
     places = ["-N", "2", "--ntasks-per-node=1"] if apart else ["-N", "1"]
-    kind = [] if "SLURM_MPI_TYPE" in environ or vendor == "Cray MPICH" else [_PLUGIN(vendor)]
+    kind = [] if "SLURM_MPI_TYPE" in environ or vendor == "Cray MPICH" else [_mpi_plugin(vendor)]
     return ["srun", "--overlap", "--kill-on-bad-exit=1", "--input=none", *places, "-n", "2", *kind]
 
 
-def _PLUGIN(vendor: str) -> str:
+def _mpi_plugin(vendor: str) -> str:
     return f"--mpi={'pmix' if vendor == 'Open MPI' else 'pmi2'}"
 
 
@@ -127,7 +127,7 @@ def _mpiexec(mpiexec: str | None, vendor: str) -> list[str] | None:
 
 
 def run(command: Sequence[str], environ: Mapping[str, str]) -> Trial:
-    """Run a trial's job to its end, or to the time limit, and return what it found."""
+    """Run a trial's job to its end, or to the time limit, and return its result."""
     leave = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
     process = subprocess.Popen(
         command,
@@ -144,22 +144,22 @@ def run(command: Sequence[str], environ: Mapping[str, str]) -> Trial:
         return understood(output, process.returncode, errors)
     except subprocess.TimeoutExpired:
         return understood(_stopped(process), TIMED_OUT, "")
-    except BaseException:  # we are to end: no trial outlives us
+    except BaseException:  # this process must end: no trial outlives it
         _stopped(process)
         raise
 
 
 def _stopped(process: subprocess.Popen[str]) -> str:
-    """End a job and return what it printed.
+    """End a job and return its output.
 
-    Ranks may have left the launcher's group: it alone can end them, and is asked to, first.
+    Ranks may have left the launcher's process group: only it can end them, so SIGTERM comes first.
     """
-    said = b""
+    output = b""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         try:
             return process.communicate(timeout=GRACE_S)[0]
-        except subprocess.TimeoutExpired as late:  # somebody still holds the pipe
-            said = late.output or b""
-    return said.decode(errors="replace")
+        except subprocess.TimeoutExpired as late:  # a process still holds the pipe
+            output = late.output or b""
+    return output.decode(errors="replace")

@@ -1,13 +1,13 @@
-"""Which way GPU memory takes here: trials in jobs of their own, one per class of pairs, remembered.
+"""The path of GPU memory on this machine: a trial job per class of pairs, and a cache of results.
 
     same GPU     mpiexec -n 2, both ranks on GPU 0
     same node    mpiexec -n 2, on GPUs 0 and 1                     where there are two
     across       srun -N 2 -n 2, a rank on each of two nodes       inside an allocation of two
 
-`python -m hpctrain.transport.verdicts` makes the trials that are missing and prints the result;
-`hpctrain launch` and `hpctrain doctor` call it before a run. Ranks only read what was remembered
-(`known`): their environment would break the MPI of a child, and the child theirs. What is
-remembered belongs to an MPI build, a driver, a node image and the variables that matter.
+`python -m hpctrain.transport.verdicts` runs the missing trials and prints the verdict;
+`hpctrain launch` and `hpctrain doctor` call it before a run. Ranks only read the cached verdict
+(`known`): their environment would break the MPI of a child, and the child theirs. The cache is
+keyed by MPI build, driver, node image and the variables that matter.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ UNTRIED = "run `hpctrain doctor` once, in a job on such nodes"
 
 @dataclass(frozen=True)
 class Told:
-    """A verdict, what helps where it is not the best one, and the trials it was made from."""
+    """A verdict, the remedy where it is not the best one, and the trials that led to it."""
 
     verdict: Verdict
     remedy: str = ""
@@ -47,80 +47,83 @@ class Told:
 
 
 def known(environ: Mapping[str, str]) -> Told:
-    """Return the verdict for this process: the user's, else the remembered one, else `STAGED`.
+    """Return the verdict for this process: the user's, else the cached one, else `STAGED`.
 
     MPI is loaded, not started. Raises UsageError if the user's variable makes no sense.
     """
     remembered = _read(file_of(environ)) or Told(STAGED, UNTRIED)
     untried = tuple(name for name in trials.CLASSES if name not in remembered.trials)
     remembered = replace(remembered, unproven=untried)
-    asked = environ.get(OVERRIDE, "")
-    return overridden(asked, remembered) if asked else remembered
+    override = environ.get(OVERRIDE, "")
+    return overridden(override, remembered) if override else remembered
 
 
-def overridden(asked: str, otherwise: Told) -> Told:
-    """Return what a user asks for: "staged", or "same_node=cuda-aware,across=gdr".
+def overridden(override: str, otherwise: Told) -> Told:
+    """Return the verdict of a user's `override`: "staged", "same_node=cuda-aware,across=gdr".
 
-    Where nothing speaks for it that MPI takes pointers, it gets none, whatever was asked.
+    MPI gets no pointers without evidence that it takes them, whatever the override says.
     """
-    wanted = _wanted(asked)
+    chosen = _parsed(override)
     refused = [
         name
-        for name, path in wanted.items()
+        for name, path in chosen.items()
         if path in paths.BY_POINTER and not _believed(name, otherwise.trials)
     ]
-    wanted |= dict.fromkeys(refused, "staged")
-    kept: dict[str, Any] = {
+    chosen |= dict.fromkeys(refused, "staged")
+    remaining: dict[str, Any] = {
         of: {
-            name: one for name, one in getattr(otherwise.verdict, of).items() if name not in wanted
+            name: values
+            for name, values in getattr(otherwise.verdict, of).items()
+            if name not in chosen
         }
         for of in ("by_size", "seconds")
     }
-    reason = f"{OVERRIDE}={asked}" + (f", refused for {', '.join(refused)}" if refused else "")
-    verdict = replace(otherwise.verdict, **wanted, **kept, reason=reason)
-    unproven = (*refused, *(name for name in otherwise.unproven if name not in wanted))
+    reason = f"{OVERRIDE}={override}" + (f", refused for {', '.join(refused)}" if refused else "")
+    verdict = replace(otherwise.verdict, **chosen, **remaining, reason=reason)
+    unproven = (*refused, *(name for name in otherwise.unproven if name not in chosen))
     return Told(verdict, UNTRIED if refused else "", otherwise.trials, unproven)
 
 
-def _believed(name: str, made: Mapping[str, Trial]) -> bool:
-    """Return whether a user who wants pointers for a class may have them.
+def _believed(name: str, results: Mapping[str, Trial]) -> bool:
+    """Return whether a user may select pointers for the class `name`.
 
-    A trial showed it; or there was none that failed, and the MPI's own functions are sure.
+    Yes if its trial succeeded, or if no trial failed and the MPI's own functions report CUDA.
     """
-    if name in made and made[name].pointer:
+    if name in results and results[name].pointer:
         return True
-    if any(one.pointer is False for one in made.values()):
+    if any(trial.pointer is False for trial in results.values()):
         return False
-    said = next((one.claims for one in made.values() if one.claims), None) or _claimed()
-    return said is not None and said.sure
+    report = next((trial.claims for trial in results.values() if trial.claims), None) or _claimed()
+    return report is not None and report.sure
 
 
 def _claimed() -> claims.Claims | None:
-    """Return what the MPI says of itself in this rank; None where it was not started."""
+    """Return the CUDA support that MPI reports in this rank; None where it was not started."""
     mpi = probe.loaded_mpi()
     from mpi4py import MPI  # loaded by now, and not started by that
 
     if not MPI.Is_initialized():
         return None
     kinds = MPI.COMM_WORLD.Get_info().Get("mpi_memory_alloc_kinds") or ""
-    return claims.asked(mpi.vendor, mpi.libmpi, kinds)
+    return claims.query(mpi.vendor, mpi.libmpi, kinds)
 
 
-def _wanted(asked: str) -> dict[str, Any]:
-    """Return the path of each class that is asked for; raise UsageError."""
-    wanted: dict[str, Any] = dict.fromkeys(trials.CLASSES, asked) if "=" not in asked else {}
-    for one in asked.split(",") if "=" in asked else ():
-        name, _, path = one.strip().partition("=")
-        wanted[name] = path
-    if wanted.get("across") == "ipc" and "=" not in asked:
-        wanted["across"] = "staged"  # no handle opens on another node
-    for name, path in wanted.items():
+def _parsed(override: str) -> dict[str, Any]:
+    """Return the path of each class that `override` names; raise UsageError."""
+    chosen: dict[str, Any] = dict.fromkeys(trials.CLASSES, override) if "=" not in override else {}
+    for entry in override.split(",") if "=" in override else ():
+        name, _, path = entry.strip().partition("=")
+        chosen[name] = path
+    if chosen.get("across") == "ipc" and "=" not in override:
+        chosen["across"] = "staged"  # no handle opens on another node
+    for name, path in chosen.items():
         if name not in trials.CLASSES or path not in _possible(name):
             raise UsageError(
                 f"{OVERRIDE}: expected one of {', '.join(get_args(paths.Path))}, or some of "
-                f"{', '.join(f'{c}=PATH' for c in trials.CLASSES)} (no ipc across), seen '{asked}'"
+                f"{', '.join(f'{c}=PATH' for c in trials.CLASSES)} (no ipc across), "
+                f"seen '{override}'"
             )
-    return wanted
+    return chosen
 
 
 def _possible(name: str) -> tuple[str, ...]:
@@ -128,62 +131,66 @@ def _possible(name: str) -> tuple[str, ...]:
 
 
 def find(environ: Mapping[str, str], again: bool = False) -> Told:
-    """Return what is remembered, after the trials that are missing; never to be called in a rank.
+    """Return the cached verdict, after the missing trials; never to be called in a rank.
 
-    `again`: all trials are made anew. What is found is remembered, if the trials could be made.
+    `again`: repeat all trials. The verdict is cached if all trials could be run.
     """
     try:
-        seen = gpus.visible("gpu")
+        visible = gpus.visible("gpu")
     except UsageError as error:
         return Told(replace(STAGED, reason=str(error)))
     file, mpi = file_of(environ), probe.loaded_mpi()
     before = None if again else _read(file)
-    made = dict(before.trials) if before else {}
-    commands = trials.jobs(probe.mpiexec(mpi), mpi.vendor, len(seen), _nodes(environ), environ)
+    results = dict(before.trials) if before else {}
+    commands = trials.jobs(probe.mpiexec(mpi), mpi.vendor, len(visible), _nodes(environ), environ)
     if not commands:
         return Told(replace(STAGED, reason="no mpiexec and no srun to start a trial with"))
-    missing = {name: line for name, line in commands.items() if name not in made}
+    missing = {name: line for name, line in commands.items() if name not in results}
     if missing:
-        said = f"trying which way GPU memory takes here, once ({', '.join(missing)})"
-        print(said.replace("_", " "), file=sys.stderr, flush=True)
-    made |= {name: trials.run(line, environ) for name, line in missing.items()}
-    told = judged(made, gdr.gdr(nics.nics()), environ)
-    if all(trial.claims for trial in made.values()):
-        _write(file, told)
-    return told
+        message = f"trying which way GPU memory takes here, once ({', '.join(missing)})"
+        print(message.replace("_", " "), file=sys.stderr, flush=True)
+    results |= {name: trials.run(line, environ) for name, line in missing.items()}
+    judgement = judged(results, gdr.gdr(nics.nics()), environ)
+    if all(trial.claims for trial in results.values()):
+        _write(file, judgement)
+    return judgement
 
 
 def _nodes(environ: Mapping[str, str]) -> int:
-    """Return on how many nodes the allocation lies that this process is in."""
-    told = environ.get("SLURM_JOB_NUM_NODES", "")
-    return int(told) if told.isdigit() else 1
+    """Return the number of nodes of the allocation that this process is in."""
+    count = environ.get("SLURM_JOB_NUM_NODES", "")
+    return int(count) if count.isdigit() else 1
 
 
-def judged(made: Mapping[str, Trial], adapter: gdr.Gdr, environ: Mapping[str, str]) -> Told:
+def judged(results: Mapping[str, Trial], adapter: gdr.Gdr, environ: Mapping[str, str]) -> Told:
     """Return the verdict that trials lead to: for each class the best path that worked."""
-    found = {name: _path(name, made.get(name), adapter) for name in trials.CLASSES}
-    bad = next((one for one in made.values() if not one.pointer), None)
+    chosen = {name: _path(name, results.get(name), adapter) for name in trials.CLASSES}
+    bad = next((trial for trial in results.values() if not trial.pointer), None)
     if bad is None:
         rates = ", ".join(
-            f"{name.replace('_', ' ')} {one.pointer_gb_s:.1f} GB/s"
-            for name, one in made.items()
-            if one.pointer_gb_s
+            f"{name.replace('_', ' ')} {trial.pointer_gb_s:.1f} GB/s"
+            for name, trial in results.items()
+            if trial.pointer_gb_s
         )
         reason, remedy = f"device pointers arrived: {rates}", ""
-        if found["across"] == "cuda-aware":
+        if chosen["across"] == "cuda-aware":
             reason, remedy = f"{reason}; no GPUDirect RDMA: {adapter.seen}", adapter.remedy
     else:
-        reason, remedy = _why(bad, environ)
-    by_size = {name: steps for name, one in made.items() if (steps := _steps(found[name], one))}
+        reason, remedy = _explained(bad, environ)
+    by_size = {
+        name: steps for name, trial in results.items() if (steps := _steps(chosen[name], trial))
+    }
     reason += "".join(f"; {_in_words(name, steps)}" for name, steps in by_size.items())
-    seconds = {name: best for name, one in made.items() if (best := _best(found[name], one))}
-    mapped = {name: one.ipc_gb_s for name, one in made.items() if one.ipc_gb_s}
-    return Told(Verdict(**found, reason=reason, by_size=by_size, seconds=seconds,
-                        mapped_gb_s=mapped), remedy, made)  # fmt: skip
+    seconds = {
+        name: best for name, trial in results.items() if (best := _best(chosen[name], trial))
+    }
+    mapped = {name: trial.ipc_gb_s for name, trial in results.items() if trial.ipc_gb_s}
+    return Told(Verdict(**chosen, reason=reason, by_size=by_size, seconds=seconds,
+                        mapped_gb_s=mapped), remedy, results)  # fmt: skip
 
 
 def _steps(path: paths.Path, trial: Trial) -> Steps:
-    """Return from which length on which way was faster; nothing where there is no choice."""
+    """Return the size thresholds between staged and pointer; () where there is no choice."""
     if not _timed(path, trial):
         return ()
     times = {n: {paths.POINTER: by, paths.HOST: staged} for n, staged, by in trial.sizes}
@@ -197,15 +204,15 @@ def _timed(path: paths.Path, trial: Trial) -> bool:
 
 
 def _best(path: paths.Path, trial: Trial) -> paths.Seconds:
-    """Return what messages take that go the faster way, or the only one."""
+    """Return the seconds of messages on the faster path, or on the only one."""
     if _timed(path, trial):
-        return tuple((n, min(both)) for n, *both in trial.sizes)
+        return tuple((n, min(seconds)) for n, *seconds in trial.sizes)
     return trial.staged
 
 
 def _in_words(name: str, steps: Steps) -> str:
-    told = ", ".join(f"from {start:,} bytes on {way}" if start else way for start, way in steps)
-    return f"{name.replace('_', ' ')} by size: {told}"
+    text = ", ".join(f"from {start:,} bytes on {way}" if start else way for start, way in steps)
+    return f"{name.replace('_', ' ')} by size: {text}"
 
 
 def _path(name: str, trial: Trial | None, adapter: gdr.Gdr) -> paths.Path:
@@ -216,7 +223,7 @@ def _path(name: str, trial: Trial | None, adapter: gdr.Gdr) -> paths.Path:
     return "ipc" if trial.ipc else "staged"
 
 
-def _why(trial: Trial, environ: Mapping[str, str]) -> tuple[str, str]:
+def _explained(trial: Trial, environ: Mapping[str, str]) -> tuple[str, str]:
     if trial.claims is None:
         return f"no trial could be made: {trial.ended}", "run `hpctrain doctor` in the job itself"
     reason, remedy = claims.fault(trial.claims, environ)
@@ -225,7 +232,7 @@ def _why(trial: Trial, environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def file_of(environ: Mapping[str, str], root: Path = pci.ROOT) -> Path:
-    """Return where the verdict of this MPI, driver, image and environment is remembered."""
+    """Return the cache file of the verdict for this MPI, driver, image and environment."""
     mpi = probe.loaded_mpi()
     facts = (
         *(mpi.vendor, mpi.version, mpi.libmpi),
@@ -248,19 +255,19 @@ def _read(file: Path) -> Told | None:
 
 
 def from_json(text: str) -> Told:
-    """Return what `asdict` and `json.dumps` made a text of."""
-    said = json.loads(text)
-    made = {name: trials.from_table(one) for name, one in said["trials"].items()}
-    return Told(paths.from_table(said["verdict"]), said["remedy"], made)
+    """Return the verdict of a text that `asdict` and `json.dumps` made."""
+    fields = json.loads(text)
+    results = {name: trials.from_table(trial) for name, trial in fields["trials"].items()}
+    return Told(paths.from_table(fields["verdict"]), fields["remedy"], results)
 
 
-def _write(file: Path, told: Told) -> None:
-    """Remember a verdict, whole or not at all; where it cannot be written, say so."""
+def _write(file: Path, judgement: Told) -> None:
+    """Write a verdict to its cache file atomically; warn where it cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        aside = file.with_suffix(f".{os.getpid()}")
-        aside.write_text(json.dumps(asdict(told)))
-        aside.replace(file)
+        temporary = file.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(asdict(judgement)))
+        temporary.replace(file)
     except OSError as error:
         print(
             f"what was found cannot be remembered in {file.parent} ({error.strerror}), and ranks "
@@ -270,7 +277,7 @@ def _write(file: Path, told: Told) -> None:
 
 
 def main() -> None:
-    """Print the verdict as a line of JSON; `--again` makes the trials anew."""
+    """Print the verdict as a line of JSON; `--again` repeats the trials."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # its trial ends, too
     try:
         print(json.dumps(asdict(find(os.environ, "--again" in sys.argv[1:]))))

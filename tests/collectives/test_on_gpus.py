@@ -40,7 +40,7 @@ POINTERS = Verdict("cuda-aware", "cuda-aware", "cuda-aware", "")
 def machine(**options):
     """Yield a machine on which threads may stand for processes."""
     with fakes.installed(lazy=True, ipc_within=True, **options) as found:
-        ipc._say_that_none_is_shared.cache_clear()
+        ipc._warn_of_refusal.cache_clear()
         yield found
 
 

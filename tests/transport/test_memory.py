@@ -28,17 +28,17 @@ def shared(world, *kinds):
 @pytest.mark.parametrize("kind", KINDS)
 def test_neighbours_see_what_is_written(ranks, kind):
     def body(world):
-        mine, link = shared(world, kind)
-        x = mine.zeros(1000, "float32")
-        assert mine.kind == kind
+        shared_memory, link = shared(world, kind)
+        x = shared_memory.zeros(1000, "float32")
+        assert shared_memory.kind == kind
         assert x.ctypes.data % 64 == 0
         assert not x.any()
         x[:] = world.rank + np.arange(1000)
         link.barrier()
-        seen = mine.neighbours(x[10:20])
-        assert [int(y[0]) for y in seen] == [10 + r for r in range(world.size)]
+        arrays = shared_memory.neighbours(x[10:20])
+        assert [int(y[0]) for y in arrays] == [10 + r for r in range(world.size)]
         link.barrier()
-        seen[(world.rank + 1) % world.size][:] = -1  # written into the right neighbour's array
+        arrays[(world.rank + 1) % world.size][:] = -1  # written into the right neighbour's array
         link.barrier()
         assert (x[10:20] == -1).all()
         assert x[20] == 20 + world.rank
@@ -51,8 +51,8 @@ def test_neighbours_see_what_is_written(ranks, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_array_for_all(ranks, kind):
     def body(world):
-        mine, link = shared(world, kind)
-        x = mine.one_for_all(100, np.float64)
+        shared_memory, link = shared(world, kind)
+        x = shared_memory.one_for_all(100, np.float64)
         x[world.rank] = 1 + world.rank
         link.barrier()
         assert x.sum() == sum(range(world.size + 1))
@@ -64,11 +64,11 @@ def test_one_array_for_all(ranks, kind):
 @on_ranks(1, 2)
 def test_other_arrays_are_nobodys(ranks):
     def body(world):
-        mine, _ = shared(world, *KINDS)
-        x = mine.zeros(100, np.float32)
-        assert mine.neighbours(np.zeros(5)) is None
-        assert (mine.neighbours(x) is None) == (world.size == 1)
-        assert (mine.kind is None) == (world.size == 1)
+        shared_memory, _ = shared(world, *KINDS)
+        x = shared_memory.zeros(100, np.float32)
+        assert shared_memory.neighbours(np.zeros(5)) is None
+        assert (shared_memory.neighbours(x) is None) == (world.size == 1)
+        assert (shared_memory.kind is None) == (world.size == 1)
 
     ranks(body)
 
@@ -86,13 +86,13 @@ def test_all_fall_back_where_one_is_refused(monkeypatch, row):
     names = {"_anonymous": "memfd", "_named": "file"}
 
     def body(world):
-        mine, link = shared(world, *KINDS)
-        x = mine.zeros(10, np.float32)
+        shared_memory, link = shared(world, *KINDS)
+        x = shared_memory.zeros(10, np.float32)
         x[0] = world.rank
         link.barrier()
-        assert [y[0] for y in mine.neighbours(x)] == [0, 1, 2]
+        assert [y[0] for y in shared_memory.neighbours(x)] == [0, 1, 2]
         link.barrier()
-        return mine.kind
+        return shared_memory.kind
 
     makers = dict(memory.FILES)
     for name, error in refused.items():
@@ -109,10 +109,10 @@ def test_too_little_memory_is_no_crash():
     """A kind that cannot hold the array is passed over, by all; in the end each has its own."""
 
     def body(world):
-        mine, _ = shared(world, "file")
-        assert mine._share(1 << 60) is None
-        assert mine.kind is None
-        assert mine.neighbours(mine.zeros(10, np.float32)) is None
+        shared_memory, _ = shared(world, "file")
+        assert shared_memory._share(1 << 60) is None
+        assert shared_memory.kind is None
+        assert shared_memory.neighbours(shared_memory.zeros(10, np.float32)) is None
 
     run_on("threads", 2, body)
 
@@ -126,9 +126,9 @@ def test_a_window_that_one_rank_is_refused_is_none(monkeypatch):
         return [] if link.rank == 1 else pages
 
     def body(world):
-        mine, _ = shared(world, "window")
-        assert mine.neighbours(mine.zeros(10, np.float32)) is None
-        return mine.kind
+        shared_memory, _ = shared(world, "window")
+        assert shared_memory.neighbours(shared_memory.zeros(10, np.float32)) is None
+        return shared_memory.kind
 
     monkeypatch.setattr(LocalLink, "window", refused)
     assert run_on("threads", 3, body) == [None] * 3
@@ -139,11 +139,11 @@ def test_nothing_stays_behind():
 
     def body(world):
         for kind in ("memfd", "file"):
-            mine, link = shared(world, kind)
-            gone = weakref.ref(mine.zeros(10, np.float32).base)
+            shared_memory, link = shared(world, kind)
+            gone = weakref.ref(shared_memory.zeros(10, np.float32).base)
             gc.collect()
             assert gone() is None
-            assert not mine._regions
+            assert not shared_memory._regions
             link.barrier()
 
     run_on("threads", 2, body)

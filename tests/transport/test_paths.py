@@ -24,9 +24,9 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("there", "path"), ROWS)
-def test_the_class_of_a_pair(there, path):
-    assert path_to(Verdict("ipc", "cuda-aware", "gdr", ""), HERE, there) == path
+@pytest.mark.parametrize(("other", "path"), ROWS)
+def test_the_class_of_a_pair(other, path):
+    assert path_to(Verdict("ipc", "cuda-aware", "gdr", ""), HERE, other) == path
 
 
 def test_two_ranks_without_a_gpu_share_none():
@@ -35,9 +35,9 @@ def test_two_ranks_without_a_gpu_share_none():
     )
 
 
-@pytest.mark.parametrize("there", [there for there, _ in ROWS])
-def test_without_a_trial_no_pointer_goes_to_mpi(there):
-    assert path_to(STAGED, HERE, there) not in BY_POINTER
+@pytest.mark.parametrize("other", [other for other, _ in ROWS])
+def test_without_a_trial_no_pointer_goes_to_mpi(other):
+    assert path_to(STAGED, HERE, other) not in BY_POINTER
 
 
 STEPS = ((0, "staged"), (4096, "pointer"), (1 << 20, "staged"))
@@ -57,7 +57,7 @@ def test_which_way_a_length_takes(path, steps, lengths):
     assert {n: by_pointer(path, steps, n) for n in lengths} == lengths
 
 
-@pytest.mark.parametrize(("there", "steps"), [(ROWS[0][0], ()), (ROWS[2][0], STEPS)])
-def test_each_class_has_its_own_lengths(there, steps):
+@pytest.mark.parametrize(("other", "steps"), [(ROWS[0][0], ()), (ROWS[2][0], STEPS)])
+def test_each_class_has_its_own_lengths(other, steps):
     verdict = Verdict("cuda-aware", "cuda-aware", "gdr", "", {"across": STEPS})
-    assert steps_to(verdict, HERE, there) == steps
+    assert steps_to(verdict, HERE, other) == steps

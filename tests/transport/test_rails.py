@@ -10,7 +10,7 @@ import pytest
 from hpctrain.errors import UsageError
 from hpctrain.hardware.nics import nics, rails
 from hpctrain.launchers import ALONE, Launched
-from hpctrain.transport.rails import NAMES, Spot, asked, chosen, look, take, words
+from hpctrain.transport.rails import NAMES, Spot, chosen, look, near_requested, take, words
 
 
 def rank(local_rank, local_size, size=64):
@@ -33,10 +33,10 @@ NEAR = {
 @pytest.mark.parametrize("node", NEAR)
 def test_what_is_near_a_gpu(node, tmp_path):
     gpus = tuple(getattr(machines, node)(tmp_path))
-    ports, near = NEAR[node]
-    seen = [look(nics(tmp_path), Spot(gpus, i), "", root=tmp_path) for i in range(len(gpus))]
-    assert [one.near for one in seen] == near
-    assert {len(one.ports) for one in seen} == {ports}
+    ports, nearest = NEAR[node]
+    actual = [look(nics(tmp_path), Spot(gpus, i), "", root=tmp_path) for i in range(len(gpus))]
+    assert [r.near for r in actual] == nearest
+    assert {len(r.ports) for r in actual} == {ports}
 
 
 ALL = tuple(range(8))
@@ -51,9 +51,9 @@ CORES = {
 
 @pytest.mark.parametrize("case", CORES)
 def test_what_is_near_cores(case, tmp_path):
-    node, cores, near = CORES[case]
+    node, cores, nearest = CORES[case]
     getattr(machines, node)(tmp_path)
-    assert look(nics(tmp_path), Spot(cores=cores), "", root=tmp_path).near == near
+    assert look(nics(tmp_path), Spot(cores=cores), "", root=tmp_path).near == nearest
 
 
 def test_a_gpu_whose_place_is_not_known(tmp_path):
@@ -73,15 +73,15 @@ DEALT = {
 
 @pytest.mark.parametrize("case", DEALT)
 def test_ports_are_dealt_out(case, tmp_path):
-    node, ranks, see_all, wanted = DEALT[case]
+    node, ranks, see_all, expected = DEALT[case]
     gpus = getattr(machines, node)(tmp_path)
     ports = rails(nics(tmp_path))
     spots = [
         Spot(tuple(gpus), r % len(gpus)) if see_all else Spot((gpus[r % len(gpus)],))
         for r in range(ranks)
     ]
-    found = [chosen(rank(r, ranks), ports, spot, {}, tmp_path) for r, spot in enumerate(spots)]
-    assert tuple(name for name, _ in found) == wanted
+    ports_of = [chosen(rank(r, ranks), ports, spot, {}, tmp_path) for r, spot in enumerate(spots)]
+    assert tuple(name for name, _ in ports_of) == expected
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 6])
@@ -119,12 +119,12 @@ def test_what_is_left_to_mpi(case, tmp_path):
 
 def test_a_port_that_is_down_is_nobodys(tmp_path):
     gpus = tuple(machines.juwels_booster(tmp_path, **machines.DOWN))
-    found = nics(tmp_path)
-    ports = rails(found)
+    adapters = nics(tmp_path)
+    ports = rails(adapters)
     named = [chosen(rank(r, 4), ports, Spot(gpus, r), {}, tmp_path)[0] for r in range(4)]
     assert named == ["mlx5_0:1", "mlx5_1:1", "mlx5_3:1", "mlx5_3:1"]  # on GPU 2's own socket
-    seen = look(found, Spot(gpus, 2), "mlx5_2:1", root=tmp_path)
-    assert (seen.wrong, seen.named, seen.far) == (("mlx5_2:1 is down",), (), False)
+    actual = look(adapters, Spot(gpus, 2), "mlx5_2:1", root=tmp_path)
+    assert (actual.wrong, actual.named, actual.far) == (("mlx5_2:1 is down",), (), False)
 
 
 # value of UCX_NET_DEVICES, number of the GPU -> named, what is wrong, whether it is far
@@ -148,8 +148,8 @@ def test_what_is_said_to_ucx(case, tmp_path):
     value, ordinal, named, wrong, far = NAMED[case]
     gpus = tuple(machines.juwels_booster(tmp_path))
     machines.ethernet(tmp_path, "lo", "")
-    seen = look(nics(tmp_path), Spot(gpus, ordinal), value, root=tmp_path)
-    assert (seen.named, seen.wrong, seen.far) == (named, wrong, far)
+    actual = look(nics(tmp_path), Spot(gpus, ordinal), value, root=tmp_path)
+    assert (actual.named, actual.wrong, actual.far) == (named, wrong, far)
 
 
 def test_ranges_are_spelled_out():
@@ -168,20 +168,20 @@ def test_taken_where_it_is_asked_for(tmp_path, monkeypatch, unsaid):
     assert take(rank(1, 2), spot, tmp_path).told == "mlx5_1:1"
     assert os.environ[NAMES] == ""
     monkeypatch.setenv("HPCTRAIN_NIC", "near")
-    taken = take(rank(1, 2), spot, tmp_path)
+    result = take(rank(1, 2), spot, tmp_path)
     assert os.environ[NAMES] == "mlx5_1:1,eno1"  # TCP is left to UCX
-    assert (taken.told, taken.wrong) == ("mlx5_1:1 (named)", ())
-    assert "nearest" in taken.note
+    assert (result.told, result.wrong) == ("mlx5_1:1 (named)", ())
+    assert "nearest" in result.note
     assert "is set" in take(rank(0, 2), spot, tmp_path).note  # by us: it stays
 
 
 def test_no_adapter_at_all(tmp_path, monkeypatch, unsaid):
     monkeypatch.setenv("HPCTRAIN_NIC", "near")
-    taken = take(rank(0, 2), Spot(cores=(0,)), tmp_path)
-    assert (taken.told, taken.ports, "no choice" in taken.note) == ("", (), True)
+    result = take(rank(0, 2), Spot(cores=(0,)), tmp_path)
+    assert (result.told, result.ports, "no choice" in result.note) == ("", (), True)
 
 
 def test_a_word_that_makes_no_sense_is_refused():
-    assert asked({}) is False
+    assert near_requested({}) is False
     with pytest.raises(UsageError, match=r"HPCTRAIN_NIC: expected 'near'.*seen 'mlx5_0'"):
-        asked({"HPCTRAIN_NIC": "mlx5_0"})
+        near_requested({"HPCTRAIN_NIC": "mlx5_0"})

@@ -21,12 +21,12 @@ ROOM = [
 ]
 
 
-@pytest.mark.parametrize("who, free, says", ROOM)
-def test_little_room_is_said_once_per_node(who, free, says, monkeypatch, caplog):
+@pytest.mark.parametrize("launched, free, says", ROOM)
+def test_little_room_is_said_once_per_node(launched, free, says, monkeypatch, caplog):
     monkeypatch.setattr(shm, "free", lambda folder: free)
     monkeypatch.setattr(room.time, "sleep", lambda seconds: None)
     with caplog.at_level(logging.WARNING, "hpctrain"):
-        room.warn(who)
+        room.warn(launched)
     assert ("64 KiB free in /dev/shm" in caplog.text) == says
     assert ("--shm-size" in caplog.text) == says
 

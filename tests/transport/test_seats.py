@@ -19,7 +19,7 @@ OTHER_GPU = replace(TWO, gpu="G1", gpus=2)
 ALL = replace(ONE, cores="0-3")
 
 
-def many(count, seat):
+def alike(count, seat):
     """Return `count` seats like `seat` that were told their local ranks rightly."""
     return [replace(seat, local_rank=n) for n in range(count)]
 
@@ -40,17 +40,17 @@ CASES = {
     "one GPU for all": ([replace(ON_GPU, gpus=1), replace(TWO, gpu="G0", gpus=1)], []),
     "a server without a GPU": ([ONE, replace(OTHER_GPU, gpus=1)], []),
     "all on one core": (
-        many(3, ONE),
+        alike(3, ONE),
         [("cores shared", (0, 1, 2), "ranks 0-2 of a all run on core 0, and 3 others are idle")],
     ),
-    "all on one core of one": (many(3, replace(ONE, offered=1)), []),
+    "all on one core of one": (alike(3, replace(ONE, offered=1)), []),
     "a core each, on two nodes": ([ONE, replace(ONE, host="b")], []),
     "three on two cores": (
-        many(3, replace(ONE, cores="0-1")),
+        alike(3, replace(ONE, cores="0-1")),
         [("cores shared", (0, 1, 2), "cores 0-1, and 2 others are idle")],
     ),
-    "a socket shared": (many(2, replace(ONE, cores="0-1")), []),
-    "more ranks than cores": (many(6, ALL), []),
+    "a socket shared": (alike(2, replace(ONE, cores="0-1")), []),
+    "more ranks than cores": (alike(6, ALL), []),
     "threads of one": (
         [ONE, replace(TWO, blas_threads=2)],
         [("BLAS threads", (1,), "rank 1 of a: 2")],
@@ -61,10 +61,10 @@ CASES = {
     ),
     "threads of two sockets": (
         [
-            *many(2, replace(ALL, cores="0-1", blas_threads=2)),
+            *alike(2, replace(ALL, cores="0-1", blas_threads=2)),
             *(
                 replace(s, local_rank=s.local_rank + 2)
-                for s in many(2, replace(ALL, cores="2-3", blas_threads=2))
+                for s in alike(2, replace(ALL, cores="2-3", blas_threads=2))
             ),
         ],
         [
@@ -73,10 +73,10 @@ CASES = {
         ],
     ),
     "threads of all": (
-        many(4, replace(ALL, blas_threads=4)),
+        alike(4, replace(ALL, blas_threads=4)),
         [("BLAS threads", (0, 1, 2, 3), "16 BLAS threads on 4 cores, so they take turns")],
     ),
-    "as many threads as cores": (many(2, replace(ALL, blas_threads=2)), []),
+    "as many threads as cores": (alike(2, replace(ALL, blas_threads=2)), []),
     "a daemon's local rank": (
         [ONE, replace(TWO, local_rank=0), replace(ONE, host="b")],
         [("local ranks", (0, 1), "were all told local rank 0 by srun (SLURM_LOCALID")],
@@ -91,12 +91,14 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_faults(case):
-    seats, wanted = CASES[case]
-    found = faults(seats)
-    assert [(one.name, one.ranks) for one in found] == [(name, ranks) for name, ranks, _ in wanted]
-    for one, (_, _, words) in zip(found, wanted, strict=True):
-        assert words in one.seen
-        assert one.remedy
+    seats, expected = CASES[case]
+    result = faults(seats)
+    assert [(fault.name, fault.ranks) for fault in result] == [
+        (name, ranks) for name, ranks, _ in expected
+    ]
+    for fault, (_, _, words) in zip(result, expected, strict=True):
+        assert words in fault.seen
+        assert fault.remedy
 
 
 FOUR = tuple(f"mlx5_{i}:1" for i in range(4))
@@ -131,10 +133,12 @@ NICS = {
 
 @pytest.mark.parametrize("case", NICS)
 def test_adapters(case):
-    seats, wanted = NICS[case]
-    found = faults([*seats, ELSEWHERE])
-    assert [(one.name, one.ranks) for one in found] == [(name, ranks) for name, ranks, _ in wanted]
-    assert all(words in one.seen for one, (_, _, words) in zip(found, wanted, strict=True))
+    seats, expected = NICS[case]
+    result = faults([*seats, ELSEWHERE])
+    assert [(fault.name, fault.ranks) for fault in result] == [
+        (name, ranks) for name, ranks, _ in expected
+    ]
+    assert all(words in fault.seen for fault, (_, _, words) in zip(result, expected, strict=True))
     assert faults(seats) == []  # on one node nobody needs an adapter
 
 
@@ -159,9 +163,9 @@ def test_seats_travel_as_json():
 def test_many_nodes_are_told_in_few_words():
     seats = [replace(ONE, host=f"n{n // 2}", local_rank=n % 2) for n in range(40)]
     (kind,) = by_kind(faults(seats))
-    seen, remedy = in_words(kind)
-    assert seen.count("all run on core 0") == SHOWN
-    assert seen.endswith("and 16 more like this")
+    text, remedy = in_words(kind)
+    assert text.count("all run on core 0") == SHOWN
+    assert text.endswith("and 16 more like this")
     assert "--cpus-per-task" in remedy
 
 

@@ -31,7 +31,7 @@ def segment():
 
 
 @pytest.fixture
-def told(monkeypatch):
+def listing(monkeypatch):
     """The list in the memory of launch, here of this process."""
     number = os.memfd_create(launchers.SEGMENTS)
     monkeypatch.setenv(launchers.SEGMENTS, f"/proc/{os.getpid()}/fd/{number}")
@@ -39,35 +39,35 @@ def told(monkeypatch):
     os.close(number)
 
 
-def test_a_segment_is_listed_and_removed(segment, told):
+def test_a_segment_is_listed_and_removed(segment, listing):
     segments.announce()
     segments.announce()  # each rank does
     assert segment.exists()
-    guard.remove(told)
+    guard.remove(listing)
     assert not segment.exists()
 
 
-def test_of_another_rank_that_has_ended_no_segment_is_missed(segment, told):
+def test_of_another_rank_that_has_ended_no_segment_is_missed(segment, listing):
     segments.announce()
     segment.unlink()  # as its library does it
-    guard.remove(told)
+    guard.remove(listing)
     assert list(segments.mapped()) == []
 
 
-def test_another_file_of_that_name_stays(segment, told):
+def test_another_file_of_that_name_stays(segment, listing):
     segments.announce()
     segment.rename(segment.with_suffix(".gone"))
     segment.touch()
-    guard.remove(told)
+    guard.remove(listing)
     assert segment.exists()
     segment.with_suffix(".gone").unlink()
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_nothing_is_written_to_a_file_of_another_process(segment, tmp_path, monkeypatch, there):
+@pytest.mark.parametrize("exists", [True, False])
+def test_nothing_is_written_to_a_file_of_another_process(segment, tmp_path, monkeypatch, exists):
     file = tmp_path / "file"
-    if there:
+    if exists:
         file.touch()
     monkeypatch.setenv(launchers.SEGMENTS, str(file))
     segments.announce()
-    assert there == file.exists() and not (there and file.read_text())
+    assert exists == file.exists() and not (exists and file.read_text())

@@ -71,8 +71,8 @@ def test_round_the_ring(ranks, lazy_gpu, path):
             link.sendrecv(x, right, inbox, left)
             total = inbox + x  # uint8: modulo 256
             x.fill(0)  # nobody reads it any more
-            told = values(left, n) + values(world.rank, n)
-            np.testing.assert_array_equal(total.get(), told)
+            expected = values(left, n) + values(world.rank, n)
+            np.testing.assert_array_equal(total.get(), expected)
             np.testing.assert_array_equal(inbox.get(), values(left, n))
         by_pointer = path == "cuda-aware" and world.transport == "mpi"
         assert (link.host_bytes == 0) == by_pointer
@@ -113,16 +113,16 @@ def test_the_way_depends_on_the_length(ranks, lazy_gpu, on_gpus):
     def body(world):
         world.link.take(["cuda-aware"] * 2, [BY_SIZE] * 2)
         link, other = world.link.split(0, -world.rank), 1 - world.rank
-        here = world.rank in on_gpus
+        on_gpu = world.rank in on_gpus
         to = 1 - link.rank
         for n, staged in WAYS.items():
-            x = computed(world.rank, n) if here else values(world.rank, n)
-            inbox = empty(n) if here else np.empty(n, np.uint8)
+            x = computed(world.rank, n) if on_gpu else values(world.rank, n)
+            inbox = empty(n) if on_gpu else np.empty(n, np.uint8)
             before = link.host_bytes
             link.sendrecv(x, to, inbox, to)
-            told = inbox.get() if here else inbox
-            np.testing.assert_array_equal(told, values(other, n))
-            copied = 2 * n if here and (staged or world.transport == "local") else 0
+            actual = inbox.get() if on_gpu else inbox
+            np.testing.assert_array_equal(actual, values(other, n))
+            copied = 2 * n if on_gpu and (staged or world.transport == "local") else 0
             assert link.host_bytes - before == copied, n
 
     ranks(body)
@@ -136,8 +136,8 @@ def test_a_trial_times_both_ways(ranks, lazy_gpu):
     sizes = (1000, 300 * KIB)
 
     def body(world):
-        found = trial.messages(world.link, cupy, ["staged", "cuda-aware"], sizes)
-        assert [n for n, *_ in found] == list(sizes) and all(min(one) > 0 for one in found)
+        rows = trial.messages(world.link, cupy, ["staged", "cuda-aware"], sizes)
+        assert [n for n, *_ in rows] == list(sizes) and all(min(row) > 0 for row in rows)
         staged = 2 * sum(sizes) * trial.ROUNDS  # one there, one back
         assert world.link.host_bytes == staged * (1 if world.transport == "mpi" else 2)
 
@@ -288,7 +288,7 @@ class ByHand:
     through: int = 0
 
     def post(self, slot: np.ndarray):
-        number = sum(what == "wire" for what, _ in self.log)
+        number = sum(event == "wire" for event, _ in self.log)
         self.log.append(("wire", number))
         return Message(self, number)
 
@@ -307,7 +307,7 @@ def logged(monkeypatch, wire: ByHand) -> None:
         whole = getattr(Staging, name)
 
         def noted(self, *args, name=name, whole=whole):
-            number = sum(what == name for what, _ in wire.log)
+            number = sum(event == name for event, _ in wire.log)
             wire.log.append((name, number))
             return whole(self, *args)
 
@@ -319,36 +319,36 @@ def test_copies_and_wire_overlap(lazy_gpu, monkeypatch, transfer):
     """While segment k is on the wire, k + 1 is copied; never are more than SLOTS between."""
     wire, n = ByHand(), 8 * MIB
     logged(monkeypatch, wire)
-    one = transfer(computed(0, n), wire.post)
+    moving = transfer(computed(0, n), wire.post)
     count = len(list(spans(n)))
     for k in range(count):
         for _ in range(50):  # all that can be done before segment k is through
-            one.advance(True)
-        done = dict.fromkeys(["wire", "to_host", "to_device"], 0)
-        for what, number in wire.log:
-            done[what] = number + 1
+            moving.advance(True)
+        counts = dict.fromkeys(["wire", "to_host", "to_device"], 0)
+        for event, number in wire.log:
+            counts[event] = number + 1
         ahead = min(count, k + SLOTS)
-        assert done["wire"] == ahead  # k .. k + SLOTS - 1 are with the wire
+        assert counts["wire"] == ahead  # k .. k + SLOTS - 1 are with the wire
         if transfer is Sending:
-            assert done["to_host"] == ahead
+            assert counts["to_host"] == ahead
         else:
-            assert done["to_device"] == k
+            assert counts["to_device"] == k
         wire.through = k + 1
-        assert not one.done
-    one.advance(True)
-    assert one.done
+        assert not moving.done
+    moving.advance(True)
+    assert moving.done
     assert lazy_gpu.counts["pageable"] == 0
     assert lazy_gpu.counts["device sync"] == 0
 
 
 def test_a_transfer_whose_turn_has_not_come_is_copied_only(lazy_gpu):
     wire = ByHand()
-    one = Sending(computed(0, MIB), wire.post)
+    sending = Sending(computed(0, MIB), wire.post)
     for _ in range(50):
-        one.advance(False)
+        sending.advance(False)
     assert wire.log == [] and lazy_gpu.counts["D2H"] == SLOTS
     for _ in range(50):
-        one.advance(True)
+        sending.advance(True)
     assert len(wire.log) == SLOTS
 
 

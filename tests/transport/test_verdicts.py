@@ -53,12 +53,12 @@ VERDICTS = {
 
 @pytest.mark.parametrize("case", VERDICTS)
 def test_judged(case):
-    made, adapter, ways, word, remedy = VERDICTS[case]
-    told = verdicts.judged(made, adapter, {})
-    assert (told.verdict.same_gpu, told.verdict.same_node, told.verdict.across) == ways
-    assert word in told.verdict.reason
-    assert remedy in told.remedy
-    assert verdicts.from_json(json.dumps(asdict(told))) == told
+    by_class, adapter, ways, word, remedy = VERDICTS[case]
+    result = verdicts.judged(by_class, adapter, {})
+    assert (result.verdict.same_gpu, result.verdict.same_node, result.verdict.across) == ways
+    assert word in result.verdict.reason
+    assert remedy in result.remedy
+    assert verdicts.from_json(json.dumps(asdict(result))) == result
 
 
 STAGED_ONLY = replace(CRASHED, staged=((1024, 3e-5), (65536, 5e-5)))
@@ -73,10 +73,10 @@ SECONDS = {
 @pytest.mark.parametrize("case", SECONDS)
 def test_what_messages_take(case):
     trial, seconds = SECONDS[case]
-    told = verdicts.judged({"same_gpu": trial}, ADAPTER, {})
-    assert told.verdict.seconds == ({} if seconds is None else {"same_gpu": seconds})
-    assert told.verdict.mapped_gb_s == {"same_gpu": 100.0}
-    assert verdicts.from_json(json.dumps(asdict(told))) == told
+    result = verdicts.judged({"same_gpu": trial}, ADAPTER, {})
+    assert result.verdict.seconds == ({} if seconds is None else {"same_gpu": seconds})
+    assert result.verdict.mapped_gb_s == {"same_gpu": 100.0}
+    assert verdicts.from_json(json.dumps(asdict(result))) == result
 
 
 #: trial of each class -> from which lengths on which way, and what the reason tells
@@ -92,18 +92,20 @@ BY_SIZE = {
 
 @pytest.mark.parametrize("case", BY_SIZE)
 def test_judged_by_size(case):
-    made, by_size, words = BY_SIZE[case]
-    told = verdicts.judged(made, ADAPTER, {})
-    assert told.verdict.by_size == by_size and words in told.verdict.reason
-    assert verdicts.from_json(json.dumps(asdict(told))) == told
+    by_class, by_size, words = BY_SIZE[case]
+    result = verdicts.judged(by_class, ADAPTER, {})
+    assert result.verdict.by_size == by_size and words in result.verdict.reason
+    assert verdicts.from_json(json.dumps(asdict(result))) == result
 
 
 def test_what_a_user_asks_for_holds_at_every_length():
     verdict = verdicts.judged({"same_gpu": TIMED, "across": TIMED}, ADAPTER, {}).verdict
     assert set(verdict.by_size) == {"same_gpu", "across"}
-    told = verdicts.Told(verdict, trials=dict.fromkeys(trials.CLASSES, TIMED))
-    one, all_of = (verdicts.overridden(f"{c}cuda-aware", told).verdict for c in ("across=", ""))
-    assert (set(one.by_size), all_of.by_size) == ({"same_gpu"}, {})
+    result = verdicts.Told(verdict, trials=dict.fromkeys(trials.CLASSES, TIMED))
+    across, all_of = (
+        verdicts.overridden(f"{c}cuda-aware", result).verdict for c in ("across=", "")
+    )
+    assert (set(across.by_size), all_of.by_size) == ({"same_gpu"}, {})
 
 
 CRAY = Claims("Cray MPICH", True, True)
@@ -134,9 +136,9 @@ FAULTS = {
 @pytest.mark.parametrize("case", FAULTS)
 def test_fault(case):
     of, environ, reason, remedy = FAULTS[case]
-    found = claims.fault(of, environ)
-    assert reason in found.reason
-    assert remedy in found.remedy
+    fault = claims.fault(of, environ)
+    assert reason in fault.reason
+    assert remedy in fault.remedy
 
 
 MAPS = """\
@@ -148,9 +150,9 @@ MAPS = """\
 
 
 def test_libraries_of_interest():
-    found = claims.libraries(MAPS.splitlines())
-    assert found == ("/opt/lib/libuct_cuda.so.0.0.0", "/opt/my lib/libucp.so.0")
-    assert Claims("Open MPI", libraries=found).mapped("libuct_cuda")
+    libraries = claims.libraries(MAPS.splitlines())
+    assert libraries == ("/opt/lib/libuct_cuda.so.0.0.0", "/opt/my lib/libucp.so.0")
+    assert Claims("Open MPI", libraries=libraries).mapped("libuct_cuda")
 
 
 OPEN = json.dumps({"stage": "started", "claims": asdict(PLAIN), "hosts": ["a", "a"]})
@@ -171,16 +173,16 @@ ENDS = {
 @pytest.mark.parametrize("case", ENDS)
 def test_understood(case):
     lines, code, errors, expected = ENDS[case]
-    found = trials.understood("\n".join(lines), code, errors)
-    assert found == replace(expected, ipc_gb_s=3.0 if expected.ipc else None)
+    result = trials.understood("\n".join(lines), code, errors)
+    assert result == replace(expected, ipc_gb_s=3.0 if expected.ipc else None)
 
 
 def test_lengths_that_were_timed():
     right = json.dumps({"stage": "pointer", "right": True, "gb_s": 9.0, "why": ""})
     staged = json.dumps({"stage": "staged", "seconds": STAGED_ONLY.staged})
     sizes = json.dumps({"stage": "sizes", "seconds": TIMED.sizes})
-    found = trials.understood("\n".join([OPEN, staged, right, sizes]), 0, "")
-    assert (found.staged, found.sizes) == (STAGED_ONLY.staged, TIMED.sizes)
+    result = trials.understood("\n".join([OPEN, staged, right, sizes]), 0, "")
+    assert (result.staged, result.sizes) == (STAGED_ONLY.staged, TIMED.sizes)
     lost = trials.understood("\n".join([OPEN, right]), 139, "")  # it crashed in between
     assert lost.pointer and lost.sizes == ()
 
@@ -204,9 +206,9 @@ def test_jobs(case, tmp_path):
     vendor, count, nodes, slurm, expected = JOBS[case]
     environ = {"PATH": str(tmp_path), **({"SLURM_JOB_ID": "7"} if slurm else {})}
     (tmp_path / "srun").touch(0o755)
-    found = trials.jobs("mpiexec", vendor, count, nodes, environ)
+    commands = trials.jobs("mpiexec", vendor, count, nodes, environ)
     child = " ".join(module_command("hpctrain.transport.trial"))
-    assert {name: " ".join(line) for name, line in found.items()} == {
+    assert {name: " ".join(line) for name, line in commands.items()} == {
         name: line.replace("*", child) for name, line in expected.items()
     }
 
@@ -227,10 +229,10 @@ OVERRIDES = {
 }
 
 
-@pytest.mark.parametrize("asked", OVERRIDES)
-def test_overridden(asked):
-    told = verdicts.Told(STAGED, trials=dict.fromkeys(trials.CLASSES, WORKS))
-    assert verdicts.overridden(asked, told).verdict == OVERRIDES[asked]
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_overridden(override):
+    remembered = verdicts.Told(STAGED, trials=dict.fromkeys(trials.CLASSES, WORKS))
+    assert verdicts.overridden(override, remembered).verdict == OVERRIDES[override]
 
 
 SURE, UNSURE = replace(PLAIN, query_gpu=True), PLAIN
@@ -249,34 +251,34 @@ BELIEVED = {
 
 @pytest.mark.parametrize("case", BELIEVED)
 def test_who_asks_for_pointers_needs_a_trial_or_an_mpi_that_is_sure(case, monkeypatch):
-    made, says, expected = BELIEVED[case]
+    by_class, says, expected = BELIEVED[case]
     monkeypatch.setattr(verdicts, "_claimed", lambda: says)
-    told = verdicts.overridden("cuda-aware", verdicts.Told(STAGED, trials=made))
-    ways = {name: getattr(told.verdict, name) for name in trials.CLASSES}
+    result = verdicts.overridden("cuda-aware", verdicts.Told(STAGED, trials=by_class))
+    ways = {name: getattr(result.verdict, name) for name in trials.CLASSES}
     assert ways == {n: "cuda-aware" if n in expected else "staged" for n in trials.CLASSES}
-    assert told.unproven == tuple(name for name in trials.CLASSES if name not in expected)
-    assert ("refused for" in told.verdict.reason, "doctor" in told.remedy) == (
-        bool(told.unproven),
+    assert result.unproven == tuple(name for name in trials.CLASSES if name not in expected)
+    assert ("refused for" in result.verdict.reason, "doctor" in result.remedy) == (
+        bool(result.unproven),
     ) * 2
 
 
 @on_ranks(1, mpi=(1,))
 def test_what_an_mpi_says_in_a_rank(ranks):
     """None of these was built for CUDA; among threads none was started."""
-    for said in ranks(lambda world: (verdicts._claimed(), world.transport)):
-        assert said[0] is None or not said[0].sure
-        assert said[1] == "local" or said[0] is not None
+    for answer in ranks(lambda world: (verdicts._claimed(), world.transport)):
+        assert answer[0] is None or not answer[0].sure
+        assert answer[1] == "local" or answer[0] is not None
 
 
 def test_a_trial_asks_for_threads_as_a_run_does(monkeypatch):
-    asked = []
+    levels = []
     monkeypatch.setattr(trial.resource, "setrlimit", lambda *_: None)
-    monkeypatch.setattr(trial, "_taken", lambda ordinal: None)
+    monkeypatch.setattr(trial, "_use_gpu", lambda ordinal: None)
     monkeypatch.setattr(trial.sys, "argv", ["trial", "0,0"])
-    monkeypatch.setattr(trial.MPI, "Init_thread", lambda level: asked.append(level) or sys.exit())
+    monkeypatch.setattr(trial.MPI, "Init_thread", lambda level: levels.append(level) or sys.exit())
     with pytest.raises(SystemExit):
         trial.main()
-    assert asked == [trial.MPI.THREAD_MULTIPLE]
+    assert levels == [trial.MPI.THREAD_MULTIPLE]
 
 
 #: A launcher whose rank is in a group of its own: it ends that one if it is asked to.
@@ -319,8 +321,8 @@ def test_no_rank_of_a_trial_outlives_it(monkeypatch, tmp_path, ended_by):
         with pytest.raises(SystemExit):
             trials.run(line, os.environ)
     else:
-        found = trials.run(line, os.environ)
-        assert (found.pointer, found.ended) == (False, "still running after 60 s")
+        result = trials.run(line, os.environ)
+        assert (result.pointer, result.ended) == (False, "still running after 60 s")
     assert not alive(int(note.read_text()))
 
 
@@ -343,10 +345,10 @@ def test_launch_ends_trials_that_take_too_long(monkeypatch, tmp_path, caplog):
     assert "did not end within 240 s" in caplog.text
 
 
-@pytest.mark.parametrize("asked", ["rdma", "across=ipc", "everywhere=gdr", "across=", "a=b=c"])
-def test_an_override_that_makes_no_sense(asked):
+@pytest.mark.parametrize("override", ["rdma", "across=ipc", "everywhere=gdr", "across=", "a=b=c"])
+def test_an_override_that_makes_no_sense(override):
     with pytest.raises(UsageError, match="expected one of gdr, cuda-aware, ipc, staged"):
-        verdicts.overridden(asked, verdicts.Told(STAGED))
+        verdicts.overridden(override, verdicts.Told(STAGED))
 
 
 def test_what_a_verdict_depends_on(tmp_path):
@@ -364,9 +366,9 @@ def test_what_a_verdict_depends_on(tmp_path):
 def test_what_cannot_be_remembered_is_said(tmp_path, capfd):
     (tmp_path / "cache").write_text("not a folder")
     verdicts._write(tmp_path / "cache" / "one.json", verdicts.Told(STAGED))
-    said = capfd.readouterr().err
-    assert f"cannot be remembered in {tmp_path / 'cache'} (" in said
-    assert "let XDG_CACHE_HOME name a folder" in said
+    errors = capfd.readouterr().err
+    assert f"cannot be remembered in {tmp_path / 'cache'} (" in errors
+    assert "let XDG_CACHE_HOME name a folder" in errors
 
 
 # ---- real jobs, over a made-up CuPy ----
@@ -381,11 +383,11 @@ def machine(tmp_path):
     return {**os.environ, **LAUNCHER, "PYTHONPATH": path, "XDG_CACHE_HOME": str(cache)}
 
 
-def found(environ, *arguments, said=""):
+def find(environ, *arguments, notice=""):
     line = [sys.executable, "-m", "hpctrain.transport.verdicts", *arguments]
-    done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0 and said in done.stderr, done.stderr
-    return verdicts.from_json(done.stdout)
+    process = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=100)
+    assert process.returncode == 0 and notice in process.stderr, process.stderr
+    return verdicts.from_json(process.stdout)
 
 
 KNOWN = """
@@ -398,49 +400,54 @@ print(json.dumps(asdict(verdicts.known(os.environ))))
 
 @pytest.mark.processes
 def test_an_mpi_that_takes_these_pointers(machine):
-    told = found(machine, said="trying which way GPU memory takes here, once (same gpu, same node)")
-    assert (told.verdict.same_gpu, told.verdict.same_node) == ("cuda-aware", "cuda-aware")
-    assert told.verdict.across == "staged"
-    assert all(one.ipc and one.ipc_gb_s and one.pointer_gb_s for one in told.trials.values())
-    for one in told.trials.values():
-        assert len(one.sizes) >= 4 and all(min(size) > 0 for size in one.sizes)
-        assert [n for n, _ in one.staged] == [n for n, *_ in one.sizes]
+    result = find(
+        machine, notice="trying which way GPU memory takes here, once (same gpu, same node)"
+    )
+    assert (result.verdict.same_gpu, result.verdict.same_node) == ("cuda-aware", "cuda-aware")
+    assert result.verdict.across == "staged"
+    assert all(
+        outcome.ipc and outcome.ipc_gb_s and outcome.pointer_gb_s
+        for outcome in result.trials.values()
+    )
+    for outcome in result.trials.values():
+        assert len(outcome.sizes) >= 4 and all(min(size) > 0 for size in outcome.sizes)
+        assert [n for n, _ in outcome.staged] == [n for n, *_ in outcome.sizes]
     # A rank, with all its launcher's variables, finds what was remembered.
     line = [BIN / "mpiexec", "-n", "1", sys.executable, "-c", KNOWN]
     rank = subprocess.run(line, env=machine, capture_output=True, text=True, timeout=60)
-    assert verdicts.from_json(rank.stdout) == told
+    assert verdicts.from_json(rank.stdout) == result
     by_pointer = {**machine, "HPCTRAIN_GPU_PATH": "same_gpu=cuda-aware"}
     rank = subprocess.run(line, env=by_pointer, capture_output=True, text=True, timeout=60)
     assert verdicts.from_json(rank.stdout).verdict.same_gpu == "cuda-aware"
     # and what is remembered is not tried again
     broken = {**machine, "FAKE_CRASH": "1"}
-    assert found(broken) == told
+    assert find(broken) == result
 
 
 @pytest.mark.processes
 def test_an_mpi_that_crashes_on_a_device_pointer(machine):
-    told = found({**machine, "FAKE_CRASH": "1", "FAKE_GPUS": "1"}, "--again")
-    assert (told.verdict.same_gpu, told.verdict.same_node) == ("ipc", "ipc")
-    trial = told.trials["same_gpu"]
+    result = find({**machine, "FAKE_CRASH": "1", "FAKE_GPUS": "1"}, "--again")
+    assert (result.verdict.same_gpu, result.verdict.same_node) == ("ipc", "ipc")
+    trial = result.trials["same_gpu"]
     assert trial.ipc and trial.pointer is False and trial.claims.sure is False
-    assert len(trial.staged) >= 4 and told.verdict.seconds["same_gpu"] == trial.staged
-    assert trial.sizes == () and told.verdict.by_size == {}
-    assert "segmentation fault" in told.verdict.reason
-    assert "built without CUDA" in told.verdict.reason
+    assert len(trial.staged) >= 4 and result.verdict.seconds["same_gpu"] == trial.staged
+    assert trial.sizes == () and result.verdict.by_size == {}
+    assert "segmentation fault" in result.verdict.reason
+    assert "built without CUDA" in result.verdict.reason
 
 
 @pytest.mark.processes
 def test_a_container_that_opens_no_handles(machine):
-    told = found({**machine, "FAKE_CRASH": "1", "FAKE_IPC": "refused", "FAKE_GPUS": "1"})
-    assert told.verdict.same_gpu == "staged"
-    assert "CUDA IPC: cudaErrorNotSupported" in told.verdict.reason
+    result = find({**machine, "FAKE_CRASH": "1", "FAKE_IPC": "refused", "FAKE_GPUS": "1"})
+    assert result.verdict.same_gpu == "staged"
+    assert "CUDA IPC: cudaErrorNotSupported" in result.verdict.reason
 
 
 @pytest.mark.processes
 def test_without_a_gpu_nothing_is_tried(tmp_path):
     if gpus.driver_cuda():
         pytest.skip("this machine has a GPU")
-    told = found({**os.environ, "XDG_CACHE_HOME": str(tmp_path)})
-    assert told.trials == {}
-    assert "CuPy" in told.verdict.reason or "no NVIDIA driver" in told.verdict.reason
+    result = find({**os.environ, "XDG_CACHE_HOME": str(tmp_path)})
+    assert result.trials == {}
+    assert "CuPy" in result.verdict.reason or "no NVIDIA driver" in result.verdict.reason
     assert not (tmp_path / "hpctrain").exists()
