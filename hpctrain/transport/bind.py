@@ -156,7 +156,7 @@ def asked_threads(environ: Mapping[str, str]) -> int | None:
 def _reachable() -> set[int]:
     """Return the cores that this process could run on: online, and in its cpuset."""
     before = os.sched_getaffinity(0)
-    try:  # the kernel cuts a request for everything down to what the cpuset holds
+    try:  # the kernel reduces a request for all cores to those of the cpuset
         os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
         return os.sched_getaffinity(0)
     except OSError:

@@ -71,7 +71,7 @@ class Flags:
         All ranks see after it what any rank wrote before it, anywhere in memory.
         """
         if not self._spins:
-            payloads = self._past_the_barrier(payload)
+            payloads = self._exchange_by_barrier(payload)
             return payloads.count(payload) == len(payloads)
         words, lock, same = self._words, self._lock, True
         now = self.round = (self.round + 1) & MASK
@@ -91,12 +91,12 @@ class Flags:
     def exchange(self, payload: int = 0) -> list[int]:
         """Return every rank's `payload`, in rank order; else as `agree`."""
         if not self._spins:
-            return self._past_the_barrier(payload)
+            return self._exchange_by_barrier(payload)
         self.agree(payload)
         # No word can have changed yet: for that, this rank would have to be in the next round.
         return [self._words[at] & MASK for at in self._places[self.round & 1]]
 
-    def _past_the_barrier(self, payload: int) -> list[int]:
+    def _exchange_by_barrier(self, payload: int) -> list[int]:
         now = self.round = (self.round + 1) & MASK
         self._words[self._own[now & 1]] = payload
         self._link.barrier()

@@ -91,7 +91,7 @@ class Plain:
         return self.posted and not self._under_way
 
     def advance(self, turn: bool) -> int:
-        """Return how many steps were done; `turn`: the wire may be given the messages."""
+        """Return the number of steps done; `turn`: the messages may be posted."""
         steps = 0
         if turn and not self.posted:
             self._under_way.extend(post() for post in self._posts)
@@ -237,7 +237,7 @@ class Lanes:
         link = self._link
         on_gpu = _must_be_ours(x)
         if on_gpu:
-            link.host = None  # what follows must not overtake
+            link.host = None  # later messages must not overtake this one
         pointer = self._by_pointer(peer, x.nbytes)
         if on_gpu and not pointer:
             return staged(x, lambda slot: self._posted(post, slot, peer))

@@ -79,7 +79,7 @@ class LocalLink:
     def split(self, color: int, key: int) -> LocalLink:
         """Return the link of the ranks of the same `color`, ordered by `key`; all must call."""
         self._splits += 1
-        answers = self._lay_out((color, key))
+        answers = self._gather_items((color, key))
         members = sorted((k, r) for r, (c, k) in enumerate(answers) if c == color)
         hub = self.hub.child((self._splits, color), len(members))
         return self._like(hub, members.index((key, self.rank)), [r for _, r in members])
@@ -99,7 +99,7 @@ class LocalLink:
         try:
             self.hub.barrier.wait(self.hub.timeout_s)
         except threading.BrokenBarrierError:
-            raise self._gave_up("barrier") from None
+            raise self._wait_error("barrier") from None
 
     def wait_for(
         self, ready: Callable[[], bool], call: bytes, peer: int = -1, nbytes: int = 0
@@ -109,16 +109,16 @@ class LocalLink:
         limit = time.monotonic() + self.hub.timeout_s
         while not ready():
             if self.hub.failed.is_set() or time.monotonic() > limit:
-                raise self._gave_up(call.decode())
+                raise self._wait_error(call.decode())
             time.sleep(LOOK_S)
 
     def window(self, nbytes: int) -> list[np.ndarray]:
         """Return all ranks' arrays, ours of `nbytes`; threads share their memory anyway."""
-        return self._lay_out(np.zeros(nbytes, np.uint8))
+        return self._gather_items(np.zeros(nbytes, np.uint8))
 
     def native_allreduce(self, x: np.ndarray, op: Any) -> None:
         """Reduce `x` in place, adding the ranks' arrays in the order of ranks."""
-        first, *arrays = self._lay_out(x.copy())
+        first, *arrays = self._gather_items(x.copy())
         x[...] = first
         for other in arrays:
             op(x, other, out=x)
@@ -133,13 +133,13 @@ class LocalLink:
         own = slice(self.rank * chunk, (self.rank + 1) * chunk)
 
         def reduce_scatter() -> None:
-            x[own] = op.reduce([other[own] for other in self._lay_out(x.copy())])
+            x[own] = op.reduce([other[own] for other in self._gather_items(x.copy())])
 
         def all_gather() -> None:
-            x[:] = np.concatenate(self._lay_out(x[own].copy()))
+            x[:] = np.concatenate(self._gather_items(x[own].copy()))
 
         def broadcast() -> None:
-            x[:] = self._lay_out(x.copy())[0]
+            x[:] = self._gather_items(x.copy())[0]
 
         calls: dict[str, Callable[[], Any]] = {
             "allreduce": partial(self.native_allreduce, x, op),
@@ -190,9 +190,9 @@ class LocalLink:
         with hub.lock:
             news.wait_for(lambda: ready() or hub.failed.is_set(), hub.timeout_s)
             if not ready():
-                raise self._gave_up(call)
+                raise self._wait_error(call)
 
-    def _lay_out(self, item: T) -> list[T]:
+    def _gather_items(self, item: T) -> list[T]:
         """Return the `item` of every rank, in rank order; collective."""
         self.hub.desk[self.rank] = item
         self.barrier()
@@ -200,7 +200,7 @@ class LocalLink:
         self.barrier()
         return items
 
-    def _gave_up(self, call: str) -> Exception:
+    def _wait_error(self, call: str) -> Exception:
         if self.hub.failed.is_set():
             return TransportError(f"rank {self.rank}: {call}: another rank failed")
         return HungError(f"rank {self.rank}: {call}: nothing for {self.hub.timeout_s} s")

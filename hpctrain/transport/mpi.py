@@ -51,9 +51,7 @@ class MpiLink:
         self.entry = entry
         self.cut_bytes = cut_bytes
         self.patient, self.patience = False, requests.Patience()
-        self.host: type | None = (
-            np.ndarray
-        )  #: type that needs no lane; None: all arrays do, see lanes.py
+        self.host: type | None = np.ndarray  #: needs no lane; None: all types do, see lanes.py
         self.paths: tuple[Path, ...] = ()  #: to each rank; none where no rank has a GPU
         self.by_size: tuple[Steps, ...] = ()
         self.lanes: lanes.Lanes | None = None
@@ -231,9 +229,7 @@ class MpiLink:
     def _exchange(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
         status, size = self.status, inbox.nbytes
         if self.patient:
-            patience = (
-                requests.Patience()
-            )  # the wait for segments does not predict that for an exchange
+            patience = requests.Patience()  # waits for segments do not predict an exchange
             receive = self._comm.Irecv(spec(inbox), source, TAG)
             finish(self._comm.Isend(spec(x), to, TAG), status, patience)
             came = finish(receive, status, patience)

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from hpctrain.errors import UsageError
 from hpctrain.transport.link import NativeCall
 
-LONGEST_BYTES = (1 << 31) - 1  # what Open MPI takes in one call
+LONGEST_BYTES = (1 << 31) - 1  # the limit of Open MPI in one call
 _Operations = dict[np.ufunc, MPI.Op]
 _LOGICAL: _Operations = {np.logical_and: MPI.LAND, np.logical_or: MPI.LOR, np.logical_xor: MPI.LXOR}
 #: No minimum of floats: of zeros and NaNs the result depends on the library.
@@ -66,7 +66,7 @@ def at_once(comm: MPI.Comm, x: np.ndarray, op: Any) -> Callable[[], Any]:
 def bound(comm: MPI.Comm, collective: str, x: np.ndarray, op: Any) -> NativeCall:
     """Return a call of MPI's own `collective` on flat `x`; see Link.native_call.
 
-    Raises UsageError for a dtype that MPI does not reduce, and above what Open MPI takes at once.
+    Raises UsageError for a dtype that MPI does not reduce, and above the limit of Open MPI.
     """
     if not able(x, op):
         raise UsageError(

@@ -49,7 +49,7 @@ _LIBMPI = re.compile(r"/libmpi(ch)?(?!_gtl|_cxx|_mpifh|_usempi)(_\w+)?(-\w+)?\.s
 def loaded_mpi() -> LoadedMpi:
     """Load MPI without starting it and return its identity; raise UsageError without one."""
     try:
-        import mpi4py  # loading MPI is what this function is for
+        import mpi4py  # loading MPI is the purpose of this function
 
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
         from mpi4py import MPI

@@ -3,20 +3,20 @@
     GPU 0 -- switch -- mlx5_0:1      rank 0 computes on GPU 0 and is near mlx5_0:1;
     GPU 1 -- switch -- mlx5_1:1      four ranks near the same two ports get them in turn
 
-**Nobody's adapter is chosen unless `HPCTRAIN_NIC=near` asks for it.** UCX takes the ports nearest
-to the memory that it sends: of a GPU that was made current before MPI started (openucx/ucx issue
-7273), or of the cores that the rank is bound to; `seat` sees to both first. And it splits a long
-message over two ports (its FAQ, "multi-rail"). One port named in UCX_NET_DEVICES takes the second
-away, which halves what a ring sends from node to node, since of each node one rank at a time does;
-and it takes every other network away, TCP among them. Cray's MPI, Intel's and Open MPI's libfabric
-layer deal out adapters by themselves, and do not read that variable.
+**No adapter is chosen unless `HPCTRAIN_NIC=near` requests it.** UCX takes the ports nearest to the
+memory that it sends: of a GPU that was made current before MPI started (openucx/ucx issue 7273), or
+of the cores that the rank is bound to; `seat` does both first. And it splits a long message over
+two ports (its FAQ, "multi-rail"). One port named in UCX_NET_DEVICES removes the second, which
+halves the bandwidth of a ring from node to node, since one rank of each node sends at a time; and
+it removes every other network, TCP among them. Cray's MPI, Intel's and Open MPI's libfabric layer
+distribute adapters by themselves, and do not read that variable.
 
-What UCX does badly: where several ports are equally near, all ranks take the first (issue 8401;
-mended in 2026, pull request 11547). Sites that know so name a port per local rank in a wrapper.
-`HPCTRAIN_NIC=near` in a site's profile does that by what sysfs tells: of the ports that are alike
-the nearest for each rank, those equally near in turn; Ethernet stays named beside it, as UCX may
-need TCP. Ranks that are fewer than the ports keep all of them, and what the user or the site says
-to UCX goes before.
+The weakness of UCX: where several ports are equally near, all ranks take the first (issue 8401;
+mended in 2026, pull request 11547). Some sites therefore name a port per local rank in a wrapper.
+`HPCTRAIN_NIC=near` in a site's profile does the same from sysfs: of the ports that are alike the
+nearest for each rank, those equally near in turn; Ethernet stays named beside it, as UCX may need
+TCP. If the ranks are fewer than the ports they keep all of them, and UCX's own variables, set by
+the user or the site, override the choice.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from hpctrain.hardware.nics import Nic
 from hpctrain.launchers import Launched
 
 ASKS, NEAR = "HPCTRAIN_NIC", "near"
-UCX_RAILS = 2  # it splits a long message over so many ports, where nothing is set
+UCX_RAILS = 2  # ports over which it splits a long message by default
 NAMES = "UCX_NET_DEVICES"
-#: By these a user or a site has said to UCX which ports to take.
+#: Variables by which a user or a site selects ports for UCX.
 SAID = (NAMES, "UCX_SINGLE_NET_DEVICE", "UCX_NODE_LOCAL_ID")
 
 
@@ -44,16 +44,16 @@ SAID = (NAMES, "UCX_SINGLE_NET_DEVICE", "UCX_NODE_LOCAL_ID")
 class Rails:
     """The ports of a rank's node in relation to the rank; names as in "mlx5_0:1"."""
 
-    ports: tuple[str, ...] = ()  #: those alike through which nodes meet
-    near: tuple[str, ...] = ()  #: of them, the nearest to the rank's GPU, else to its cores
+    ports: tuple[str, ...] = ()  #: the equal ports that connect the nodes
+    near: tuple[str, ...] = ()  #: those of `ports` nearest to the rank's GPU, else to its cores
     named: tuple[str, ...] = ()  #: ports that do RDMA and UCX_NET_DEVICES names, if they are up
-    wrong: tuple[str, ...] = ()  #: what it names and is down or not there, with that word
-    far: bool = False  #: whether all that it names lie on other NUMA nodes than what is near
-    note: str = ""  #: what came of HPCTRAIN_NIC
+    wrong: tuple[str, ...] = ()  #: names in it of ports that are down or not there, with the fault
+    far: bool = False  #: whether all named ports are on other NUMA nodes than the near ones
+    note: str = ""  #: the effect of HPCTRAIN_NIC
 
     @property
     def told(self) -> str:
-        """The ports that the rank may take, in a few words; "" for none."""
+        """The ports that the rank may use, as text; "" for none."""
         return f"{', '.join(self.named)} (named)" if self.named else ", ".join(self.near)
 
 
@@ -118,7 +118,7 @@ def chosen(
         return "", "there is no choice of ports"
     if rank is None or ranks is None or rank >= ranks:
         return "", "the launcher does not tell the local rank"
-    nearest = _nearest_each(spot, ranks, ports, root)
+    nearest = _near_each(spot, ranks, ports, root)
     of_gpus = {name for gpu in spot.gpus for name in nics.nearest_ports(gpu, ports, root)}
     usable = len(of_gpus if len(spot.gpus) > 1 else ports)
     if ranks < usable:
@@ -183,9 +183,7 @@ def _matching(word: str, adapters: Sequence[Nic]) -> list[Nic]:
     return [nic for nic in adapters if word in (nic.name, nic.name.partition(":")[0])]
 
 
-def _nearest_each(
-    spot: Spot, ranks: int, ports: Sequence[Nic], root: Path
-) -> list[tuple[str, ...]]:
+def _near_each(spot: Spot, ranks: int, ports: Sequence[Nic], root: Path) -> list[tuple[str, ...]]:
     """Return the ports near each rank of the node; those of this rank where unknown."""
     if len(spot.gpus) < 2:
         return [_nearest(spot, ports, root)] * ranks

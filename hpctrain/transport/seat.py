@@ -55,9 +55,7 @@ class Seat:
 def node(gather: first.Gather, rank: int) -> str:
     """Return the name of this rank's node; collective."""
     local = f"{socket.gethostname()}\n{os.environ.get('SLURMD_NODENAME', '')}"
-    hosts, slurm = zip(
-        *(reply.decode().split("\n") for reply in gather(local.encode())), strict=True
-    )
+    hosts, slurm = zip(*(text.decode().split("\n") for text in gather(local.encode())), strict=True)
     return launchers.nodes(hosts, slurm)[rank]
 
 
@@ -109,11 +107,11 @@ def told(
     )
     verdict = first.verified(link, gather, places, remembered)
     if link.rank == 0:
-        _say([place for place in places if place.gpu], verdict, unproven)
+        _log_paths([place for place in places if place.gpu], verdict, unproven)
     return places, verdict, seats
 
 
-def _say(places: Sequence[Place], verdict: Verdict, unproven: Sequence[str]) -> None:
+def _log_paths(places: Sequence[Place], verdict: Verdict, unproven: Sequence[str]) -> None:
     """Log the path of memory between the GPUs at `places`, and whether ranks share GPUs."""
     present = classes(places)
     if lacking := [name.replace("_", " ") for name in present if name in unproven]:

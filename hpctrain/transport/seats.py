@@ -1,7 +1,7 @@
 """Faults of placement that show only when the bindings of all ranks are compared.
 
     rank  host  told local  cores  BLAS  GPU     NIC
-    0     n1    0           0-7    8     GPU-5a  mlx5_0:1   both were told local rank 0: one GPU
+    0     n1    0           0-7    8     GPU-5a  mlx5_0:1   both have local rank 0: one GPU
     1     n1    0           0-7    8     GPU-5a  mlx5_0:1   idles
     2     n2    0           0      1             mlx5_0:1   both run on core 0, and others are
     3     n2    1           0      1             mlx5_0:1   idle; both name one port of several

@@ -84,18 +84,18 @@ def main() -> None:
         sys.exit(f"expected a job of 2 ranks, this one has {comm.size}")
     # Slurm may have several nodes on one machine.
     hosts = comm.allgather(os.environ.get("SLURMD_NODENAME") or MPI.Get_processor_name())
-    _say(comm, "started", claims=asdict(_claims(comm)), hosts=hosts)
+    _report(comm, "started", claims=asdict(_claims(comm)), hosts=hosts)
     outbox, inbox = Buffer(runtime, max(SIZES)), Buffer(runtime, max(SIZES))
     if hosts[0] == hosts[1]:
-        _say(comm, "ipc", **by_ipc(comm, runtime, outbox, inbox))
+        _report(comm, "ipc", **by_ipc(comm, runtime, outbox, inbox))
     link = mpi.MpiLink(comm.Dup(), Record(None, comm.rank, comm.size).entry("main"))
     cupy = gpus.cupy_module()
-    _say(comm, "staged", seconds=messages(link, cupy, ["staged"]))
+    _report(comm, "staged", seconds=messages(link, cupy, ["staged"]))
     time.sleep(HEARD_S)
     result = by_pointer(comm, outbox, inbox)
-    _say(comm, "pointer", **result)
+    _report(comm, "pointer", **result)
     if result["right"]:
-        _say(comm, "sizes", seconds=messages(link, cupy, ["staged", "cuda-aware"]))
+        _report(comm, "sizes", seconds=messages(link, cupy, ["staged", "cuda-aware"]))
     comm.Barrier()
     MPI.Finalize()
 
@@ -220,7 +220,7 @@ def _outcome(outcomes: list[tuple[bool, str]], rate: float) -> dict[str, Any]:
     return {"right": right, "gb_s": rate / 1e9, "why": reason}
 
 
-def _say(comm: MPI.Comm, stage: str, **result: Any) -> None:
+def _report(comm: MPI.Comm, stage: str, **result: Any) -> None:
     if comm.rank == 0:
         print(json.dumps({"stage": stage, **result}), flush=True)
 

@@ -1,4 +1,4 @@
-"""Flags: no rank passes before all have come, and all see what each has written before."""
+"""Flags: no rank passes before all have arrived, and all see every earlier write."""
 
 from __future__ import annotations
 

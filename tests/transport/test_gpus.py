@@ -1,4 +1,4 @@
-"""Which GPU a rank takes, the cores near it, what is refused: with a made-up CuPy and driver."""
+"""The choice of a rank's GPU, the cores near it, refusals: with a made-up CuPy and driver."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_where_nobody_has_a_gpu_nothing_changes(ranks, monkeypatch):
 
 
 def bitten(link):
-    """Let what `link` receives by pointer be damaged, as under a verdict that is wrong."""
+    """Corrupt messages that `link` receives by pointer, as under a wrong verdict."""
     honest = link.sendrecv
 
     def sendrecv(x, to, inbox, source):

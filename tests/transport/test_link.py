@@ -1,4 +1,4 @@
-"""Both Links through one body: order, sizes, splits, and what happens when ranks disagree."""
+"""Both Links through one body: order, sizes, splits, and errors where ranks disagree."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_thread_rank_that_fails_ends_the_waits_of_the_others():
 
 
 def test_wait_any_while_others_send():
-    """Many senders and one who takes what comes first, with threads that change at any time."""
+    """Many senders and one receiver of the first message, with frequent thread switches."""
     before, count = sys.getswitchinterval(), 300
     sys.setswitchinterval(1e-6)
 

@@ -1,4 +1,4 @@
-"""Memory of a node: every kind through one body, and what happens where a kind is refused."""
+"""Memory of a node: every kind through one body, and the fallback where a kind is refused."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _refuse(error):
 
 
 def test_too_little_memory_is_no_crash():
-    """A kind that cannot hold the array is passed over, by all; in the end each has its own."""
+    """All ranks skip a kind that cannot hold the array; in the end each has private memory."""
 
     def body(world):
         shared_memory, _ = shared(world, "file")
@@ -118,7 +118,7 @@ def test_too_little_memory_is_no_crash():
 
 
 def test_a_window_that_one_rank_is_refused_is_none(monkeypatch):
-    """Then nothing is shared: all know it, and have arrays of their own."""
+    """Then nothing is shared: all ranks agree on it, and have private arrays."""
     window = LocalLink.window
 
     def refused(link, nbytes):

@@ -1,4 +1,4 @@
-"""Which path holds between two places."""
+"""The path between two places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits beside a thread that computes looks seldom, and not much later than it could."""
+"""A wait beside a thread that computes polls seldom, yet ends soon after the message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MS = 1e-3
 
 
 class Clock:
-    """Time that passes in sleep alone; a piece that is through at `ready`."""
+    """Time that passes in sleep alone; a piece that is complete at `ready`."""
 
     def __init__(self):
         self.now = self.ready = 0.0
@@ -49,7 +49,7 @@ def test_the_first_nap_is_a_quarter_of_the_last_wait(clock):
 
 
 def test_after_a_nap_it_looks_several_times(clock):
-    """A look moves no more than a library takes from the kernel at once."""
+    """A poll moves no more than a library takes from the kernel at once."""
     naps = clock.naps_of(requests.Patience(), 2 * MS)
     assert clock.looks == len(naps) * requests.LOOKS + 1
 

@@ -1,4 +1,4 @@
-"""Which adapters ranks are near, which they name for UCX where asked to: on made-up nodes."""
+"""The adapters near ranks, and those named for UCX on request: on made-up nodes."""
 
 from __future__ import annotations
 

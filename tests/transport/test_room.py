@@ -1,4 +1,4 @@
-"""What is said before MPI starts where /dev/shm has hardly any room."""
+"""The warning about a nearly full /dev/shm before MPI starts."""
 
 from __future__ import annotations
 

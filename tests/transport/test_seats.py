@@ -1,4 +1,4 @@
-"""What is wrong with the seats of several ranks: as a table, and said by a real job."""
+"""Faults in the placement of several ranks: as a table, and in the log of a real job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL = replace(ONE, cores="0-3")
 
 
 def alike(count, seat):
-    """Return `count` seats like `seat` that were told their local ranks rightly."""
+    """Return `count` seats like `seat` with the right local ranks."""
     return [replace(seat, local_rank=n) for n in range(count)]
 
 
@@ -189,7 +189,7 @@ hpctrain.init()
 
 @pytest.mark.processes
 def test_a_job_says_once_that_all_run_on_one_core(start):
-    """A launcher told each rank local rank 0, and each was bound to the same core."""
+    """A launcher gives each rank local rank 0 and binds it to the same core."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         pytest.skip("needs two cores")

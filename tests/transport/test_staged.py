@@ -254,7 +254,7 @@ def test_what_the_link_refuses():
 
 @pytest.mark.parametrize("forgotten", ["to_host", "to_device", "before_what_follows"])
 def test_a_forgotten_event_is_seen(lazy_gpu, monkeypatch, forgotten):
-    """Without one of the three orders, somebody reads what was there before."""
+    """Without one of the three orderings, a rank reads stale data."""
     whole = getattr(Staging, forgotten)
 
     def without(self, *args):
@@ -282,7 +282,7 @@ def test_a_forgotten_event_is_seen(lazy_gpu, monkeypatch, forgotten):
 
 @dataclass
 class ByHand:
-    """A wire that is through with a message when it is told to be."""
+    """A wire whose messages complete up to the number `through`."""
 
     log: list = field(default_factory=list)
     through: int = 0

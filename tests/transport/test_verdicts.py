@@ -312,7 +312,7 @@ def interrupted(monkeypatch, note, error):
 
 @pytest.mark.parametrize("ended_by", ["the limit", "us"])
 def test_no_rank_of_a_trial_outlives_it(monkeypatch, tmp_path, ended_by):
-    """Also where we are ended, as `hpctrain launch` does when it waits no longer."""
+    """Also where this process is ended, as by `hpctrain launch` at its time limit."""
     note = tmp_path / "pid"
     error = SystemExit() if ended_by == "us" else subprocess.TimeoutExpired("trial", 1)
     interrupted(monkeypatch, note, error)
