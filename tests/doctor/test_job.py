@@ -18,12 +18,12 @@ from hpctrain.doctor.check import Check
 from hpctrain.doctor.job import clocks, cores, folder, pings, same, seats, show, sums
 from hpctrain.doctor.job.answers import to_first
 from hpctrain.doctor.job.cores import Core
-from hpctrain.doctor.job.folder import Seen
-from hpctrain.doctor.job.found import Found
+from hpctrain.doctor.job.folder import FolderState
+from hpctrain.doctor.job.found import JobResult
 from hpctrain.doctor.job.hosts import listed
 from hpctrain.doctor.job.outliers import usual
 from hpctrain.doctor.job.pings import Ping
-from hpctrain.doctor.job.told import Told, from_table
+from hpctrain.doctor.job.told import RankFacts, from_table
 from hpctrain.hardware.nics import Nic
 from hpctrain.trace import Reading
 from hpctrain.transport.local import run_ranks
@@ -77,7 +77,7 @@ def test_outliers(case):
 
 # ---- what must be the same on all ranks ----
 
-TOLD = Told({"python": "3.12", "MPI": "Open MPI 5"}, "", "MULTIPLE", False, "k")
+TOLD = RankFacts({"python": "3.12", "MPI": "Open MPI 5"}, "", "MULTIPLE", False, "k")
 HOSTS = ("n1", "n1", "n2", "n3")
 
 
@@ -216,16 +216,17 @@ def test_the_map():
 
 # ---- the output folder ----
 
-GOOD = Seen(9 * GIB, 0.001)
+GOOD = FolderState(9 * GIB, 0.001)
 # what nodes found -> name of a check, verdict, words, blamed nodes
 FOLDERS = {
     "room": ({"n1": GOOD}, "disk", "ok", "9.0 GiB free", ()),
-    "little": ({"n1": GOOD, "n2": Seen(GIB // 2, 0.001)}, "disk", "slow", "0.5 GiB free", ()),
-    "full": ({"n1": Seen(0, None, "No space left on device")}, "disk", "bad", "0.0 GiB", ()),
-    "refused": ({"n1": Seen(0, None, "No space left on device")}, "output folder", "bad",
+    "little": ({"n1": GOOD, "n2": FolderState(GIB // 2, 0.001)}, "disk", "slow", "0.5 GiB free",
+               ()),
+    "full": ({"n1": FolderState(0, None, "No space left on device")}, "disk", "bad", "0.0 GiB", ()),
+    "refused": ({"n1": FolderState(0, None, "No space left on device")}, "output folder", "bad",
                 "n1: /x: No space left", ()),
-    "refused on one": ({"n1": GOOD, "n2": Seen(9, None, "Read-only file system")}, "output folder",
-                       "bad", "n2: /x: Read-only", ("n2",)),
+    "refused on one": ({"n1": GOOD, "n2": FolderState(9, None, "Read-only file system")},
+                       "output folder", "bad", "n2: /x: Read-only", ("n2",)),
     "not one": ({"n1": GOOD, "n2": replace(GOOD, shared=False)}, "output folder", "bad",
                 "n2 does not see what rank 0 wrote", ()),
     "fast": ({"n1": GOOD, "n2": replace(GOOD, fsync_s=0.02)}, "file system", "ok", "median 1.0 ms",
@@ -246,7 +247,7 @@ def test_output_folder(case, tmp_path):
 
 
 def test_a_folder_is_looked_at_and_left_as_it_was(tmp_path):
-    place = folder.there(tmp_path / "runs" / "new")
+    place = folder.nearest_existing(tmp_path / "runs" / "new")
     assert place == tmp_path
     marked, word = folder.mark(place)
     seen = folder.look(place, marked, word)
@@ -269,7 +270,7 @@ def test_a_slow_disk_is_told(tmp_path, monkeypatch):
 @pytest.mark.parametrize("asked", ["afile", "afile/x"])
 def test_what_lies_there_is_no_folder(asked, tmp_path):
     (tmp_path / "afile").touch()
-    place = folder.there(tmp_path / asked)
+    place = folder.nearest_existing(tmp_path / asked)
     checks = folder.checks(place, {"n1": folder.look(place, *folder.mark(place))})
     assert found(checks, "output folder")[:2] == ("bad", f"n1: {tmp_path}/afile: Not a directory")
 
@@ -307,9 +308,9 @@ def test_a_full_disk(full):
 
 def test_every_core_of_a_machine_is_tried_once():
     free = replace(SEAT, cores="0-4")
-    assert cores.dealt([free, free], "aa") == [[0, 2, 4], [1, 3]]
-    assert cores.dealt([SEAT, NEXT], "aa") == [[0], [1]]
-    assert cores.dealt([SEAT, SEAT, replace(SEAT, host="n2")], "aab") == [[0], [], [0]]
+    assert cores.assign([free, free], "aa") == [[0, 2, 4], [1, 3]]
+    assert cores.assign([SEAT, NEXT], "aa") == [[0], [1]]
+    assert cores.assign([SEAT, SEAT, replace(SEAT, host="n2")], "aab") == [[0], [], [0]]
 
 
 def test_speed_of_cores():
@@ -351,8 +352,8 @@ def test_cores_that_somebody_else_uses(shares):
 
 def test_a_core_is_tried_again_where_somebody_else_ran(monkeypatch):
     tries = iter([(0.06, 0.5), (0.03, 1.0), (0.06, 0.4), (0.05, 0.6), (0.03, 0.9)])
-    monkeypatch.setattr(cores, "_computed", lambda: next(tries))
-    shares = [cores._quietest()[1] for _ in range(3)]
+    monkeypatch.setattr(cores, "_compute", lambda: next(tries))
+    shares = [cores._best_of_two()[1] for _ in range(3)]
     assert shares == [1.0, 0.6, 0.9]
 
 
@@ -381,7 +382,7 @@ def test_cpu_quotas(given, verdict, words):
 
 def test_a_core_is_tried_and_left():
     before = os.sched_getaffinity(0)
-    (one,) = cores.tried(0, "n1", [min(before), 100_000])
+    (one,) = cores.measure(0, "n1", [min(before), 100_000])
     assert one.core == min(before)
     assert one.seconds > 0 and 0 < one.share <= 1.1
     assert os.sched_getaffinity(0) == before
@@ -565,7 +566,7 @@ def test_what_is_shown(capsys):
         Check("links", "bad", "rank 1", "look", ("n2",)),
         Check("x", "slow", "y", "z", ("n3",)),
     ]
-    job = Found(FOUR, (SEAT,) * 4, told, faults)
+    job = JobResult(FOUR, (SEAT,) * 4, told, faults)
     show.show(job)
     out = capsys.readouterr().out
     assert out.count("NUMA 0") == 1
@@ -578,7 +579,7 @@ def test_what_is_shown(capsys):
 
 
 def test_not_all_nodes_are_left_out():
-    assert Found(("n1",), checks=[Check("x", "bad", "", "", ("n1",))]).exclude == ""
+    assert JobResult(("n1",), checks=[Check("x", "bad", "", "", ("n1",))]).exclude == ""
 
 
 def test_a_long_map_is_cut():
@@ -593,7 +594,7 @@ def test_what_many_nodes_say_fits_on_a_page(capsys):
     told = [replace(TOLD, lines=(f"node {host}", "  NUMA 0, cores 0-63: -")) for host in hosts]
     between = combinations(range(0, len(hosts), 8), 2)
     slow = [Ping(a, b, False, 2e-6, 9e-4 if a // 8 % 2 else 1e-4) for a, b in between]
-    job = Found(tuple(hosts), tuple(sitting), told, pings.checks(slow, hosts, crowded=False))
+    job = JobResult(tuple(hosts), tuple(sitting), told, pings.checks(slow, hosts, crowded=False))
     show.show(job)
     out = capsys.readouterr().out
     assert "node n[01-64]" in out

@@ -171,14 +171,14 @@ THROTTLED = """
 import os, sys
 group, *sys.argv[1:] = sys.argv[1:]
 from hpctrain.doctor.job import cores
-tried = cores.tried
+measure = cores.measure
 def held_up(*arguments):
-    for folder, function in ((group, lambda: tried(*arguments)), (os.path.dirname(group), None)):
+    for folder, function in ((group, lambda: measure(*arguments)), (os.path.dirname(group), None)):
         open(folder + "/cgroup.procs", "w").write(str(os.getpid()))
         found = function() if function else found
     return found
 if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
-    cores.tried = held_up
+    cores.measure = held_up
 from hpctrain.cli import main
 main()
 """

@@ -1,8 +1,8 @@
-"""Answers of all ranks, and what is said of a rank that gives none.
+"""Gather the answers of all ranks; report a rank that gives none.
 
-Rank 0 takes answers one by one, so that the watch's record of it names the rank it waits for; where
-all nodes see one folder, each rank writes there what it does, and the report names who is silent
-and who waits. Rank 0 then tells what was found so far, and ends the job.
+Rank 0 receives the answers one by one, so that its record in the watch names the rank it waits for.
+Where all nodes share a folder, each rank keeps its record there, and the report names the silent
+ranks and those that wait for them. Rank 0 then prints the result so far, and aborts the job.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from hpctrain.watch import Watch, write_report
 from hpctrain.world import World
 
 SPEAK_FIRST_S = 3.0  # for rank 0, before another rank reports a hang
-Tell = Callable[[str], None]  #: is given the report, on rank 0
+Tell = Callable[[str], None]  #: prints the report, on rank 0
 
 
 def to_first(link: Link, answer: Any) -> list[Any]:
     """Return every rank's `answer`, which JSON can hold, on rank 0; nothing elsewhere."""
-    said = np.frombuffer(json.dumps(answer).encode(), np.uint8)
+    payload = np.frombuffer(json.dumps(answer).encode(), np.uint8)
     if link.rank:
-        link.isend(np.array([said.size]), 0).wait()
-        link.isend(said, 0).wait()
+        link.isend(np.array([payload.size]), 0).wait()
+        link.isend(payload, 0).wait()
         return []
     return [answer, *(_from(link, rank) for rank in range(1, link.size))]
 

@@ -1,4 +1,4 @@
-"""The clocks of the nodes beside rank 0's: files and logs of a job tell when by them."""
+"""The clocks of the nodes compared with rank 0's: file times and logs of a job depend on them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ LITTLE_S, MUCH_S = 0.1, 1.0
 
 
 def reading(world: World, kernels: Sequence[str]) -> Reading:
-    """Return how far this rank's clock is behind rank 0's; collective.
+    """Return the offset of this rank's clock behind rank 0's; collective.
 
-    The first rank on each kernel asks; `kernels` are those of all ranks.
+    The first rank on each kernel measures; `kernels` are those of all ranks.
     """
-    firsts = {kernels.index(one) for one in kernels if one != kernels[0]}
+    firsts = {kernels.index(name) for name in kernels if name != kernels[0]}
     return compared(world.link, sorted(firsts), time.time)
 
 
 def check(behind_s: Mapping[str, Reading]) -> Check:
-    """Return what is to be said of the nodes' clocks."""
+    """Return the check of the nodes' clocks."""
     worst = max(behind_s, key=lambda node: abs(behind_s[node].offset_s))
-    found = behind_s[worst]
-    skew = abs(found.offset_s)
+    largest = behind_s[worst]
+    skew = abs(largest.offset_s)
     if len(behind_s) == 1 or skew <= LITTLE_S:
-        seen = f"apart by {skew * 1e3:.1f} ms at most (+- {found.uncertainty_s * 1e3:.1f})"
-        return Check("clocks", "ok", seen)
-    word = "behind" if found.offset_s > 0 else "ahead of"
-    seen = f"{worst} is {skew:.1f} s {word} rank 0's node"
-    wrong = tuple(node for node, one in behind_s.items() if abs(one.offset_s) > MUCH_S)
-    return Check("clocks", "slow" if wrong else "note", f"{seen}: logs and file times mislead",
+        observed = f"apart by {skew * 1e3:.1f} ms at most (+- {largest.uncertainty_s * 1e3:.1f})"
+        return Check("clocks", "ok", observed)
+    word = "behind" if largest.offset_s > 0 else "ahead of"
+    observed = f"{worst} is {skew:.1f} s {word} rank 0's node"
+    wrong = tuple(node for node, clock in behind_s.items() if abs(clock.offset_s) > MUCH_S)
+    return Check("clocks", "slow" if wrong else "note", f"{observed}: logs and file times mislead",
                  "ask the site for chrony or ntpd on it: timedatectl", wrong)  # fmt: skip

@@ -1,10 +1,10 @@
-"""The output folder, seen from every node: room, the time to write and fsync, whether it is one.
+"""The output folder, checked from every node: free space, fsync latency, and whether it is shared.
 
     rank 0           makes a folder, in it a file with a word    every node reads it: one folder?
-    each node        writes 64 KiB, fsync, some times            the median tells a slow client
+    each node        writes 64 KiB, fsync, some times            the median shows a slow client
 
-All that is written is removed again; what ranks do meanwhile, see
-hpctrain/watch, lies there, too. A folder that is not there yet is judged by the one above.
+All files are removed again; the records of the watch (hpctrain/watch) lie there meanwhile. A
+folder that does not exist yet is judged by its nearest ancestor that does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hpctrain.doctor.node import GIB, MIB
 
 NAME, WORD = ".hpctrain-doctor-", "word"
 BLOCK, TIMES = 1 << 16, 5
-LEAST_FREE, ENOUGH_FREE = 128 * MIB, GIB
+MIN_FREE, ENOUGH_FREE = 128 * MIB, GIB
 #: Seconds of a write and fsync, whatever the other nodes need. A checkpoint waits for some six, one
 #: after another (parts, manifest, folders): below the first for 0.3 s, which no run notices; above
 #: the second longer than most of them write.
@@ -34,74 +34,74 @@ FAST_S, SLOW_S = 0.05, 1.0
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What one node found: bytes free, seconds per write and fsync, or why that failed."""
+class FolderState:
+    """The folder as one node sees it: bytes free, seconds per write and fsync, or the error."""
 
     free: int = 0
     fsync_s: float | None = None
     fault: str = ""
-    shared: bool = True  #: whether it has what rank 0 wrote
+    shared: bool = True  #: whether it holds the file that rank 0 wrote
 
 
-def there(folder: Path) -> Path:
-    """Return `folder`, or the nearest above that exists, also where it is no folder."""
+def nearest_existing(folder: Path) -> Path:
+    """Return `folder` or its nearest ancestor that exists, which may be no folder."""
     folder = folder.absolute()
-    return next(one for one in (folder, *folder.parents) if os.path.lexists(one))
+    return next(path for path in (folder, *folder.parents) if os.path.lexists(path))
 
 
 def mark(place: Path) -> tuple[str, str]:
-    """Make a folder with a word in it; return its path and the word, empty where that fails."""
-    made, word = place / f"{NAME}{secrets.token_hex(4)}", secrets.token_hex(8)
+    """Make a folder with a word in it; return its path and the word, both empty on failure."""
+    path, word = place / f"{NAME}{secrets.token_hex(4)}", secrets.token_hex(8)
     try:
-        made.mkdir()
-        (made / WORD).write_text(word)
+        path.mkdir()
+        (path / WORD).write_text(word)
     except OSError:
-        remove(str(made))
+        remove(str(path))
         return "", ""
-    return str(made), word
+    return str(path), word
 
 
 def remove(marked: str) -> None:
-    """Remove the folder that `mark` has made, if it has."""
+    """Remove the folder that `mark` made, if any."""
     if marked:
         shutil.rmtree(marked, ignore_errors=True)
 
 
-def look(folder: Path, marked: str, word: str) -> Seen:
-    """Return what this node finds in `folder`, where rank 0 put `word` into the folder `marked`."""
+def look(folder: Path, marked: str, word: str) -> FolderState:
+    """Return the state of `folder` on this node; rank 0 wrote `word` into its folder `marked`."""
     shared = not marked or _reads(Path(marked, WORD), word)
     file = folder / f"{NAME}{secrets.token_hex(4)}"
     try:
-        return Seen(shutil.disk_usage(folder).free, _fsync_s(file), "", shared)
+        return FolderState(shutil.disk_usage(folder).free, _fsync_s(file), "", shared)
     except OSError as error:
-        return Seen(_free(folder), None, error.strerror or str(error), shared)
+        return FolderState(_free(folder), None, error.strerror or str(error), shared)
     finally:
         with suppress(OSError):
             file.unlink(missing_ok=True)
 
 
-def checks(folder: Path, found: Mapping[str, Seen]) -> list[Check]:
-    """Return what is to be said of `folder` as the nodes `found` it."""
-    rows = [_room(folder, found)]
-    rows += filter(None, [_refused(folder, found), _not_one(folder, found)])
-    times = {node: one.fsync_s for node, one in found.items() if one.fsync_s is not None}
+def checks(folder: Path, states: Mapping[str, FolderState]) -> list[Check]:
+    """Return the checks of `folder` from its states on all nodes."""
+    rows = [_room(folder, states)]
+    rows += filter(None, [_refused(folder, states), _not_one(folder, states)])
+    times = {node: state.fsync_s for node, state in states.items() if state.fsync_s is not None}
     return rows + ([_latency(times)] if times else [])
 
 
 def _fsync_s(file: Path) -> float:
     """Return the median seconds of a write and an fsync."""
-    taken, block = [], os.urandom(BLOCK)
+    seconds, block = [], os.urandom(BLOCK)
     opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         for _ in range(TIMES):
             start = time.perf_counter()
             if os.write(opened, block) < BLOCK:
-                os.write(opened, block)  # says why it was short
+                os.write(opened, block)  # raises the reason of the short write
             os.fsync(opened)
-            taken.append(time.perf_counter() - start)
+            seconds.append(time.perf_counter() - start)
     finally:
         os.close(opened)
-    return median(taken)
+    return median(seconds)
 
 
 def _reads(file: Path, word: str) -> bool:
@@ -118,28 +118,28 @@ def _free(folder: Path) -> int:
         return 0
 
 
-def _room(folder: Path, found: Mapping[str, Seen]) -> Check:
-    node, least = min(found.items(), key=lambda one: one[1].free)
-    seen = f"{least.free / GIB:,.1f} GiB free in {folder}"
-    if least.free >= ENOUGH_FREE:
-        return Check("disk", "ok", seen)
-    others = len({one.free for one in found.values()}) > 1
-    verdict: Verdict = "bad" if least.free < LEAST_FREE else "slow"
+def _room(folder: Path, states: Mapping[str, FolderState]) -> Check:
+    node, fullest = min(states.items(), key=lambda item: item[1].free)
+    observed = f"{fullest.free / GIB:,.1f} GiB free in {folder}"
+    if fullest.free >= ENOUGH_FREE:
+        return Check("disk", "ok", observed)
+    differ = len({state.free for state in states.values()}) > 1
+    verdict: Verdict = "bad" if fullest.free < MIN_FREE else "slow"
     return Check(
         "disk",
         verdict,
-        f"{seen}{f' on {node}' * others}: checkpoints need room",
+        f"{observed}{f' on {node}' * differ}: checkpoints need room",
         "remove old runs (`du -sh runs/*`; `lfs quota -h .`), or name another with --out",
     )
 
 
-def _refused(folder: Path, found: Mapping[str, Seen]) -> Check | None:
-    """Return the fault of a folder in which nothing can be written."""
-    wrong = {node: one.fault for node, one in found.items() if one.fault}
+def _refused(folder: Path, states: Mapping[str, FolderState]) -> Check | None:
+    """Return the fault of a folder that is not writable."""
+    wrong = {node: state.fault for node, state in states.items() if state.fault}
     if not wrong:
         return None
     fault = next(iter(wrong.values()))
-    blamed = () if len(wrong) == len(found) else tuple(wrong)
+    blamed = () if len(wrong) == len(states) else tuple(wrong)
     return Check(
         "output folder",
         "bad",
@@ -149,33 +149,34 @@ def _refused(folder: Path, found: Mapping[str, Seen]) -> Check | None:
     )
 
 
-def _not_one(folder: Path, found: Mapping[str, Seen]) -> Check | None:
-    """Return the fault of a folder that is another one on some nodes."""
-    apart = tuple(node for node, one in found.items() if not one.shared)
+def _not_one(folder: Path, states: Mapping[str, FolderState]) -> Check | None:
+    """Return the fault of a folder that is not the same on all nodes."""
+    apart = tuple(node for node, state in states.items() if not state.shared)
     if not apart:
         return None
-    seen = f"{listed(apart)} does not see what rank 0 wrote in {folder}: it is another folder there"
+    missing = f"{listed(apart)} does not see what rank 0 wrote in {folder}"
+    observed = f"{missing}: it is another folder there"
     return Check(
         "output folder",
         "bad",
-        seen,
+        observed,
         "name one on a file system that all nodes share (Lustre, GPFS, NFS) with --out",
     )
 
 
 def _latency(times: Mapping[str, float]) -> Check:
-    found = usual(list(times.values()))
-    slow = {node: s for node, s in times.items() if s > min(max(found.limit, FAST_S), SLOW_S)}
-    seen = f"median {found.median * 1e3:.1f} ms to write {BLOCK >> 10} KiB and fsync"
+    stats = usual(list(times.values()))
+    slow = {node: s for node, s in times.items() if s > min(max(stats.limit, FAST_S), SLOW_S)}
+    observed = f"median {stats.median * 1e3:.1f} ms to write {BLOCK >> 10} KiB and fsync"
     if not slow:
-        return Check("file system", "ok", seen)
+        return Check("file system", "ok", observed)
     worst = max(slow, key=lambda node: slow[node])
-    seen += f" (MAD {found.mad * 1e3:.1f}); {listed(slow)}: up to {slow[worst] * 1e3:.0f} ms"
+    observed += f" (MAD {stats.mad * 1e3:.1f}); {listed(slow)}: up to {slow[worst] * 1e3:.0f} ms"
     blamed = () if len(slow) == len(times) else tuple(slow)
     return Check(
         "file system",
         "slow",
-        seen,
+        observed,
         "save less often ([checkpoint] every_epochs), or name another with --out",
         blamed,
     )

@@ -11,7 +11,7 @@ from hpctrain.transport.seats import ranges
 def listed(hosts: Iterable[str]) -> str:
     """Return `hosts` as one word for srun's --exclude and --nodelist."""
     parts = [_parts(host) for host in dict.fromkeys(hosts)]
-    # Of n08, n09 and n10 all are two digits wide; where no zero leads, n9 and n10 are as one.
+    # n08, n09 and n10 are two digits wide; without a leading zero n9 and n10 form one group.
     padded = {(prefix, len(digits)) for prefix, digits in parts if digits[:1] == "0" != digits}
     numbered: dict[tuple[str, int], list[int]] = {}
     plain: list[str] = []
@@ -21,17 +21,17 @@ def listed(hosts: Iterable[str]) -> str:
             numbered.setdefault((prefix, width), []).append(int(digits))
         else:
             plain.append(prefix)
-    return ",".join([*plain, *(_one(*key, sorted(found)) for key, found in numbered.items())])
+    return ",".join([*plain, *(_name(*key, sorted(numbers)) for key, numbers in numbered.items())])
 
 
 def _parts(host: str) -> tuple[str, str]:
-    """Return a name without the digits at its end, and these."""
+    """Return a name without its trailing digits, and these digits."""
     prefix = host.rstrip("0123456789")
     return prefix, host[len(prefix) :]
 
 
-def _one(prefix: str, width: int, numbers: list[int]) -> str:
+def _name(prefix: str, width: int, numbers: list[int]) -> str:
     if len(numbers) == 1:
         return f"{prefix}{numbers[0]:0{width}d}"
-    text = re.sub(r"\d+", lambda found: found[0].zfill(width), ranges(numbers))
+    text = re.sub(r"\d+", lambda match: match[0].zfill(width), ranges(numbers))
     return f"{prefix}[{text}]"

@@ -1,10 +1,10 @@
-"""Which of many figures stick out: by median and MAD, which a few wild ones cannot move.
+"""Outliers among many figures, by median and MAD, which a few wild figures cannot move.
 
     seconds  1.0  1.0  1.1  1.1  9.0        median 1.1, MAD 0.1; 9.0 lies beyond 1.65
 
 The limit is the median and 5 standard deviations, estimated as 1.4826 MAD, and at least half of
-the median more: what differs by less costs a run little. Lower medians are taken, so that even of
-two figures the larger one can stick out, and up to half may be slow.
+the median more: a smaller difference costs a run little. Lower medians are used, so that even of
+two figures the larger one can be an outlier, and up to half may be slow.
 
 Source: Leys et al., "Detecting outliers: do not use standard deviation around the mean, use
 absolute deviation around the median", 2013.
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from statistics import median_low
 
 SIGMAS, OF_NORMAL = 5, 1.4826  # MADs of a normal distribution in its standard deviation
-LEAST = 0.5  # of the median
+MIN_MARGIN = 0.5  # of the median
 
 
 @dataclass(frozen=True)
 class Usual:
-    """What is usual, and the limit above which a figure sticks out."""
+    """Median and MAD of figures, and the limit above which a figure is an outlier."""
 
     median: float
     mad: float
@@ -33,8 +33,8 @@ class Usual:
         return f"{value / self.median:.1f} x"
 
 
-def usual(values: Sequence[float], least: float = LEAST) -> Usual:
-    """Return what is usual among `values`, one or more; the limit is at least `least` beyond."""
+def usual(values: Sequence[float], margin: float = MIN_MARGIN) -> Usual:
+    """Return the statistics of `values`, one or more; the limit is at least `margin` beyond."""
     middle = median_low(values)
     mad = median_low([abs(value - middle) for value in values])
-    return Usual(middle, mad, middle + max(SIGMAS * OF_NORMAL * mad, least * middle))
+    return Usual(middle, mad, middle + max(SIGMAS * OF_NORMAL * mad, margin * middle))

@@ -1,16 +1,16 @@
-"""All pairs of ranks send short and long messages to each other, and who is slow is named.
+"""Ping-pong of short and long messages between all pairs of ranks; slow ranks and links are named.
 
-    round 0   0-3  1-2         a tournament of P ranks: P - 1 rounds, in each of which everybody
-    round 1   1-3  0-2         has one partner and keeps it to itself
+    round 0   0-3  1-2         a tournament of P ranks: P - 1 rounds, in each of which every rank
+    round 1   1-3  0-2         has one partner of its own
     round 2   2-3  0-1
 
 First inside all nodes at once, then between them, one rank of each node at a time: so no two pairs
-share an adapter, and adapters of their own are tried each by its rank. Of a pair the fastest of
-some tries counts, what its link can do at best.
+share an adapter, and where ranks have adapters of their own, each rank tries its own. Of a pair
+the fastest of some tries counts: the best that its link can do.
 
 Cost: N nodes of m ranks take m - 1 rounds inside nodes and m (N - 1) between them, in the worst
 case P - 1 of P ranks, never their square; a round is as long as `ALL_S` allows, so that all of them
-take some 10 s, and the time to connect. 64 nodes of 8: 511 rounds of 19 ms. What is told grows as
+take some 10 s, and the time to connect. 64 nodes of 8: 511 rounds of 19 ms. The output grows as
 the pairs: there 17,920, of which rank 0 shows the worst and --json keeps all.
 
 A rank whose best link is far above the usual one is slow itself, or its node or adapter is, and its
@@ -30,20 +30,20 @@ import numpy as np
 from hpctrain.collectives import all_gather_short
 from hpctrain.doctor.check import Check, Verdict
 from hpctrain.doctor.job.hosts import listed
-from hpctrain.doctor.job.outliers import LEAST, Usual, usual
+from hpctrain.doctor.job.outliers import MIN_MARGIN, Usual, usual
 from hpctrain.hardware.nics import Nic, fastest
 from hpctrain.transport.link import Link
 from hpctrain.tuning.measure import rally
 from hpctrain.world import World
 
 SMALL, LARGE = 8, 1 << 20
-TRIES, MOST_CALLS = 20, 10  # short tries: some of them fall between the time slices of others
-FEWEST = 2  # beside the first: of one try alone, any hiccup would be a slow link
+MAX_TRIES, MAX_CALLS = 20, 10  # short tries: some of them fall between the time slices of others
+MIN_TRIES = 2  # beside the first: of one try alone, any hiccup would be a slow link
 TRY_S, ALL_S = 0.02, 10.0  # the time of one pair and size, and of all of them, if links allow it
-SMALL_LEAST = 1.0  # of the median more: one more switch on the way is no fault
-MANY_TIMES = 3.0  # slower than usual in long messages between nodes: worse than slow
+SMALL_MARGIN = 1.0  # of the median more: one more switch on the way is no fault
+SEVERE_TIMES = 3.0  # slower than usual in long messages between nodes: worse than slow
 MIB = 1 << 20
-LEAST_SHARE = 0.25  #: of an adapter's rate: with RDMA, 1 MiB takes more than half of it
+MIN_SHARE = 0.25  #: of an adapter's rate: with RDMA, 1 MiB takes more than half of it
 FALLEN_BACK = (
     "MPI seems to take another network, or TCP: look at UCX_TLS and UCX_NET_DEVICES, Open MPI's "
     "`--mca pml ucx`, libfabric's FI_PROVIDER, and memlock"
@@ -62,27 +62,27 @@ class Ping:
 
 
 def all_pairs(world: World) -> list[Ping]:
-    """Return what this rank measured as the lower of two; collective."""
+    """Return the pings of the pairs in which this rank is the lower one; collective."""
     node, across = world.main.links[1:3]
     nodes = world.main.nodes
-    mine = next(ranks for ranks in nodes if world.rank in ranks)
-    most = max(map(len, nodes))
-    budget_s = min(TRY_S, ALL_S / (2 * (most + most * len(nodes))))
-    found = _tournament(node, mine, True, budget_s)
-    for local in range(most):
+    node_ranks = next(ranks for ranks in nodes if world.rank in ranks)
+    max_ranks = max(map(len, nodes))
+    budget_s = min(TRY_S, ALL_S / (2 * (max_ranks + max_ranks * len(nodes))))
+    pings = _tournament(node, node_ranks, True, budget_s)
+    for local in range(max_ranks):
         wait_quietly(world.link)
         if node.rank == local:
-            ranks = sorted(one[local] for one in nodes if len(one) > local)
-            found += _tournament(across, ranks, False, budget_s)
+            ranks = sorted(members[local] for members in nodes if len(members) > local)
+            pings += _tournament(across, ranks, False, budget_s)
     wait_quietly(world.link)
-    return found
+    return pings
 
 
 def partner(rank: int, round_: int, size: int) -> int | None:
-    """Return whom `rank` of `size` meets in round 0 .. size - 2 (size - 1 if odd), None: nobody.
+    """Return the partner of `rank` of `size` in round 0 .. size - 2 (size - 1 if odd), or None.
 
-    The last place stays where it is and the others turn round it; a number that is odd is made even
-    by somebody who is not there.
+    The last place is fixed and the others rotate; an odd number of ranks is made even by an absent
+    rank.
     """
     places = size + size % 2
     turning = places - 1
@@ -94,111 +94,111 @@ def partner(rank: int, round_: int, size: int) -> int | None:
     return other if other < size else None
 
 
-def checks(found: Sequence[Ping], hosts: Sequence[str], crowded: bool) -> list[Check]:
-    """Return what is to be said of all links; `crowded`: ranks take turns on cores."""
+def checks(pings: Sequence[Ping], hosts: Sequence[str], crowded: bool) -> list[Check]:
+    """Return the checks of all links; `crowded`: ranks take turns on cores."""
     out = []
     for inside, name in ((False, "links between nodes"), (True, "links inside nodes")):
-        links = [one for one in found if one.inside is inside]
+        links = [ping for ping in pings if ping.inside is inside]
         if links:
             out.append(_check(name, links, hosts, crowded))
     return out
 
 
-def of_adapters(found: Sequence[Ping], adapters: Sequence[Sequence[Nic]]) -> list[Check]:
+def of_adapters(pings: Sequence[Ping], adapters: Sequence[Sequence[Nic]]) -> list[Check]:
     """Return the check that messages between nodes are as fast as RDMA can make them.
 
-    All links may have fallen back to another network alike, and then none sticks out. `adapters`:
-    the ports of each node; [] where one has no RDMA, of which sockets may take any share.
+    If all links have fallen back to another network, none is an outlier. `adapters`: the ports of
+    each node. Returns [] if one has no RDMA: sockets may reach any share of its rate.
     """
-    taken = [one.large_s for one in found if not one.inside]
-    best = [fastest(tuple(nic for nic in some if nic.rdma)) for some in adapters]
+    seconds = [ping.large_s for ping in pings if not ping.inside]
+    best = [fastest(tuple(nic for nic in ports if nic.rdma)) for ports in adapters]
     rates = [nic.gbit_s for nic in best if nic is not None and nic.gbit_s]
-    if not taken or len(rates) < len(adapters):
+    if not seconds or len(rates) < len(adapters):
         return []
-    bytes_per_s, rate = LARGE / min(taken), min(rates)
+    bytes_per_s, rate = LARGE / min(seconds), min(rates)
     share = bytes_per_s * 8e-9 / rate
-    seen = (
+    observed = (
         f"1 MiB at {bytes_per_s / MIB:,.0f} MiB/s at best, {share:.0%} of an adapter's "
         f"{rate:g} Gbit/s"
     )
-    if share >= LEAST_SHARE:
-        return [Check("RDMA between nodes", "ok", seen)]
-    return [Check("RDMA between nodes", "slow", seen, FALLEN_BACK)]
+    if share >= MIN_SHARE:
+        return [Check("RDMA between nodes", "ok", observed)]
+    return [Check("RDMA between nodes", "slow", observed, FALLEN_BACK)]
 
 
 def _tournament(link: Link, ranks: Sequence[int], inside: bool, budget_s: float) -> list[Ping]:
-    found = []
+    pings = []
     for round_ in range(link.size - 1 + link.size % 2):
         other = partner(link.rank, round_, link.size)
         if other is None:
             continue
-        seconds = [_measured(link, other, np.zeros(n, np.uint8), budget_s) for n in (SMALL, LARGE)]
+        seconds = [_one_way_s(link, other, np.zeros(n, np.uint8), budget_s) for n in (SMALL, LARGE)]
         if link.rank < other:
-            found.append(Ping(ranks[link.rank], ranks[other], inside, *seconds))
-    return found
+            pings.append(Ping(ranks[link.rank], ranks[other], inside, *seconds))
+    return pings
 
 
-def _measured(link: Link, peer: int, x: np.ndarray, budget_s: float) -> float:
-    """Return the seconds of one message at best; the lower rank leads."""
+def _one_way_s(link: Link, peer: int, x: np.ndarray, budget_s: float) -> float:
+    """Return the seconds of the fastest message, one way; the lower rank leads."""
     leads, plan = link.rank < peer, np.zeros(2, np.int64)
     rally(link, peer, x[:1], 1, leads)  # connects
-    first_s = _timed(lambda: rally(link, peer, x, 1, leads))
+    first_s = _seconds(lambda: rally(link, peer, x, 1, leads))
     if leads:
-        tries = min(TRIES, max(FEWEST, int(budget_s / first_s)))
-        plan[:] = tries, min(MOST_CALLS, max(1, int(budget_s / tries / first_s)))
+        tries = min(MAX_TRIES, max(MIN_TRIES, int(budget_s / first_s)))
+        plan[:] = tries, min(MAX_CALLS, max(1, int(budget_s / tries / first_s)))
         link.isend(plan, peer).wait()
     else:
         link.irecv(plan, peer).wait()
     tries, calls = map(int, plan)
-    taken = [_timed(lambda: rally(link, peer, x, calls, leads)) / calls for _ in range(tries)]
-    return min(first_s, *taken) / 2
+    seconds = [_seconds(lambda: rally(link, peer, x, calls, leads)) / calls for _ in range(tries)]
+    return min(first_s, *seconds) / 2
 
 
-def _timed(call: Callable[[], None]) -> float:
+def _seconds(call: Callable[[], None]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def wait_quietly(link: Link) -> None:
-    """Return once all ranks have come; who waits leaves its core to those who measure."""
+    """Barrier whose waiting ranks sleep: they leave their cores to ranks that still measure."""
     before, link.patient = link.patient, True
     all_gather_short(link, np.zeros(1, np.uint8))
     link.patient = before
 
 
 def _check(name: str, links: Sequence[Ping], hosts: Sequence[str], crowded: bool) -> Check:
-    found = {
-        "8 B": Slow.among({(p.a, p.b): p.small_s for p in links}, SMALL_LEAST),
+    by_size = {
+        "8 B": Slow.among({(p.a, p.b): p.small_s for p in links}, SMALL_MARGIN),
         "1 MiB": Slow.among({(p.a, p.b): p.large_s for p in links}),
     }
-    seen = f"{len(links)} pair{'s' * (len(links) > 1)}: " + ", ".join(
-        f"{size} {_shown(one.usual, size)}" for size, one in found.items()
+    observed = f"{len(links)} pair{'s' * (len(links) > 1)}: " + ", ".join(
+        f"{size} {_median_text(slow.usual, size)}" for size, slow in by_size.items()
     )
-    words = [word for size, one in found.items() for word in one.words(size, hosts)]
+    words = [word for size, slow in by_size.items() for word in slow.words(size, hosts)]
     if not words:
-        return Check(name, "ok", seen)
+        return Check(name, "ok", observed)
     if crowded:
-        seen += "; some differ, but ranks take turns on cores: not judged"
-        return Check(name, "note", seen)
-    many = links[0].inside is False and found["1 MiB"].worst > MANY_TIMES
-    verdict: Verdict = "bad" if many else "slow"
-    nodes = tuple(dict.fromkeys(hosts[r] for one in found.values() for r in one.ranks))
-    one = sum(len(slow.links) for slow in found.values()) == 1
-    where = f"on {listed(nodes)}" if nodes else f"between these{' two' * one}"
+        observed += "; some differ, but ranks take turns on cores: not judged"
+        return Check(name, "note", observed)
+    severe = links[0].inside is False and by_size["1 MiB"].worst > SEVERE_TIMES
+    verdict: Verdict = "bad" if severe else "slow"
+    nodes = tuple(dict.fromkeys(hosts[r] for slow in by_size.values() for r in slow.ranks))
+    single = sum(len(slow.links) for slow in by_size.values()) == 1
+    place = f"on {listed(nodes)}" if nodes else f"between these{' two' * single}"
     remedy = (
-        f"look at adapter and cable {where} (ibstat, ethtool; are UCX_NET_DEVICES, "
+        f"look at adapter and cable {place} (ibstat, ethtool; are UCX_NET_DEVICES, "
         "OMPI_MCA_btl_tcp_if_include the fast ones?), or leave the node out"
     )
     if links[0].inside:
-        remedy = f"look {where} what else runs there, and how ranks are bound"
-    return Check(name, verdict, f"{seen}; {'; '.join(words)}", remedy, nodes)
+        remedy = f"look {place} what else runs there, and how ranks are bound"
+    return Check(name, verdict, f"{observed}; {'; '.join(words)}", remedy, nodes)
 
 
-def _shown(found: Usual, size: str) -> str:
+def _median_text(stats: Usual, size: str) -> str:
     if size == "8 B":
-        return f"median {found.median * 1e6:.1f} us (MAD {found.mad * 1e6:.1f})"
-    return f"median {LARGE / found.median / MIB:,.0f} MiB/s"
+        return f"median {stats.median * 1e6:.1f} us (MAD {stats.mad * 1e6:.1f})"
+    return f"median {LARGE / stats.median / MIB:,.0f} MiB/s"
 
 
 @dataclass(frozen=True)
@@ -210,33 +210,33 @@ class Slow:
     links: Mapping[tuple[int, int], float]
 
     @classmethod
-    def among(cls, times: Mapping[tuple[int, int], float], least: float = LEAST) -> Slow:
-        """Return who is slow; links are pairs of ranks with their seconds; `least`: of `usual`.
+    def among(cls, times: Mapping[tuple[int, int], float], margin: float = MIN_MARGIN) -> Slow:
+        """Return the slow ranks and links; `times`: seconds by pair of ranks; `margin`: of `usual`.
 
-        One pass over the links, of which P ranks have P (P - 1) / 2: the others wait meanwhile.
+        One pass over the P (P - 1) / 2 links of P ranks: rank 0 makes it while the others wait.
         """
         best: dict[int, float] = {}
         for pair, seconds in times.items():
             for rank in pair:
                 best[rank] = min(seconds, best.get(rank, seconds))
-        of_ranks = usual(list(best.values()), least)
-        # Of two ranks either may be slow, and their link is all there is.
+        of_ranks = usual(list(best.values()), margin)
+        # Of two ranks either may be slow: only their link can be named.
         slow = {rank: s for rank, s in sorted(best.items()) if s > of_ranks.limit and len(best) > 2}
         left = {pair: s for pair, s in times.items() if not slow.keys() & set(pair)}
-        of_links = usual(list((left or times).values()), least)
+        of_links = usual(list((left or times).values()), margin)
         return cls(of_links, slow, {pair: s for pair, s in left.items() if s > of_links.limit})
 
     @property
     def worst(self) -> float:
-        """How many times the usual the slowest of them takes, 0 for none."""
+        """The slowest of them as a multiple of the median, 0 for none."""
         return max([*self.ranks.values(), *self.links.values()], default=0) / self.usual.median
 
     def words(self, size: str, hosts: Sequence[str]) -> list[str]:
-        """Return who is slow, in words with figures."""
-        told = [f"{size}: rank {rank} on {hosts[rank]} takes {self.usual.times(s)} at best"
-                for rank, s in self.ranks.items()]  # fmt: skip
-        told += [
+        """Return a line of text for each slow rank and link."""
+        lines = [f"{size}: rank {rank} on {hosts[rank]} takes {self.usual.times(s)} at best"
+                 for rank, s in self.ranks.items()]  # fmt: skip
+        lines += [
             f"{size}: ranks {a} and {b} ({hosts[a]}, {hosts[b]}) take {self.usual.times(s)}"
             for (a, b), s in self.links.items()
         ]
-        return told[:4] + [f"{len(told) - 4} more"] * (len(told) > 4)
+        return lines[:4] + [f"{len(lines) - 4} more"] * (len(lines) > 4)

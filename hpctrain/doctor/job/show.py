@@ -1,4 +1,4 @@
-"""What people see of a job's preflight: pictures, the binding map, a row per check, remedies."""
+"""The output of a job's preflight: pictures, the binding map, a row per check, remedies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from hpctrain import progress
 from hpctrain.doctor.job import seats
-from hpctrain.doctor.job.found import Found
+from hpctrain.doctor.job.found import JobResult
 from hpctrain.doctor.job.hosts import listed
 from hpctrain.doctor.show import WIDTH, remedies, table
 
@@ -20,38 +20,38 @@ MOST_RANKS = 64  # in the map; --json has all
 
 
 class Stages:
-    """A line that tells what is being done: overwritten on a terminal, one by one in a log."""
+    """The line of the current stage: overwritten on a terminal, one after the other in a log."""
 
     def __init__(self, speaks: bool):
         self._speaks, self._terminal = speaks, progress.console().is_terminal
         self._began = time.monotonic()
 
     def say(self, text: str) -> None:
-        """Show what begins now."""
+        """Show the stage that begins now."""
         if self._speaks:
             line = f"doctor: {time.monotonic() - self._began:4.1f} s  {text}"
             start, stop = ("\r\x1b[K", "") if self._terminal else ("", "\n")
             print(f"{start}{line}", end=stop, file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Take the line away, where it can be."""
+        """Erase the line on a terminal."""
         if self._speaks and self._terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def show(found: Found) -> None:
-    """Print it all on stdout, wide enough for the tables where nobody watches."""
-    here = progress.console()  # under mpirun stdout may look like a terminal though it is not
-    drawn, width = here.is_terminal, here.width if here.is_terminal else WIDTH
+def show(result: JobResult) -> None:
+    """Print the result on stdout, wide enough for the tables where it is no terminal."""
+    terminal = progress.console()  # under mpirun stdout may look like a terminal though it is not
+    drawn, width = terminal.is_terminal, terminal.width if terminal.is_terminal else WIDTH
     console = Console(file=sys.stdout, force_terminal=drawn, width=width)
-    for line in pictures({host: one.lines for host, one in found.nodes.items()}):
+    for line in pictures({host: facts.lines for host, facts in result.nodes.items()}):
         console.print(Text(line), soft_wrap=True)
-    if found.map:
-        console.print(binding_map(found.map))
-    console.print(table(found.checks))
-    remedies(found.checks, console)
-    if found.exclude:
-        console.print(Text(f"slow or broken nodes: --exclude={found.exclude}"), soft_wrap=True)
+    if result.map:
+        console.print(binding_map(result.map))
+    console.print(table(result.checks))
+    remedies(result.checks, console)
+    if result.exclude:
+        console.print(Text(f"slow or broken nodes: --exclude={result.exclude}"), soft_wrap=True)
 
 
 def pictures(lines: Mapping[str, Sequence[str]]) -> list[str]:
@@ -63,7 +63,7 @@ def pictures(lines: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def binding_map(rows: Sequence[tuple[str, ...]]) -> Table:
-    """Return the map as a table; of many ranks one node of each kind."""
+    """Return the map as a table; for many ranks one node of each kind."""
     drawn = Table(*seats.COLUMNS)
     words: list[str] = []
     if len(rows) > MOST_RANKS:
@@ -77,12 +77,12 @@ def binding_map(rows: Sequence[tuple[str, ...]]) -> Table:
 
 
 def _kinds(rows: Sequence[tuple[str, ...]]) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Return the rows of one node of each kind, and which nodes are like it."""
+    """Return the rows of one node of each kind, and a text for the nodes equal to it."""
     of_hosts: dict[str, list[tuple[str, ...]]] = {}
     for row in rows:
         of_hosts.setdefault(row[1], []).append(row)
     alike: dict[tuple[tuple[str, ...], ...], list[str]] = {}
-    for host, some in of_hosts.items():
-        alike.setdefault(tuple(row[2:] for row in some), []).append(host)
-    shown = [row for first, *_ in alike.values() for row in of_hosts[first]]
-    return shown, [f"{listed(more)} sit as {first}" for first, *more in alike.values() if more]
+    for host, node_rows in of_hosts.items():
+        alike.setdefault(tuple(row[2:] for row in node_rows), []).append(host)
+    examples = [row for first, *_ in alike.values() for row in of_hosts[first]]
+    return examples, [f"{listed(rest)} sit as {first}" for first, *rest in alike.values() if rest]

@@ -1,4 +1,4 @@
-"""What each rank tells of itself, gathered by all; the first rank of a node tells of the node."""
+"""Facts of each rank: versions, recipe, MPI; the first rank of a node adds those of the node."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ REFUSED = "refused: "
 
 
 @dataclass(frozen=True)
-class Told:
-    """What must be the same on all ranks, and what is of interest about one."""
+class RankFacts:
+    """Facts that must be equal on all ranks, and facts of one rank or node."""
 
     versions: Mapping[str, str]
     recipe: str  #: its hash, or how it was refused; "" where none was asked for
     threads: str  #: what MPI grants, such as "MULTIPLE"
     ulfm: bool
-    kernel: str  #: tells machines apart, whatever they are called
-    checks: tuple[Check, ...] = ()  #: of the node; none but from its first rank
+    kernel: str  #: identifies the machine, whatever its hostname
+    checks: tuple[Check, ...] = ()  #: of the node; only from its first rank
     lines: tuple[str, ...] = ()  #: the picture of the node
     hardware: Mapping[str, Any] = field(default_factory=dict)
 
 
-def mine(world: World, name: str | None) -> Told:
-    """Return what this rank tells."""
+def local_facts(world: World, name: str | None) -> RankFacts:
+    """Return the facts of this rank."""
     from hpctrain.transport import started
 
-    return Told(
+    return RankFacts(
         {**machine.versions(), "cupy": examine.cupy() or "none", "MPI": machine.mpi()},
         _recipe(name),
         started.level(),
@@ -47,21 +47,21 @@ def mine(world: World, name: str | None) -> Told:
 
 
 def first_of_node(world: World) -> bool:
-    """Return whether this rank speaks for its node."""
+    """Return whether this rank is the first of its node."""
     return world.hosts.index(world.host) == world.rank
 
 
 def _of_node(host: str) -> dict[str, Any]:
-    found = examine.hardware(host)
-    known = verdicts.known(os.environ) if found.cards.cards else None
-    checks = tuple(examine.of_node(found, known))
-    return {"checks": checks, "lines": tuple(found.lines), "hardware": found.table()}
+    hardware = examine.hardware(host)
+    gpu_paths = verdicts.known(os.environ) if hardware.cards.cards else None
+    checks = tuple(examine.of_node(hardware, gpu_paths))
+    return {"checks": checks, "lines": tuple(hardware.lines), "hardware": hardware.table()}
 
 
-def from_table(table: Mapping[str, Any]) -> Told:
-    """Return what `asdict` made a table of, and JSON has carried."""
-    checks = tuple(Check(**{**one, "nodes": tuple(one["nodes"])}) for one in table["checks"])
-    return Told(**{**table, "checks": checks, "lines": tuple(table["lines"])})
+def from_table(table: Mapping[str, Any]) -> RankFacts:
+    """Return the facts from the table of `asdict` after its way through JSON."""
+    checks = tuple(Check(**{**row, "nodes": tuple(row["nodes"])}) for row in table["checks"])
+    return RankFacts(**{**table, "checks": checks, "lines": tuple(table["lines"])})
 
 
 def _recipe(name: str | None) -> str:
