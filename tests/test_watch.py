@@ -30,11 +30,11 @@ from hpctrain.watch import (
     Record,
     Snapshot,
     Watch,
+    code_location,
     read,
     record_path,
     report,
     unnoted,
-    where,
 )
 from hpctrain.watch.inside import Insides
 from hpctrain.watch.record import frame_of_each_thread
@@ -360,9 +360,9 @@ LIBRARY = str(Path(threading.__file__).parent)
         (["user.py", "<frozen importlib._bootstrap>"], "user.py:1 call"),
     ],
 )
-def test_where(files: list[str], expected: str) -> None:
+def test_code_location(files: list[str], expected: str) -> None:
     def call() -> str:
-        return where(sys._getframe(1))
+        return code_location(sys._getframe(1))
 
     for file in reversed(files):
         scope: dict[str, Callable[[], str]] = {"inner": call}

@@ -1,4 +1,4 @@
-"""What a check found: a row of the table, and whether it should stop a run."""
+"""The result of a check: a row of the table, and whether it should stop a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VERDICTS: tuple[Verdict, ...] = ("ok", "note", "slow", "bad")  #: from best to w
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at: "bad" breaks runs, "slow" costs time, a "note" is for who wonders."""
+    """Result of one check: "bad" breaks runs, "slow" costs time, a "note" is information."""
 
     name: str
     verdict: Verdict

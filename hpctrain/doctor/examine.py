@@ -1,4 +1,4 @@
-"""Gather the facts of this node, check them, return what was found; starts MPI in children only."""
+"""Gather and check the facts of this node; MPI starts in child processes only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 
 @dataclass(frozen=True)
 class Hardware:
-    """What was found below `root`."""
+    """GPUs, adapters and their topology, as found below `root`."""
 
     cards: nvidia.Cards
     on_bus: int  #: GPUs that the driver knows, hidden ones among them
@@ -40,10 +40,10 @@ class Hardware:
     gdr: gdr.Gdr
     drawn: Picture
     lines: list[str]
-    quota: float | None = None  #: of so many cores a control group gives the time; None: of all
+    quota: float | None = None  #: CPU time of so many cores by the control group; None: no limit
 
     def table(self) -> dict[str, Any]:
-        """Return it as --json holds it."""
+        """Return the hardware as --json writes it."""
         return {
             "gpus": [asdict(card) for card in self.cards.cards],
             "nics": [asdict(nic) for nic in self.nics],
@@ -55,7 +55,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Examined:
-    """All that a doctor has to say of a node."""
+    """Checks and hardware of a node."""
 
     host: str
     checks: list[Check]
@@ -63,7 +63,7 @@ class Examined:
     told: Told | None
 
     def table(self) -> dict[str, Any]:
-        """Return what --json holds."""
+        """Return the table that --json writes."""
         return {
             "host": self.host,
             "exit_code": exit_code(self.checks),
@@ -74,63 +74,64 @@ class Examined:
 
 
 def examine() -> Examined:
-    """Look at this node; raise UsageError inside a job of several ranks."""
+    """Check this node; raise UsageError inside a job of several ranks."""
     _refuse(launchers.launched(os.environ))
-    found = hardware(socket.gethostname())
-    told = _tried() if found.cards.cards and cupy() else None
-    checks = [_versions(), *_of_mpi(), _blas(found.quota), *of_node(found, told)]
-    checks += network.named(found.nics, os.environ)
-    return Examined(socket.gethostname(), checks, found, told)
+    node_hardware = hardware(socket.gethostname())
+    gpu_paths = _gpu_paths() if node_hardware.cards.cards and cupy() else None
+    checks = [_versions(), *_of_mpi(), _blas(node_hardware.quota)]
+    checks += of_node(node_hardware, gpu_paths)
+    checks += network.named(node_hardware.nics, os.environ)
+    return Examined(socket.gethostname(), checks, node_hardware, gpu_paths)
 
 
-def of_node(found: Hardware, told: Told | None) -> list[Check]:
+def of_node(node_hardware: Hardware, gpu_paths: Told | None) -> list[Check]:
     """Return the checks of memory, GPUs and network, the same for all processes of a node."""
-    rdma = any(nic.rdma for nic in found.nics)
+    rdma = any(nic.rdma for nic in node_hardware.nics)
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     checks = [*node.shared_memory(), node.memlock(limit, rdma)]
-    checks += gpus.checks(found.cards, found.on_bus, cupy(), told, os.environ)
-    if found.cards.cards:
-        checks.append(gpus.gdr(found.gdr))
-    return checks + network.checks(found.nics)
+    checks += gpus.checks(node_hardware.cards, node_hardware.on_bus, cupy(), gpu_paths, os.environ)
+    if node_hardware.cards.cards:
+        checks.append(gpus.gdr(node_hardware.gdr))
+    return checks + network.checks(node_hardware.nics)
 
 
 def hardware(host: str, root: Path = pci.ROOT) -> Hardware:
-    """Return GPUs, adapters and what lies between them."""
+    """Return GPUs, adapters and the topology between them."""
     of_driver = [nvidia.nvml(), nvidia.smi()] if root == pci.ROOT else [None, None]
-    cards, found = nvidia.cards(root, *of_driver), nics.nics(root)
-    drawn = picture(cards, found, root)
+    cards, adapters = nvidia.cards(root, *of_driver), nics.nics(root)
+    drawn = picture(cards, adapters, root)
     on_bus = len(list((root / "proc/driver/nvidia/gpus").glob("*")))
-    told = lines(host, cards, found, drawn, root)
-    given = quota.cores(root)
-    return Hardware(cards, on_bus, found, gdr.gdr(found, root), drawn, told, given)
+    text = lines(host, cards, adapters, drawn, root)
+    quota_cores = quota.cores(root)
+    return Hardware(cards, on_bus, adapters, gdr.gdr(adapters, root), drawn, text, quota_cores)
 
 
-def _refuse(here: launchers.Launched) -> None:
-    if here.size > 1:
+def _refuse(launched: launchers.Launched) -> None:
+    if launched.size > 1:
         raise UsageError(
-            f"doctor looks at one node, from one process; this is rank {here.rank} of {here.size} "
-            "that a launcher started: call `hpctrain doctor --job` to look at the whole job, or "
-            "`srun -N 1 -n 1 hpctrain doctor`"
+            f"doctor looks at one node, from one process; this is rank {launched.rank} of "
+            f"{launched.size} that a launcher started: call `hpctrain doctor --job` to look at the "
+            "whole job, or `srun -N 1 -n 1 hpctrain doctor`"
         )
 
 
 def _versions() -> Check:
-    found = [f"{name} {version(name)}" for name in PACKAGES]
-    return Check("versions", "ok", ", ".join([f"Python {platform.python_version()}", *found]))
+    packages = [f"{name} {version(name)}" for name in PACKAGES]
+    return Check("versions", "ok", ", ".join([f"Python {platform.python_version()}", *packages]))
 
 
 def _of_mpi() -> list[Check]:
     try:
-        found = find_mpi()
+        library = find_mpi()
     except UsageError as error:
-        remedy, *seen = str(error).splitlines()
-        return [Check("MPI", "bad", " ".join(" ".join(seen).split()), remedy)]
-    return mpi.checks(found, mpi.start(found), mpi.on_path())
+        remedy, *details = str(error).splitlines()
+        return [Check("MPI", "bad", " ".join(" ".join(details).split()), remedy)]
+    return mpi.checks(library, mpi.start(library), mpi.on_path())
 
 
-def _blas(given: float | None) -> Check:
+def _blas(quota_cores: float | None) -> Check:
     cores = len(os.sched_getaffinity(0))
-    return node.blas(bind.asked_threads(os.environ) or cores, cores, given)
+    return node.blas(bind.asked_threads(os.environ) or cores, cores, quota_cores)
 
 
 def cupy() -> str | None:
@@ -141,7 +142,7 @@ def cupy() -> str | None:
     return "version unknown" if find_spec("cupy") else None
 
 
-def _tried() -> Told | None:
+def _gpu_paths() -> Told | None:
     try:
         return verdicts.from_json(trying.verdict(again=True))
     except (ValueError, KeyError, TypeError, json.JSONDecodeError):

@@ -1,4 +1,4 @@
-"""Network adapters: which are up, how fast, and what UCX was told of them."""
+"""Network adapters: state, rate, and those that the environment names for UCX."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from hpctrain.transport import rails
 from hpctrain.transport.seats import THERE_IS
 
 
-def checks(found: Sequence[Nic]) -> list[Check]:
-    """Return what is to be said of the adapters."""
-    if not found:
+def checks(nics: Sequence[Nic]) -> list[Check]:
+    """Return the checks of the adapters."""
+    if not nics:
         return [Check("network", "note", "no adapter of hardware in /sys/class")]
-    best = fastest(tuple(found))
-    seen = ", ".join(map(told, found))
-    rows = [Check("network", "ok" if best else "note", seen)]
-    down = [nic for nic in found if nic.rdma and not nic.active]
+    best = fastest(tuple(nics))
+    observed = ", ".join(map(describe, nics))
+    rows = [Check("network", "ok" if best else "note", observed)]
+    down = [nic for nic in nics if nic.rdma and not nic.active]
     if down:
         names = ", ".join(nic.name for nic in down)
         rows.append(Check("links down", "slow", names, "ask the site: ibstat, ibdev2netdev"))
-    slow = _slower_than_others(found)
+    slow = _slower_than_others(nics)
     if slow:
         names = ", ".join(f"{nic.name} {nic.gbit_s:g} Gbit/s" for nic in slow)
         rows.append(Check("slow links", "slow", names, "a cable or a port: tell the site"))
     return rows
 
 
-def named(found: Sequence[Nic], environ: Mapping[str, str], root: Path = ROOT) -> list[Check]:
-    """Return the check of what the environment tells UCX to take; none where it tells nothing."""
+def named(nics: Sequence[Nic], environ: Mapping[str, str], root: Path = ROOT) -> list[Check]:
+    """Return the check of the adapters that UCX_NET_DEVICES names; none if it is not set."""
     value = environ.get(rails.NAMES, "")
     if not rails.words(value):
         return []
-    wrong = rails.wrong(value, found, root)
+    wrong = rails.wrong(value, nics, root)
     if wrong:
         return [Check("NICs named", "bad", f"{rails.NAMES}={value}: {', '.join(wrong)}", THERE_IS)]
     return [Check("NICs named", "ok", f"{rails.NAMES}={value}")]
 
 
-def told(nic: Nic) -> str:
-    """Return an adapter in a few words."""
+def describe(nic: Nic) -> str:
+    """Return name, kind, rate and state of an adapter as text."""
     rate = f"{nic.gbit_s:g} Gbit/s" if nic.gbit_s else "rate unknown"
     return f"{nic.name} {nic.kind} {rate}{'' if nic.active else ' DOWN'}"
 
 
-def _slower_than_others(found: Sequence[Nic]) -> list[Nic]:
-    """Return the active RDMA ports below the rate of the node's best: they train down when hurt."""
-    rdma = [nic for nic in found if nic.rdma and nic.active and nic.gbit_s]
+def _slower_than_others(nics: Sequence[Nic]) -> list[Nic]:
+    """Return the active RDMA ports slower than the node's fastest: damaged links train down."""
+    rdma = [nic for nic in nics if nic.rdma and nic.active and nic.gbit_s]
     best = max((nic.gbit_s or 0 for nic in rdma), default=0)
     return [nic for nic in rdma if (nic.gbit_s or 0) < best]

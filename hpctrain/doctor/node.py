@@ -1,4 +1,4 @@
-"""Cores and BLAS, shared memory and what dead jobs left in it, the limit of locked memory."""
+"""Cores and BLAS, shared memory and the files of dead jobs in it, the limit of locked memory."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ MORE_TIME = "Kubernetes: resources.limits.cpu; docker run --cpus=N"
 def blas(threads: int, cores: int, quota: float | None = None) -> Check:
     """Return the check of BLAS `threads` in a process that may run on so many `cores`.
 
-    `quota`: of how many of them its control group gives the time, None for all.
+    `quota`: cores whose CPU time its control group grants, None for no limit.
     """
-    seen = f"{threads} BLAS threads on {cores} cores"
+    observed = f"{threads} BLAS threads on {cores} cores"
     if threads > cores:
-        return Check("BLAS", "bad", f"{seen}: they take turns", FEWER)
+        return Check("BLAS", "bad", f"{observed}: they take turns", FEWER)
     if quota is not None and threads > max(1, quota):
-        seen += f", and a quota gives the time of {quota:g}: they are stopped when it is used up"
-        return Check("BLAS", "bad", seen, f"{FEWER}, or ask for more: {MORE_TIME}")
-    return Check("BLAS", "ok", seen)
+        observed += f", and a quota gives the time of {quota:g}: "
+        observed += "they are stopped when it is used up"
+        return Check("BLAS", "bad", observed, f"{FEWER}, or ask for more: {MORE_TIME}")
+    return Check("BLAS", "ok", observed)
 
 
 def shared_memory(folder: Path = SHM, in_use: Collection[str] | None = None) -> list[Check]:
@@ -43,58 +44,58 @@ def shared_memory(folder: Path = SHM, in_use: Collection[str] | None = None) -> 
 
 
 def memlock(limit: int, rdma: bool) -> Check:
-    """Return the check of the bytes a process may lock, -1 for no limit; `rdma`: NICs want it."""
+    """Return the check of the bytes a process may lock, -1: no limit; `rdma`: NICs need it."""
     if limit == resource.RLIM_INFINITY:
         return Check("locked memory", "ok", "no limit")
-    seen = f"limit of {limit // MIB} MiB"
+    observed = f"limit of {limit // MIB} MiB"
     if not rdma:
-        return Check("locked memory", "note", seen)
+        return Check("locked memory", "note", observed)
     return Check(
         "locked memory",
         "slow",
-        f"{seen}: InfiniBand must lock what it sends",
+        f"{observed}: InfiniBand must lock what it sends",
         "ulimit -l unlimited; the site: LimitMEMLOCK=infinity for slurmd",
     )
 
 
 def room(folder: Path, free: int) -> Check:
     """Return the check of `free` bytes of shared memory in `folder`."""
-    seen = shm.told(free, folder)
+    observed = shm.free_text(free, folder)
     if free >= shm.ENOUGH:
-        return Check("shared memory", "ok", seen)
-    return Check("shared memory", "bad" if free < shm.LEAST else "slow", seen, shm.GROW)
+        return Check("shared memory", "ok", observed)
+    return Check("shared memory", "bad" if free < shm.LEAST else "slow", observed, shm.GROW)
 
 
 def _left(folder: Path, in_use: Collection[str]) -> Check:
     files = [f for pattern in LEFT_OVERS for f in folder.glob(pattern) if str(f) not in in_use]
-    mine = [file for file in files if _owner(file) == os.geteuid()]
-    if not mine:
+    user_files = [file for file in files if _owner(file) == os.geteuid()]
+    if not user_files:
         return Check("left-overs", "ok", f"none of yours in {folder}")
-    total = sum(_size(file) for file in mine)
+    total = sum(_size(file) for file in user_files)
     return Check(
         "left-overs",
         "slow" if total > GIB else "note",
-        f"{len(mine)} files of dead jobs in {folder}, {total / MIB:,.0f} MiB of memory",
-        f"when no job of yours runs here: rm {' '.join(_named(folder, mine))}",
+        f"{len(user_files)} files of dead jobs in {folder}, {total / MIB:,.0f} MiB of memory",
+        f"when no job of yours runs here: rm {' '.join(_named(folder, user_files))}",
     )
 
 
 def _named(folder: Path, files: Collection[Path]) -> list[str]:
-    """Return the patterns that name `files`."""
-    return [f"{folder}/{one}" for one in LEFT_OVERS if any(f.match(one) for f in files)]
+    """Return the patterns that match `files`."""
+    return [f"{folder}/{pattern}" for pattern in LEFT_OVERS if any(f.match(pattern) for f in files)]
 
 
 def _mapped() -> set[str]:
-    """Return the files in /dev/shm that a process maps or holds open, of those we may look at."""
-    found = set()
+    """Return the files in /dev/shm that processes map or hold open, as far as we may read them."""
+    files = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is not ours
             lines = (process / "maps").read_text().splitlines()
-            found |= {line.split(maxsplit=5)[-1] for line in lines if str(SHM) in line}
+            files |= {line.split(maxsplit=5)[-1] for line in lines if str(SHM) in line}
             for descriptor in os.listdir(process / "fd"):
                 with suppress(OSError):  # closed since
-                    found.add(os.readlink(process / "fd" / descriptor))
-    return found
+                    files.add(os.readlink(process / "fd" / descriptor))
+    return files
 
 
 def _owner(file: Path) -> int | None:

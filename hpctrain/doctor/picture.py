@@ -1,4 +1,4 @@
-"""A node as text: what sits on which NUMA node, and what lies between any two GPUs and adapters."""
+"""A node as text: devices by NUMA node, and the matrix of links between GPUs and adapters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Picture:
 
 
 def picture(cards: Cards, nics: Sequence[Nic], root: Path = pci.ROOT) -> Picture:
-    """Return what `root` tells of a node with these GPUs and adapters."""
+    """Return the picture of the node below `root` with these GPUs and adapters."""
     devices = [(f"GPU{card.index}", card.pci) for card in cards.cards]
     devices += [(nic.name, nic.pci) for nic in nics if nic.pci]
     wires = {frozenset((f"GPU{i}", f"GPU{j}")): f"NV{n}" for (i, j), n in cards.nvlinks.items()}
@@ -41,31 +41,31 @@ def picture(cards: Cards, nics: Sequence[Nic], root: Path = pci.ROOT) -> Picture
 
 def lines(host: str, cards: Cards, nics: Sequence[Nic], drawn: Picture, root: Path = pci.ROOT
           ) -> list[str]:  # fmt: skip
-    """Return the node's picture: a line per NUMA node, where there are GPUs the matrix as well.
+    """Return the picture as text: a line per NUMA node; with GPUs the matrix as well.
 
-    And where there is a choice of adapters, which are nearest to each GPU.
+    With several adapters, a last line names those nearest to each GPU.
     """
     of: dict[int | None, list[str]] = {number: [] for number in drawn.numa}
     for card in cards.cards:
         of.setdefault(pci.numa_node(card.pci, root), []).append(_named(card))
     for nic in nics:
-        of.setdefault(pci.numa_node(nic.pci, root), []).append(network.told(nic))
+        of.setdefault(pci.numa_node(nic.pci, root), []).append(network.describe(nic))
     out = [f"node {host}"]
     for number, things in of.items():
         if number in drawn.numa:
             out.append(f"  NUMA {number}, cores {drawn.numa[number]}: {'; '.join(things) or '-'}")
         else:
             out.append(f"  NUMA node unknown: {'; '.join(things)}")
-    return out + (_matrix(drawn) + _near(cards, nics, root) if cards.cards else [])
+    return out + (_matrix(drawn) + _nearest(cards, nics, root) if cards.cards else [])
 
 
-def _near(cards: Cards, nics: Sequence[Nic], root: Path) -> list[str]:
+def _nearest(cards: Cards, nics: Sequence[Nic], root: Path) -> list[str]:
     ports = rails(tuple(nics))
     if len(ports) < 2:
         return []
-    near = [nearest_ports(card.pci, ports, root) for card in cards.cards]
-    each = (f"GPU{c.index} {', '.join(names)}" for c, names in zip(cards.cards, near, strict=True))
-    return [f"  near: {'; '.join(each)}"]
+    nearest = [nearest_ports(card.pci, ports, root) for card in cards.cards]
+    texts = (f"GPU{c.index} {', '.join(n)}" for c, n in zip(cards.cards, nearest, strict=True))
+    return [f"  near: {'; '.join(texts)}"]
 
 
 def _matrix(drawn: Picture) -> list[str]:

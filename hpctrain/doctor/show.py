@@ -1,4 +1,4 @@
-"""Draw what the doctor found: the picture of the node, the table of checks, what to do."""
+"""Print the result of the doctor: the picture of the node, the table of checks, the remedies."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ COLOURS = {"ok": "green", "note": "cyan", "slow": "yellow", "bad": "bold red"}
 WIDTH = 110  # where there is no terminal
 
 
-def show(found: Examined, console: Console) -> None:
+def show(result: Examined, console: Console) -> None:
     """Print the picture, the table, then the remedies, a line each that can be copied."""
-    for line in found.hardware.lines:
+    for line in result.hardware.lines:
         console.print(Text(line), soft_wrap=True)
-    console.print(table(found.checks))
-    remedies(found.checks, console)
+    console.print(table(result.checks))
+    remedies(result.checks, console)
 
 
 def remedies(checks: Sequence[Check], console: Console) -> None:
-    """Print what to do, a line each."""
+    """Print the remedies, a line each."""
     for check in checks:
         if check.remedy and check.verdict in ("slow", "bad"):
             console.print(Text(f"{check.name}: {check.remedy}"), soft_wrap=True)
@@ -40,6 +40,6 @@ def table(checks: Sequence[Check]) -> Table:
 
 
 def console() -> Console:
-    """Return a console on stdout, wide enough for the table where nobody watches."""
+    """Return a console on stdout, wide enough for the table if it is no terminal."""
     out = Console()
     return out if out.is_terminal else Console(width=WIDTH)

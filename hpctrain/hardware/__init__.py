@@ -1,4 +1,4 @@
-"""What machine this is: GPUs, NICs, NUMA nodes and what lies near what, from sysfs, NVML, /proc.
+"""The hardware of this machine: GPUs, NICs, NUMA nodes and their topology (sysfs, NVML, /proc).
 
 Functions take the `root` below which they look, so that tests give them made-up machines.
 """

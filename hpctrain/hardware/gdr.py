@@ -1,8 +1,8 @@
-"""May a NIC read and write GPU memory by itself (GPUDirect RDMA)? What the kernel tells of it.
+"""GPUDirect RDMA: whether the kernel allows a NIC to read and write GPU memory by itself.
 
 Either a module hands the GPU's pages to the InfiniBand stack (nvidia_peermem, before it
 nv_peer_mem), or driver and kernel share them as a dmabuf: Linux 5.12, NVIDIA's open kernel modules
-from driver 515 on. That it may is not that it does: the rate that a transfer reaches tells.
+from driver 515 on. This shows permission, not use: use shows in the rate of transfers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DMABUF_LINUX, DMABUF_DRIVER = (5, 12), 515
 
 @dataclass(frozen=True)
 class Gdr:
-    """Whether there may be GPUDirect RDMA (None: not to be told), what was seen, what helps."""
+    """Whether GPUDirect RDMA is available (None: unknown), the observation, the remedy."""
 
     available: bool | None
     seen: str
@@ -33,7 +33,7 @@ class Gdr:
 
 
 def gdr(nics: Sequence[Nic], root: Path = ROOT) -> Gdr:
-    """Return what can be told of GPUDirect RDMA through `nics`."""
+    """Return the state of GPUDirect RDMA through `nics`."""
     if not any(nic.rdma for nic in nics):
         return Gdr(False, "no adapter that does RDMA")
     if not any(nic.rdma and nic.active for nic in nics):
@@ -53,13 +53,13 @@ def _dmabuf(driver: str, release: str) -> Gdr:
     if not version or not linux:
         return Gdr(None, "neither the driver nor Linux tells its version")
     lacks = [
-        what
-        for what, there in {
+        reason
+        for reason, holds in {
             f"Linux {release} is older than 5.12": linux >= DMABUF_LINUX,
             "the driver's kernel modules are not the open ones": "Open Kernel Module" in driver,
             f"driver {version[1]} is older than {DMABUF_DRIVER}": int(version[1]) >= DMABUF_DRIVER,
         }.items()
-        if not there
+        if not holds
     ]
     if lacks:
         remedy = "ask the site to load nvidia_peermem (modprobe nvidia-peermem)"

@@ -1,10 +1,10 @@
-"""How much memory this process can still have: of the machine, and of its control groups.
+"""Memory still available to this process: of the machine, and of its control groups.
 
     version 2   memory.max, memory.current, memory.stat: file
     version 1   memory.limit_in_bytes, memory.usage_in_bytes, memory.stat: total_cache
 
-Pages of files count as free: the kernel drops them for whoever needs memory. Each group above a
-process may limit it: the least of them counts. Source: Linux, Documentation/admin-guide/cgroup-v2.
+Pages of files count as free: the kernel drops them when a process needs memory. Each group above a
+process may limit it: the smallest limit counts. Source: Linux, Documentation/admin-guide/cgroup-v2.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _VERSIONS = (
 
 
 def available_bytes(root: Path = ROOT) -> int | None:
-    """Return the bytes that can be had without swapping; None where the system does not tell."""
+    """Return the bytes available without swapping; None where the system does not report them."""
     free = _fields(root / "proc/meminfo").get("MemAvailable")
     rooms = [] if free is None else [free << 10]
     return min([*rooms, *(room for group in groups("memory", root) for room in _room(group))],
@@ -30,7 +30,7 @@ def available_bytes(root: Path = ROOT) -> int | None:
 
 
 def _room(group: Path) -> Iterator[int]:
-    """Yield how many bytes a group has left, if it is limited."""
+    """Yield the bytes left in a group, if it has a limit."""
     for limit, usage, cache in _VERSIONS:
         words = read(group / limit), read(group / usage)
         if all(word.isdigit() for word in words):  # "max": no limit
@@ -39,6 +39,6 @@ def _room(group: Path) -> Iterator[int]:
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """Return the numbers by their names, one a line, of a file of the kernel."""
+    """Return the numbers of a file of the kernel by their names, one per line."""
     lines = (line.replace(":", " ").split() for line in read(file).splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}

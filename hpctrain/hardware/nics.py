@@ -1,7 +1,7 @@
 """Network adapters, their state and rate, from /sys/class/infiniband and /sys/class/net.
 
-One entry per port. A network interface that is another face of an InfiniBand or RoCE adapter is
-left out: the adapter stands for it.
+One entry per port. The network interface of an InfiniBand or RoCE adapter is left out: the adapter
+stands for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 @dataclass(frozen=True)
 class Nic:
-    """A port of an adapter; `gbit_s` is what the link was built for, None where it is not told."""
+    """A port of an adapter; `gbit_s` is the nominal rate of its link, None where it is unknown."""
 
     name: str
     kind: str  #: "InfiniBand", "RoCE" or "Ethernet"
@@ -36,35 +36,35 @@ class Nic:
 def nics(root: Path = ROOT) -> tuple[Nic, ...]:
     """Return the ports of this machine, those that do RDMA first."""
     adapters = sorted((root / "sys/class/infiniband").glob("*"))
-    ports = [_port(port) for one in adapters for port in sorted((one / "ports").glob("*"))]
-    taken = {nic.pci for nic in ports}
-    faces = [_interface(one) for one in sorted((root / "sys/class/net").glob("*"))]
-    return (*ports, *(nic for nic in faces if nic is not None and nic.pci not in taken))
+    ports = [_port(port) for adapter in adapters for port in sorted((adapter / "ports").glob("*"))]
+    addresses = {nic.pci for nic in ports}
+    faces = [_interface(interface) for interface in sorted((root / "sys/class/net").glob("*"))]
+    return (*ports, *(nic for nic in faces if nic is not None and nic.pci not in addresses))
 
 
-def fastest(found: tuple[Nic, ...]) -> Nic | None:
+def fastest(ports: tuple[Nic, ...]) -> Nic | None:
     """Return the active port of the highest known rate, one that does RDMA if there is any."""
-    known = [nic for nic in found if nic.active and nic.gbit_s]
-    return max(known, key=lambda nic: (nic.rdma, nic.gbit_s), default=None)
+    candidates = [nic for nic in ports if nic.active and nic.gbit_s]
+    return max(candidates, key=lambda nic: (nic.rdma, nic.gbit_s), default=None)
 
 
-def near(found: tuple[Nic, ...], gpu: str, root: Path = ROOT) -> Nic | None:
+def near(ports: tuple[Nic, ...], gpu: str, root: Path = ROOT) -> Nic | None:
     """Return the fastest active port among those nearest to the device at address `gpu`.
 
-    Where sysfs does not tell what is near, the fastest of all; RDMA goes before rate.
+    Without topology in sysfs, the fastest of all; RDMA counts before rate.
     """
-    usable = [nic for nic in found if nic.active and nic.gbit_s]
+    usable = [nic for nic in ports if nic.active and nic.gbit_s]
     usable = [nic for nic in usable if nic.rdma] or usable
     close = set(nearest(gpu, [nic.pci for nic in usable if nic.pci], root))
     return fastest(tuple(nic for nic in usable if nic.pci in close)) or fastest(tuple(usable))
 
 
-def rails(found: tuple[Nic, ...]) -> tuple[Nic, ...]:
-    """Return the active ports that are alike and together the fastest: what nodes meet through.
+def rails(ports: tuple[Nic, ...]) -> tuple[Nic, ...]:
+    """Return the active ports of the kind and rate that together are the fastest: the fabric.
 
-    RDMA goes before rate. Others are for files, for services, or trained down when they were hurt.
+    RDMA counts before rate. Other ports serve files or services, or are damaged and trained down.
     """
-    active = [nic for nic in found if nic.active]
+    active = [nic for nic in ports if nic.active]
     active = [nic for nic in active if nic.rdma] or active
     alike: dict[tuple[str, float], list[Nic]] = {}
     for nic in active:
@@ -73,7 +73,7 @@ def rails(found: tuple[Nic, ...]) -> tuple[Nic, ...]:
 
 
 def nearest_ports(gpu: str, ports: Sequence[Nic], root: Path = ROOT) -> tuple[str, ...]:
-    """Return the names of those of `ports` nearest to a GPU, of all where sysfs does not tell."""
+    """Return the names of the `ports` nearest to a GPU, of all without topology in sysfs."""
     close = nearest(gpu, [nic.pci for nic in ports if nic.pci], root)
     return tuple(nic.name for nic in ports if nic.pci in close or not close)
 
@@ -91,13 +91,13 @@ def _interface(interface: Path) -> Nic | None:
     """Return a network interface; None for one that is no hardware, such as lo or a bridge."""
     if not (interface / "device").exists():
         return None
-    speed = read(interface / "speed")  # in Mbit/s; "-1" or nothing where it is not known
+    speed = read(interface / "speed")  # in Mbit/s; "-1" or nothing where unknown
     gbit_s = int(speed) / 1000 if speed.isdigit() else None
     active = read(interface / "operstate") == "up"
     return Nic(interface.name, "Ethernet", active, gbit_s, _address(interface / "device"))
 
 
 def _address(device: Path) -> str:
-    """Return the PCI address of a device: a virtual one sits below the PCI device it belongs to."""
-    found = _ADDRESS.findall(os.path.realpath(device))
-    return found[-1] if found else ""
+    """Return the PCI address of a device; of a virtual one, that of the PCI device above it."""
+    addresses = _ADDRESS.findall(os.path.realpath(device))
+    return addresses[-1] if addresses else ""

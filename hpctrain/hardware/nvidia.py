@@ -1,8 +1,8 @@
 """The NVIDIA GPUs of this node and the NVLinks between them: from NVML, nvidia-smi or /proc.
 
-NVML (package nvidia-ml-py) tells most; where it is not installed the driver's own program does,
-and where that cannot run, the driver's files do. None of them makes a context on a GPU. All show
-every GPU that the kernel lets this process see; CUDA_VISIBLE_DEVICES means nothing to them.
+NVML (package nvidia-ml-py) reports most; where it is not installed the driver's own program is
+used, and where that cannot run, the driver's files. None of them makes a context on a GPU. All show
+every GPU that the kernel lets this process see; they ignore CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from hpctrain.hardware.pci import ROOT, address, read
 
 Smi = Callable[[Sequence[str]], str]  #: what nvidia-smi prints for these arguments
-_ASKED = "index,uuid,name,pci.bus_id,memory.total,driver_version"
+_QUERY = "index,uuid,name,pci.bus_id,memory.total,driver_version"
 _MIB = 1 << 20
 _SWITCH = "switch"
 
@@ -41,7 +41,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Cards:
-    """All GPUs of a node, the driver's version, who told, and NVLinks by pair of indices."""
+    """All GPUs of a node, their source, the driver's version, and NVLinks by pair of indices."""
 
     told_by: str = "nobody"
     driver: str | None = None
@@ -50,7 +50,7 @@ class Cards:
 
 
 def cards(root: Path = ROOT, nvml: Any = None, smi: Smi | None = None) -> Cards:
-    """Return the GPUs of this node, from the first that can tell: NVML, nvidia-smi, /proc."""
+    """Return the GPUs of this node, from the first source that works: NVML, nvidia-smi, /proc."""
     return (nvml and _by_nvml(nvml)) or (smi and _by_smi(smi)) or _by_files(root)
 
 
@@ -64,15 +64,15 @@ def nvml() -> Any:
 
 
 def smi() -> Smi | None:
-    """Return what runs nvidia-smi; None where it is not on the PATH."""
+    """Return a function that runs nvidia-smi; None where it is not on the PATH."""
     program = shutil.which("nvidia-smi")
     return None if program is None else lambda arguments: _output([program, *arguments])
 
 
 def driver(root: Path = ROOT) -> str | None:
     """Return the version of the loaded driver; None where none is."""
-    found = re.search(r"\s(\d+\.\d[\d.]*)\s", read(root / "proc/driver/nvidia/version"))
-    return found[1] if found else None
+    match = re.search(r"\s(\d+\.\d[\d.]*)\s", read(root / "proc/driver/nvidia/version"))
+    return match[1] if match else None
 
 
 def _by_nvml(nvml: Any) -> Cards | None:
@@ -82,9 +82,9 @@ def _by_nvml(nvml: Any) -> Cards | None:
         return None
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-        found = tuple(_card(nvml, i, handle) for i, handle in enumerate(handles))
-        wires = _nvlinks(nvml, handles, [card.pci for card in found])
-        return Cards("NVML", _text(nvml.nvmlSystemGetDriverVersion()), found, wires)
+        gpus = tuple(_card(nvml, i, handle) for i, handle in enumerate(handles))
+        wires = _nvlinks(nvml, handles, [card.pci for card in gpus])
+        return Cards("NVML", _text(nvml.nvmlSystemGetDriverVersion()), gpus, wires)
     except nvml.NVMLError:
         return None
     finally:
@@ -106,10 +106,10 @@ def _slices(nvml: Any, handle: Any) -> tuple[str, ...]:
     names = []
     try:
         cut = nvml.nvmlDeviceGetMigMode(handle)[0]
-        most = nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if cut else 0
+        max_slices = nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if cut else 0
     except nvml.NVMLError:  # it cannot be cut
         return ()
-    for i in range(most):
+    for i in range(max_slices):
         with suppress(
             nvml.NVMLError
         ):  # no slice has this number; one that was removed leaves a gap
@@ -128,66 +128,66 @@ def _nvlinks(nvml: Any, handles: Sequence[Any], addresses: Sequence[str]) -> dic
 
 
 def _far_ends(nvml: Any, handle: Any) -> list[str]:
-    """Return what each active NVLink of a GPU leads to: the address of a GPU, or a switch."""
-    found = []
+    """Return the far end of each active NVLink of a GPU: the address of a GPU, or a switch."""
+    ends = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
             if not nvml.nvmlDeviceGetNvLinkState(handle, link):
                 continue
             kind = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
             far = nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link)
-        except nvml.NVMLError:  # it has not so many, or none
+        except nvml.NVMLError:  # fewer links, or none
             continue
         switch = kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
-        found.append(_SWITCH if switch else address(_text(far.busId)))
-    return found
+        ends.append(_SWITCH if switch else address(_text(far.busId)))
+    return ends
 
 
 def _by_smi(smi: Smi) -> Cards | None:
-    lines = smi([f"--query-gpu={_ASKED}", "--format=csv,noheader,nounits"]).splitlines()
+    lines = smi([f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]).splitlines()
     rows = [[word.strip() for word in row] for row in csv.reader(lines) if len(row) == 6]
     if not rows:
         return None
-    found = [
+    gpus = [
         Card(int(index), uuid, name, address(bus), int(mib) * _MIB if mib.isdigit() else None)
         for index, uuid, name, bus, mib, _ in rows
     ]
-    return Cards("nvidia-smi", rows[0][-1], tuple(found), _drawn_nvlinks(smi(["topo", "-m"])))
+    return Cards("nvidia-smi", rows[0][-1], tuple(gpus), _drawn_nvlinks(smi(["topo", "-m"])))
 
 
 def _drawn_nvlinks(matrix: str) -> dict[tuple[int, int], int]:
     """Return the NVLinks in the matrix that `nvidia-smi topo -m` draws."""
     plain = re.sub(r"\x1b\[[\d;]*m", "", matrix)  # headings are underlined, also in a pipe
     rows = [line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s", line)]
-    found = {}
+    nvlinks = {}
     for words in rows:
         i = int(words[0].removeprefix("GPU"))
         for j, word in enumerate(words[1 : len(rows) + 1]):
             if i < j and re.fullmatch(r"NV\d+", word):
-                found[i, j] = int(word.removeprefix("NV"))
-    return found
+                nvlinks[i, j] = int(word.removeprefix("NV"))
+    return nvlinks
 
 
 def _by_files(root: Path) -> Cards:
     folders = sorted((root / "proc/driver/nvidia/gpus").glob("*"))
-    found = tuple(_of_file(i, folder) for i, folder in enumerate(folders))
+    gpus = tuple(_of_file(i, folder) for i, folder in enumerate(folders))
     version = driver(root)
-    return Cards("/proc/driver/nvidia", version, found) if found or version else Cards()
+    return Cards("/proc/driver/nvidia", version, gpus) if gpus or version else Cards()
 
 
 def _of_file(index: int, folder: Path) -> Card:
     lines = [line.partition(":") for line in read(folder / "information").splitlines()]
-    told = {key.strip(): value.strip() for key, _, value in lines}
-    return Card(index, told.get("GPU UUID", ""), told.get("Model", ""), address(folder.name))
+    fields = {key.strip(): value.strip() for key, _, value in lines}
+    return Card(index, fields.get("GPU UUID", ""), fields.get("Model", ""), address(folder.name))
 
 
 def _output(command: Sequence[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    return process.stdout if process.returncode == 0 else ""
 
 
-def _text(said: str | bytes) -> str:
-    return said.decode() if isinstance(said, bytes) else said
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

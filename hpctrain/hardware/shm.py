@@ -21,19 +21,18 @@ def free(folder: Path = SHM) -> int:
 
 
 def too_little(folder: Path = SHM) -> str:
-    """Return what is to be said before MPI starts, "" where there is room enough."""
+    """Return the warning for the time before MPI_Init, "" if there is enough room."""
     try:
         left = free(folder)
     except OSError as error:
         return f"{folder}: {error.strerror}: MPI may fail to start; {GROW}"
     if left >= LEAST:
         return ""
-    return (
-        f"{told(left, folder)}: MPI may end with a bus error when it starts, or send slowly; {GROW}"
-    )
+    text = free_text(left, folder)
+    return f"{text}: MPI may end with a bus error when it starts, or send slowly; {GROW}"
 
 
-def told(left: int, folder: Path = SHM) -> str:
-    """Return how many bytes are `left` in `folder`, in words."""
+def free_text(left: int, folder: Path = SHM) -> str:
+    """Return the bytes `left` in `folder` as text."""
     size = f"{left / MIB:,.0f} MiB" if left >= MIB else f"{left >> 10} KiB"
     return f"{size} free in {folder}"

@@ -1,4 +1,4 @@
-"""The watch: a thread that beats, and sees when a call of its rank has waited too long."""
+"""The watch: a thread that writes heartbeats and detects calls that wait too long."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Watch:
     ) -> None:
         self._record, self._directory, self._on_hang = record, directory, on_hang
         self._timeout_s, self._first_step_factor = timeout_s, first_step_factor
-        self._awake_s, self._told = 0.0, False
+        self._awake_s, self._reported = 0.0, False
         self._began: dict[tuple[str, float], float] = {}
         self._insides = Insides()
         self._end = threading.Event()
@@ -60,15 +60,15 @@ class Watch:
         self._began = {key: self._began.get(key, self._awake_s) for key in keys}
         waited_s = self._awake_s - min(self._began.values(), default=self._awake_s)
         factor = self._first_step_factor if self._record.in_first_step else 1
-        if waited_s > self._timeout_s * factor and not self._told:
-            self._told = True
+        if waited_s > self._timeout_s * factor and not self._reported:
+            self._reported = True
             self._on_hang(report(self._collect(), clock(), self._timeout_s))
 
     def _collect(self) -> list[Snapshot]:
         if self._directory is None:
             return [self._record.snapshot()]
-        found = []
+        snapshots = []
         for rank in range(self._record.size):
             with contextlib.suppress(OSError, ValueError):
-                found.append(read(record_path(self._directory, rank)))
-        return found
+                snapshots.append(read(record_path(self._directory, rank)))
+        return snapshots

@@ -1,4 +1,4 @@
-"""Calls too short to be noted: the watch itself finds a thread that stays inside one.
+"""Calls too short for a note in the record: the watch itself detects a thread inside one.
 
 MPI's all-reduce of four bytes takes well below a microsecond; a note in the record before it and
 one after would take a fifth of that. So a function that is `noticed` notes nothing. Once per beat
@@ -20,13 +20,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class HasEntry(Protocol):
-    """What knows the entry of the thread that uses it: a link."""
+    """A link: it holds the entry of the thread that uses it."""
 
     entry: Entry
 
 
 class About(NamedTuple):
-    """What the watch is to note of a call."""
+    """The note that the watch writes for a call."""
 
     link: HasEntry
     operation: bytes
@@ -38,9 +38,9 @@ _ABOUT: dict[CodeType, Callable[[Locals], About | None]] = {}
 
 
 def noticed(about: Callable[[Locals], About | None]) -> Callable[[F], F]:
-    """Mark a function that waits in C, so that the watch notices who stays in it.
+    """Mark a function that waits in C, so that the watch detects a thread that stays in it.
 
-    `about` tells from the function's local variables what to note; None where it does not wait.
+    `about` returns the note from the function's local variables; None if it does not wait.
     """
 
     def mark(function: F) -> F:
@@ -51,9 +51,9 @@ def noticed(about: Callable[[Locals], About | None]) -> Callable[[F], F]:
 
 
 def unnoted(call: Callable[[], Any], about: About) -> Callable[[], Any]:
-    """Return `call` in a frame by which the watch knows it."""
+    """Return `call` wrapped in a function whose frame the watch recognizes."""
 
-    @noticed(lambda seen: seen["about"])
+    @noticed(lambda local_variables: local_variables["about"])
     def inside(call: Callable[[], Any] = call, about: About = about) -> Any:
         return call()
 
@@ -61,10 +61,10 @@ def unnoted(call: Callable[[], Any], about: About) -> Callable[[], Any]:
 
 
 class Insides:
-    """The unnoted calls in which threads were at the last beat, and what was noted of them."""
+    """The unnoted calls in which threads were at the last beat, and their notes."""
 
     def __init__(self) -> None:
-        self._frames: dict[int, FrameType] = {}  # held, so that no later frame can be taken for one
+        self._frames: dict[int, FrameType] = {}  # held: no later frame may reuse its identity
         self._noted: dict[int, tuple[Entry, bytes]] = {}
 
     def look(self) -> None:

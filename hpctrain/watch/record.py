@@ -1,4 +1,4 @@
-"""The record of one rank: what it does, in a mapped page that others can read."""
+"""The record of one rank: its current calls, in a mapped page that other ranks can read."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pathlib import Path
 from time import time as clock
 from types import FrameType
 
-REPORT = "hung-report.txt"  #: by the one rank that speaks for a hung job
-ENTRIES = 16  #: names of threads: those of all engines, which one process may train by in turn
+REPORT = "hung-report.txt"  #: by the one rank that reports a hung job
+ENTRIES = 16  #: names of threads: those of all engines that one process may use in turn
 
 _MAGIC = b"hpcwtch1"
 _BYTES = 4096  # one page: one fault, and the kernel writes it out as a whole
@@ -25,7 +25,7 @@ _HEADER = struct.Struct("<8siii64s")  # magic, rank, size, pid, host
 _BEAT = struct.Struct("<d128s")  # heartbeat, the main thread's line
 _STEP = struct.Struct("<q")
 _NAME = struct.Struct("<32s")
-# `waiting` comes last: a reader never sees it set before the fields that it vouches for.
+# `waiting` comes last: a reader never sees it set before the fields that it makes valid.
 _CALL = struct.Struct("<24sqqqdB")
 _BEAT_AT = _HEADER.size
 _STEP_AT = _BEAT_AT + _BEAT.size
@@ -33,7 +33,7 @@ _ENTRY_AT = range(512, 512 + ENTRIES * 128, 128)
 _pack_call = _CALL.pack_into
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
-# The entry tells the call already; the line worth knowing is the one that asked for it.
+# The entry names the call already; the useful line is that of its caller.
 _LINKS = (_PACKAGE + "transport" + os.sep, _PACKAGE + "watch" + os.sep)
 _LIBRARIES = (os.path.dirname(os.__file__) + os.sep, "<frozen")
 
@@ -66,7 +66,7 @@ class Snapshot:
 
     @property
     def waits(self) -> list[Call]:
-        """The calls this rank is inside of."""
+        """The calls in which this rank waits."""
         return [call for call in self.calls if call.waiting]
 
 
@@ -80,16 +80,16 @@ class Entry:
         self._at, self._flag = at, at + _CALL.size - 1
 
     def enter(self, operation: bytes, peer: int, nbytes: int) -> None:
-        """Note that a call begins; `peer` -1 means all. Every message pays for this line."""
+        """Note that a call begins; `peer` -1 means all. On the path of every message."""
         _pack_call(self._map, self._at, operation, self._record._step, peer, nbytes, clock(), 1)
 
     def leave(self) -> None:
-        """Note that the call is over; what it was stays readable as the last operation."""
+        """Note that the call is over; its note stays readable as the last operation."""
         self._map[self._flag] = 0
 
     @property
     def note(self) -> bytes:
-        """What `enter` has written last."""
+        """The bytes that `enter` wrote last."""
         return bytes(self._map[self._at : self._flag + 1])
 
 
@@ -137,7 +137,7 @@ class Record:
 
     def beat(self) -> None:
         """Write the heartbeat and the main thread's line, and hand the record to other hosts."""
-        line = where(frame_of_each_thread().get(self._thread))
+        line = code_location(frame_of_each_thread().get(self._thread))
         _BEAT.pack_into(self._map, _BEAT_AT, clock(), line.encode())
         if self._file is not None:
             # Not mmap.flush: that may keep the interpreter locked while the disk works.
@@ -145,13 +145,13 @@ class Record:
                 getattr(os, "fdatasync", os.fsync)(self._file)
 
     def snapshot(self) -> Snapshot:
-        """Return what the record holds now."""
+        """Return the present content of the record."""
         return _decode(bytes(self._map))
 
     def close(self) -> None:
-        """Remove the record: this rank ends well. Its watch and links must be silent by now."""
+        """Remove the record at a clean end. Its watch and links must have stopped before."""
         if self._path is not None and self._file is not None:
-            with contextlib.suppress(OSError):  # it stays where the disk takes no more; no matter
+            with contextlib.suppress(OSError):  # on a full disk it stays, which does no harm
                 self._path.unlink()
             os.close(self._file)
             self._file = None
@@ -163,10 +163,10 @@ def _open(path: Path | None) -> tuple[int | None, mmap.mmap | bytearray]:
     if path is None:
         return None, bytearray(_BYTES)
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{path.name}.*"):  # this rank was killed here, or had no room
+    for left in path.parent.glob(f".{path.name}.*"):  # of a killed rank, or of a full disk
         left.unlink(missing_ok=True)
     # Written, not truncated to length: a full disk must fail here, not as SIGBUS in a message.
-    # Renamed into place: somebody may still map the file of an earlier job.
+    # Renamed into place: another process may still map the file of an earlier job.
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
     if os.write(file, bytes(_BYTES)) < _BYTES:
@@ -191,10 +191,10 @@ def frame_of_each_thread() -> dict[int, FrameType]:
             gc.enable()
 
 
-def where(frame: FrameType | None) -> str:
-    """Return "ring.py:57 ring", the innermost line of ours or the user's that `frame` is in."""
+def code_location(frame: FrameType | None) -> str:
+    """Return "ring.py:57 ring", the innermost line of `frame` in hpctrain or the user's code."""
     innermost = frame
-    while frame is not None and not _telling(frame.f_code.co_filename):
+    while frame is not None and not _is_relevant(frame.f_code.co_filename):
         frame = frame.f_back
     frame = frame or innermost
     if frame is None:
@@ -203,14 +203,14 @@ def where(frame: FrameType | None) -> str:
     return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name}"
 
 
-def _telling(filename: str) -> bool:
+def _is_relevant(filename: str) -> bool:
     if filename.startswith(_PACKAGE):
         return not filename.startswith(_LINKS)
     return not filename.startswith(_LIBRARIES) and f"-packages{os.sep}" not in filename
 
 
 def record_path(directory: Path, rank: int) -> Path:
-    """Return where the record of `rank` lies."""
+    """Return the path of the record of `rank`."""
     return directory / f"rank-{rank:05d}"
 
 

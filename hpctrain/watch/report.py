@@ -1,4 +1,4 @@
-"""What is told of a hung job: who keeps it waiting, who waits, where, and what to do."""
+"""The report of a hung job: ranks that block it, ranks that wait, their lines, the remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def interval_s(timeout_s: float) -> float:
 
 
 def report(snapshots: Sequence[Snapshot], now: float, timeout_s: float) -> str:
-    """Return who keeps the job waiting: first the ranks that wait for nobody, then the others."""
+    """Return the report: first the ranks that block the job and wait for none, then the others."""
     judged = [(s, _judgement(s, now, timeout_s)) for s in snapshots]
     missing = set(range(max((s.size for s in snapshots), default=0))) - {s.rank for s in snapshots}
     suspects = [_line(s, j, now) for s, j in judged if j.endswith(_SILENT)]
@@ -37,9 +37,9 @@ def report(snapshots: Sequence[Snapshot], now: float, timeout_s: float) -> str:
 
 
 def _judgement(s: Snapshot, now: float, timeout_s: float) -> str:
-    # Silence first: a rank that was stopped inside a call still seems to wait.
+    # Heartbeat first: a rank that was stopped inside a call still seems to wait.
     age_s = max(now - s.heartbeat, 0.0)
-    if age_s > 3 * interval_s(timeout_s):  # a busy core may well swallow a beat or two
+    if age_s > 3 * interval_s(timeout_s):  # a busy core may skip a beat or two
         return f"no heartbeat for {age_s:.0f} s: {_SILENT}"
     return _WAITING if s.waits else f"heartbeat {age_s:.1f} s ago: {_COMPUTING}"
 
@@ -59,12 +59,12 @@ def _call(call: Call, now: float) -> str:
 
 
 def write_report(directory: Path, text: str) -> bool:
-    """Write hung-report.txt; return True on the one rank that was first and speaks for the job."""
+    """Write hung-report.txt; return True on the one rank that wrote it and reports for the job."""
     try:
         with open(directory / REPORT, "x") as stream:
             stream.write(text)
     except OSError as error:
-        # A full disk, a lost folder: better that all ranks speak than none.
+        # On a full disk or a lost folder all ranks report, rather than none.
         return not isinstance(error, FileExistsError)
     return True
 
