@@ -13,7 +13,7 @@ from hpctrain.hardware import shm
 from hpctrain.hardware.shm import GIB, MIB, SHM
 from hpctrain.transport.seats import FEWER
 
-#: Files of MPI libraries and of ours; those of a dead job stay until somebody removes them.
+#: Files of MPI libraries and of hpctrain; those of a dead job stay until they are removed.
 LEFT_OVERS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*", "hpctrain-*")
 MORE_TIME = "Kubernetes: resources.limits.cpu; docker run --cpus=N"
 
@@ -89,7 +89,7 @@ def _mapped() -> set[str]:
     """Return the files in /dev/shm that processes map or hold open, as far as we may read them."""
     files = set()
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is not ours
+        with suppress(OSError):  # ended, or of another user
             lines = (process / "maps").read_text().splitlines()
             files |= {line.split(maxsplit=5)[-1] for line in lines if str(SHM) in line}
             for descriptor in os.listdir(process / "fd"):

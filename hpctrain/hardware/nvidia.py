@@ -21,7 +21,7 @@ from typing import Any
 
 from hpctrain.hardware.pci import ROOT, address, read
 
-Smi = Callable[[Sequence[str]], str]  #: what nvidia-smi prints for these arguments
+Smi = Callable[[Sequence[str]], str]  #: the output of nvidia-smi for these arguments
 _QUERY = "index,uuid,name,pci.bus_id,memory.total,driver_version"
 _MIB = 1 << 20
 _SWITCH = "switch"

@@ -24,7 +24,7 @@ class RankFacts:
 
     versions: Mapping[str, str]
     recipe: str  #: its hash, or how it was refused; "" where none was asked for
-    threads: str  #: what MPI grants, such as "MULTIPLE"
+    threads: str  #: thread level that MPI grants, such as "MULTIPLE"
     ulfm: bool
     kernel: str  #: identifies the machine, whatever its hostname
     checks: tuple[Check, ...] = ()  #: of the node; only from its first rank
