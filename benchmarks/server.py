@@ -94,7 +94,7 @@ def in_memory(arena: arenas.Arena, times: int) -> None:
 def serve(shard: Shard, pushes: list[tuple[int, ...]], pull: bool) -> None:
     """Apply pushes, each of some workers together."""
     for who in pushes:
-        shard.obey(Order(who, Use.UPDATE, 1.0, who if pull else (), False))
+        shard.apply(Order(who, Use.UPDATE, 1.0, who if pull else (), False))
     shard.rest()
 
 

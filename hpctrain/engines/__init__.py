@@ -14,7 +14,7 @@ from hpctrain.engines.single import SingleOptions as Single
 from hpctrain.errors import UsageError
 from hpctrain.gradients.blocks import ReductionOptions
 
-#: The options of each regime by the name that people type; `build` makes the engine.
+#: The options of each regime by its name on the command line; `build` returns the engine.
 ENGINES = {
     "single": Single,
     "allreduce": AllReduce,
@@ -27,7 +27,7 @@ ENGINES = {
 
 
 def workers_of(options: Any, ranks: int) -> int:
-    """Return how many of `ranks` compute gradients; raise UsageError if the regime does not fit."""
+    """Return how many of `ranks` are workers; raise UsageError if the regime does not fit."""
     workers = len(options.roles(ranks).workers) if isinstance(options, ServerOptions) else ranks
     if isinstance(options, Single | AllReduce | Gossip | PsSync | PsAsync):
         options.must_fit(workers)
@@ -35,8 +35,10 @@ def workers_of(options: Any, ranks: int) -> int:
 
 
 def blocks_of(options: Any, workers: int) -> int:
-    """Return the parts that a batch is cut into, of which each worker has whole ones: one each,
-    or as many on any number of workers where sums are ordered."""
+    """Return the number of parts that a batch is cut into; each worker computes whole parts.
+
+    One part per worker; with ordered sums a number of blocks that does not depend on the workers.
+    """
     tree = options.tree(workers) if isinstance(options, ReductionOptions) else None
     return tree.blocks if tree else workers
 
@@ -49,18 +51,18 @@ def must_fit(options: Any, ranks: int, batch: int, samples: int | None = None) -
     """
     workers = workers_of(options, ranks)
     blocks = blocks_of(options, workers)
-    least = batch if samples is None else min(samples, batch)
-    if least >= blocks:
+    count = batch if samples is None else min(samples, batch)
+    if count >= blocks:
         return
-    what = "training samples" if least < batch else "samples per batch"
-    whom, then = "workers", "start fewer ranks"
+    unit = "training samples" if count < batch else "samples per batch"
+    receivers, remedy = "workers", "start fewer ranks"
     if blocks != workers:
-        whom, then = "blocks of an ordered sum", "set [wire] blocks lower"
-    raise UsageError(f"{least} {what} for {blocks} {whom}: each needs at least one; {then}")
+        receivers, remedy = "blocks of an ordered sum", "set [wire] blocks lower"
+    raise UsageError(f"{count} {unit} for {blocks} {receivers}: each needs at least one; {remedy}")
 
 
 def updates_per_step(options: Any, ranks: int) -> float:
-    """Return how often the optimizer is called per step, which its schedule counts by."""
+    """Return the calls of the optimizer per step; its schedule counts these calls."""
     if isinstance(options, PsAsync):
         return options.updates_per_step(workers_of(options, ranks))
     return 1.0

@@ -1,4 +1,4 @@
-"""Asynchronous decentralised SGD: pairs of workers average, and nobody waits for anybody else.
+"""Asynchronous decentralised SGD: workers average in pairs, without any global barrier.
 
     worker i    g = dL/dx_i on a batch of its own;  meanwhile      x_i, x_j <- (x_i + x_j) / 2
                 x_i <- x_i - update(g)
@@ -40,7 +40,7 @@ from hpctrain.engines.own_pace import OwnPace
 from hpctrain.engines.pairs import Active, Passive
 from hpctrain.engines.replay import Recorder
 from hpctrain.engines.serving import Serving
-from hpctrain.engines.staleness import Staleness, known_to_all
+from hpctrain.engines.staleness import Staleness, shared_staleness
 from hpctrain.errors import TransportError
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums
@@ -79,13 +79,13 @@ class AdPsgd(Centreless):
             reached, flags = self._work(work, start)
         except TransportError:
             if serving is not None:
-                serving.join()  # raises what went wrong there, if that was the cause
+                serving.join()  # raises the thread's error, if that was the cause
             raise
-        happened = serving.join() if serving is not None else []
-        self._note(start, until, happened)
+        history = serving.join() if serving is not None else []
+        self._note(start, until, history)
         if isinstance(self._side, Passive):
             self._side.end()
-        self.staleness = known_to_all(
+        self.staleness = shared_staleness(
             self._group.link, self._pace.staleness if self._desk else None
         )
         reached, flags = join(self._group, reached, flags, bool(flags.failed))
@@ -111,89 +111,89 @@ class AdPsgd(Centreless):
         super().close()
 
     def _work(self, work: Work, start: int) -> tuple[int, Flags]:
-        """Take steps as long as there are any; return the step of the run, and our flags.
+        """Take steps while the desk grants them; return the step of the run, and our flags.
 
-        Where this worker cannot go on that is the step at which it was.
+        If this worker fails, the step returned is the one at which it failed.
         """
         flags, failed_at = work.flags(), start
-        leave = self._report(start, 0, flags)()
-        while leave.go:
+        grant = self._report(start, 0, flags)()
+        while grant.go:
             flags = flags.joined(work.flags())
-            answer = self._report(leave.step, 1, flags)
+            answer = self._report(grant.step, 1, flags)
             if flags.failed:
-                leave = answer()
+                grant = answer()
                 continue
-            failed_at, (sums, passes) = leave.step, self._step(work.task(leave.step))
+            failed_at, (sums, passes) = grant.step, self._step(work.task(grant.step))
             if not self.check.goes_on(passes, work.may_drop):
                 flags = flags.failing(self.worker)
-            leave = answer()
+            grant = answer()
             if passes:
-                work.done(leave.done, sums)
+                work.done(grant.done, sums)
         self._side.leave()
-        done = self._report(leave.step, 0, flags)().done
-        return (failed_at if flags.failed else done), flags
+        reached = self._report(grant.step, 0, flags)().done
+        return (failed_at if flags.failed else reached), flags
 
     def _step(self, task: Task) -> tuple[Sums, bool]:
-        """Average, or let others average, while a gradient is made; take it if it is finite."""
+        """Average while a gradient is computed; apply the gradient if it is finite."""
         self._side.begin(task.key)
         sums, passes = self._gradient(task, task.scale)
         self._side.take(self._update if passes else None)
         return sums, passes
 
     def _report(self, step: int, steps: int, flags: Flags) -> Callable[[], Answer]:
-        """Report to the desk that `steps` have begun; return what waits for the answer."""
-        said = Report(0, 0, step, steps, 0, 0, flags).encoded()
-        told = np.zeros(len(Answer._fields), np.int64)
-        under_way = self._push.isend(said, DESK), self._pull.irecv(told, DESK)
+        """Report to the desk that `steps` have begun; return a function to wait for the answer."""
+        message = Report(0, 0, step, steps, 0, 0, flags).encoded()
+        reply = np.zeros(len(Answer._fields), np.int64)
+        requests = self._push.isend(message, DESK), self._pull.irecv(reply, DESK)
 
         def answer() -> Answer:
             with self._trace.span("wait for leave", "wait") as waiting:
-                for request in under_way:
+                for request in requests:
                     request.wait()
             self.times.wait_s += waiting.seconds
-            return Answer(*told.tolist())
+            return Answer(*reply.tolist())
 
         return answer
 
     def _serving(self, start: int, until: int) -> Serving[Any] | None:
-        """Let a thread count, or answer, until all have come to the end of the interval."""
-        told = self.recorder.interval(start, until) if self._notes and self.recorder.repeats else {}
+        """Start the thread of the desk or of a passive worker; it ends with the interval."""
+        log = self.recorder.interval(start, until) if self._logs and self.recorder.repeats else {}
         if self._desk is not None:
-            count = partial(self._count, self._desk, start, until, told)
+            count = partial(self._count, self._desk, start, until, log)
             return Serving(count, self._world.fail)
         if isinstance(self._side, Passive):
-            return Serving(self._side.answering(told.get("turns")), self._world.fail)
+            return Serving(self._side.answering(log.get("turns")), self._world.fail)
         return None
 
-    def _count(self, desk: Desk, start: int, until: int, told: Mapping[str, Any]) -> list[Event]:
-        """Let all go on while there are steps to do; return what happened."""
-        events = self._repeated(desk, told) if told else self._pace.events(desk, start, until)
-        happened = []
-        desk.open(Flags)  # this rank says what it has to as a worker
+    def _count(self, desk: Desk, start: int, until: int, log: Mapping[str, Any]) -> list[Event]:
+        """Grant steps to all workers until none are left; return the events."""
+        events = self._replayed(desk, log) if log else self._pace.events(desk, start, until)
+        history = []
+        desk.open(Flags)  # this rank reports its flags as a worker
         for event in events:
             desk.tell(event.answers)
             if not event.order.over:
                 desk.listen_again(event.answers)
-            happened.append(event)
-        return happened
+            history.append(event)
+        return history
 
-    def _repeated(self, desk: Desk, told: Mapping[str, Any]) -> Iterator[Event]:
-        """Yield the events of the log, each when the worker it is of has reported."""
-        for event in map(Event.from_json, told["events"]):
+    def _replayed(self, desk: Desk, log: Mapping[str, Any]) -> Iterator[Event]:
+        """Yield the events of the log, each after the report of its worker has arrived."""
+        for event in map(Event.from_json, log["events"]):
             for worker in event.heard:
                 desk.hear_from(worker)
             yield event
-        self._pace.staleness = Staleness.from_json(told["staleness"])
-        self._pace.clocks[:] = told["clocks"]
+        self._pace.staleness = Staleness.from_json(log["staleness"])
+        self._pace.clocks[:] = log["clocks"]
 
     @property
-    def _notes(self) -> bool:
-        """Whether something happens here that the log must tell of."""
+    def _logs(self) -> bool:
+        """Whether this rank decides on an order, which it logs."""
         return self._desk is not None or isinstance(self._side, Passive)
 
-    def _note(self, start: int, until: int, happened: list[Any]) -> None:
+    def _note(self, start: int, until: int, history: list[Any]) -> None:
         if self._desk is not None:
             clocks, staleness = self._pace.clocks.tolist(), self._pace.staleness.to_json()
-            self.recorder.note(start, until, events=happened, clocks=clocks, staleness=staleness)
-        elif self._notes:
-            self.recorder.note(start, until, turns=happened)
+            self.recorder.note(start, until, events=history, clocks=clocks, staleness=staleness)
+        elif self._logs:
+            self.recorder.note(start, until, turns=history)

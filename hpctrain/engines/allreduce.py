@@ -2,7 +2,7 @@
 
     g_i = dL/dw on rank i's share      g = g_1 + ... + g_P  (all-reduce)      w <- w - update(g)
 
-Every rank makes the same update from the same bytes, so the replicas never part. Sent per rank
+Every rank makes the same update from the same bytes, so the replicas stay equal. Sent per rank
 and step: 2n(P-1)/P bytes with a ring, n being the bytes of the parameters. With `shard_optimizer`
 each rank makes 1/P of the update, for as many bytes; see `update.py`. Source: Goyal et al.,
 "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017.
@@ -23,7 +23,7 @@ from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.collectives.vote import largest
 from hpctrain.engines import compressed, overlap
 from hpctrain.engines.contradictions import contradictions
-from hpctrain.engines.engine import Flags, Task, Times, Work, in_step, nobody_waits
+from hpctrain.engines.engine import Flags, Task, Times, Work, ignore_ready, in_step
 from hpctrain.engines.ordered import sums_of
 from hpctrain.engines.overlap import AsNeeded
 from hpctrain.engines.shared import Shared
@@ -49,12 +49,12 @@ class AllReduceOptions(WireOptions):
     share_parameters: bool = False  #: all ranks of a node have one array of parameters
 
     def __post_init__(self) -> None:
-        """Refuse options that contradict each other, and what compression does not go with."""
+        """Refuse options that contradict each other or the method of compression."""
         super().__post_init__()
         if self.reduction == "ordered":
             all_gather_named(self.algorithm)  # some cannot
-        for given, message in contradictions(self):
-            if given:
+        for conflict, message in contradictions(self):
+            if conflict:
                 raise UsageError(message)
 
     def build(self, world: World, replica: Replica, optimizer: Optimizer) -> AllReduce | Single:
@@ -84,7 +84,7 @@ class AllReduce:
         self.times, self.algorithm = Times(), options.algorithm
         self.workers, self.worker = world.size, world.rank
         self._trace, self._group = world.trace, world.main
-        self._vote(Flags())  # what votes need is made now: no step pays for it
+        self._vote(Flags())  # sets up the buffers of votes now: no step pays for it
         self._sums = sums_of(replica, options, world.rank, world.size)
         self.replica = self._sums.replica
         self.check = GradientCheck(self.replica, world.size, self._sums.parts)
@@ -93,7 +93,7 @@ class AllReduce:
             options, self._sums.allreduce, replica.arena, world.size, world.memory.zeros_like
         )
         self._as_needed: AsNeeded | None = None
-        #: The range of the sums that this rank looks at; None where it looks at its own gradient.
+        #: The range of the sums that this rank checks; None where it checks its own gradient.
         self._own_sum: slice | None = None
         self._reducer: Reducer | Shared
         self.update: Replicated | Sharded | Shared
@@ -137,7 +137,7 @@ class AllReduce:
         return in_step(self, work, start, until)
 
     def step(self, task: Task, flags: Flags) -> tuple[Sums, Flags]:
-        """Sum the gradients of all shares while they are made, and take the sum."""
+        """Sum the gradients of all shares while backward runs, and update with the sum."""
         times, add = self.times, self._trace.add
         start, waited = perf_counter(), times.wait_s
         if self._compressor is not None:
@@ -167,7 +167,7 @@ class AllReduce:
         return sums, flags
 
     def _finish(self, since: float, flags: Flags) -> Flags:
-        """Wait for all sums, and take them unless the step has failed."""
+        """Wait for all sums, and update with them unless the step has failed."""
         times, add = self.times, self._trace.add
         gradient = self._reducer.wait()
         if self._own_sum is not None:
@@ -188,11 +188,11 @@ class AllReduce:
         return flags
 
     def _blame(self, task: Task, flags: Flags) -> Flags:
-        """Return `flags` with the rank whose own gradient spoils the sum; collective.
+        """Return `flags` with the rank whose own gradient makes the sum not finite; collective.
 
-        The sum was written over the gradients: so all ranks make theirs once more.
+        The sum was written over the gradients: so all ranks compute theirs once more.
         """
-        ready = self.check.begin(nobody_waits)
+        ready = self.check.begin(ignore_ready)
         key = task.key._replace(again=True)
         sums = self.replica.gradient(task.batch, task.scale, key, ready)
         own = flags._replace(failed=0)
@@ -204,7 +204,7 @@ class AllReduce:
         return flags.failing(self.workers)
 
     def _undo(self) -> None:
-        """Leave no trace of a step whose sum no rank has taken."""
+        """Restore the state from before a step whose sum was not applied."""
         self.check.undo()
         if self._compressor is not None:
             self._compressor.undo()
@@ -221,7 +221,7 @@ class AllReduce:
         return total
 
     def _sum_and_wait(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the sums that a layer asks for on its way: time in which nothing is computed."""
+        """Return sums over ranks for a layer; the time counts as waiting."""
         # On the main link, while the wire thread has its own: each keeps its order on all ranks.
         start = perf_counter()
         total = self.sum(numbers)
@@ -229,7 +229,7 @@ class AllReduce:
         return total
 
     def settle(self) -> None:
-        """Take what still travels; then all ranks hold the same parameters."""
+        """Apply the sums that are still under way; then all ranks hold the same parameters."""
         if self._as_needed is not None:
             self._as_needed.finish()
 
@@ -262,7 +262,7 @@ def _must_take_buckets(optimizer: Optimizer, options: AllReduceOptions) -> None:
 
 
 def _must_be_on_cores(replica: Replica, options: AllReduceOptions) -> None:
-    """Raise UsageError for what is made for the memory of the host, where a GPU computes."""
+    """Raise UsageError for an option that needs gradients in the memory of the host."""
     if options.share_parameters and on_device(replica.arena.grad):
         raise UsageError(
             "[engine] share_parameters: expected device = 'cpu'; on a GPU it is not there yet"
@@ -270,11 +270,11 @@ def _must_be_on_cores(replica: Replica, options: AllReduceOptions) -> None:
 
 
 def _same_start(world: World, replica: Replica, options: AllReduceOptions) -> None:
-    """Let neighbours see the gradients, and all ranks begin from the parameters of rank 0."""
+    """Move gradients to memory shared with neighbours; broadcast the parameters of rank 0."""
     grad = replica.arena.grad
     replica.move(grad=world.memory.zeros_like(grad))
     arena = replica.arena
-    said = f"{options}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
-    world.must_agree(said, "model and options")
+    settings = f"{options}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
+    world.must_agree(settings, "model and options")
     for plane in (arena.param, arena.buffer):
         broadcast(world.main, plane)  # a user's own model may start from random numbers

@@ -1,8 +1,8 @@
-"""What a worker has to itself where workers train apart: parameters and the optimizer's state.
+"""A worker's own state where workers train apart: parameters and the optimizer's state.
 
-Between trainings the arena holds what is evaluated and saved, such as a mean over workers, and the
-worker's own planes are kept aside. A checkpoint has both: "param" is the former, "worker.3.param"
-what is worker 3's own.
+Between trainings the arena holds the parameters that are evaluated and saved, such as a mean over
+workers, and the worker's own planes are kept aside. A checkpoint has both: "param" is the former,
+"worker.3.param" the plane of worker 3.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Apart:
     def __init__(self, arena: Arena, optimizer: Optimizer, worker: int, workers: int):
         self.state = optimizer.init(arena.param)
         self._arena, self._optimizer, self._workers = arena, optimizer, workers
-        self._mine = f"worker.{worker}."
+        self._prefix = f"worker.{worker}."
         planes = {"param": arena.param, "buffer": arena.buffer}
         self._planes = {name: x for name, x in planes.items() if x.size}
         self._aside: dict[str, np.ndarray] = {}
@@ -40,22 +40,22 @@ class Apart:
         self._aside = {}
 
     def update(self, param: np.ndarray) -> None:
-        """Take the gradient that is in the arena into `param`, by the own optimizer."""
+        """Update `param` with the arena's gradient, by this worker's optimizer."""
         arena = self._arena
         self._optimizer.update(arena.grad, self.state, param, arena.slots, whole)
 
     def pieces(self) -> list[Piece]:
-        """Return what is to be saved of this worker; its planes have been put aside."""
+        """Return the pieces of this worker to be saved; its planes have been put aside."""
         named = {**self._aside, **{f"optimizer.{name}": x for name, x in self.state.items()}}
-        return [Piece(self._mine + name, 0, x.size, x) for name, x in named.items()]
+        return [Piece(self._prefix + name, 0, x.size, x) for name, x in named.items()]
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take what all hold into the arena and, where as many workers saved it, what is own.
+        """Load the common planes into the arena and, if as many workers saved, this worker's own.
 
-        Others begin with what all hold, and with the mean of the states of optimizers.
+        Otherwise workers begin with the common planes and the mean of the optimizers' states.
         """
-        before, mine = workers_in(arrays), self._mine
-        own = {n.removeprefix(mine): x for n, x in arrays.items() if n.startswith(mine)}
+        before, prefix = workers_in(arrays), self._prefix
+        own = {n.removeprefix(prefix): x for n, x in arrays.items() if n.startswith(prefix)}
         if before != self._workers:
             own = mean_states(arrays, self.state, before)
         moments = {name: x for name, x in own.items() if name not in self._planes}
@@ -80,19 +80,19 @@ def mean_states(
     for name in state if workers else ():
         own = [f"worker.{i}.optimizer.{name}" for i in range(workers)]
         if arrays.keys() >= set(own):
-            means[f"optimizer.{name}"] = np.mean([arrays[one] for one in own], axis=0)
+            means[f"optimizer.{name}"] = np.mean([arrays[key] for key in own], axis=0)
     return means
 
 
 def for_any_engine(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the `arrays` of a checkpoint, and the means of what only workers have, each its own.
+    """Return the `arrays` of a checkpoint, and the means of arrays that each worker has its own of.
 
-    So a regime in which all have one state goes on where workers trained apart.
+    So a regime with one common state can resume from workers that trained apart.
     """
     shared = dict(arrays)
-    for name in (one.removeprefix("worker.0.") for one in arrays if one.startswith("worker.0.")):
+    for name in (key.removeprefix("worker.0.") for key in arrays if key.startswith("worker.0.")):
         if name not in arrays:
-            own = [x for one, x in arrays.items() if _is_of_a_worker(one, name)]
+            own = [x for key, x in arrays.items() if _is_of_a_worker(key, name)]
             shared[name] = np.mean(own, axis=0).astype(own[0].dtype)
     return shared
 

@@ -1,4 +1,4 @@
-"""A thread beside the main one, which does one thing after the other on links of its own."""
+"""A helper thread beside the main one, which makes calls in order on links of its own."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hpctrain.xp import Array, Event, event, finish, keep_stream, on_device, wai
 
 
 def aside(concurrent: bool, name: str, x: Array) -> Executor:
-    """Return what `submit` gives calls to; where threads may not communicate, they are made there.
+    """Return an executor: a helper thread, or inline calls if MPI lacks THREAD_MULTIPLE.
 
-    MPI libraries seldom make progress in the background: who wants to compute while something
-    travels needs a thread that waits for it. The calls are about arrays where `x` is: on a device
-    they come after what the caller's stream was given, and are done when their future is.
+    MPI libraries seldom make progress in the background: to overlap compute and communication
+    takes a thread that waits for the latter. The calls use arrays in the memory of `x`: on a device
+    they run after the work queued in the caller's stream, and are complete when their future is.
     """
     if not concurrent:
         return _AtOnce()
@@ -44,7 +44,7 @@ class _OnDevice(Executor):
 
 
 class _AtOnce(Executor):
-    """Makes each call when it is given."""
+    """Makes each call inside `submit`."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Return a future that is done."""

@@ -1,4 +1,4 @@
-"""What becomes of an average of parameters: a step of another optimizer, or a late arrival.
+"""The use of averaged parameters: an outer optimizer step (DiLoCo), or delayed mixing (DASO).
 
 See `local_sgd.py` for the methods and their sources.
 """
@@ -22,7 +22,7 @@ from hpctrain.xp import copy, namespace
 
 
 class Outer:
-    """Nesterov's method, for which what a round has changed is a gradient (DiLoCo).
+    """Nesterov's method, with the change of a round as its gradient (DiLoCo).
 
     Every rank makes the same step from the same mean. Memory: parameters and momentum.
     """
@@ -41,12 +41,12 @@ class Outer:
     def step(self) -> None:
         """Step from where the round began towards the mean, which is in the arena, and past it."""
         arena = self._arena
-        np.subtract(self._centre, arena.param, out=arena.grad)  # nobody needs the last gradient
+        np.subtract(self._centre, arena.param, out=arena.grad)  # its gradient is used up
         self._optimizer.update(arena.grad, self._state, self._centre, arena.slots, whole)
         arena.param[...] = self._centre
 
     def pieces(self, rank: int, size: int) -> list[Piece]:
-        """Return rank's 1/P of what all hold."""
+        """Return rank's 1/P of the outer state, which all ranks hold."""
         return [piece_of(name, x, rank, size) for name, x in self._named().items()]
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -88,7 +88,7 @@ class Delayed:
         return self._group.link.bytes_sent
 
     def leave(self) -> None:
-        """Let the parameters of now begin their way."""
+        """Start the sum of the present parameters."""
         for x, view in zip(self._planes, self._views, strict=True):
             view[...] = x
         self._reducer.ready("planes")
@@ -97,7 +97,7 @@ class Delayed:
             self._wait()  # now, while all ranks are here
 
     def mix(self) -> float:
-        """Mix the sum into the planes, if one has left; return the seconds it was on the wire."""
+        """Mix the sum into the planes, if one was started; return its seconds on the wire."""
         if not self._left:
             return 0.0
         self._wait()
@@ -110,7 +110,7 @@ class Delayed:
         return self._wire_s - before
 
     def forget(self) -> None:
-        """Let a sum that is on its way arrive, and mix it into nothing."""
+        """Wait for a sum that is on its way, and discard it."""
         if self._left:
             self._wait()
         self._left = False

@@ -1,4 +1,4 @@
-"""What engines without a centre have in common: own parameters, and a mean to be evaluated."""
+"""The base of engines without a centre: own parameters, and a mean that is evaluated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpctrain.checkpoint import Piece
 from hpctrain.collectives import broadcast
 from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.engines.apart import Apart
-from hpctrain.engines.engine import Task, Times, nobody_waits, pieces_of
+from hpctrain.engines.engine import Task, Times, ignore_ready, pieces_of
 from hpctrain.engines.replay import Recorder
 from hpctrain.engines.staleness import Staleness
 from hpctrain.gradients.finite import GradientCheck
@@ -33,11 +33,11 @@ class Centreless:
     recorder: Recorder | None = None
     staleness: Staleness | None = None
 
-    def __init__(self, world: World, replica: Replica, optimizer: Optimizer, said: str):
-        """Begin with the parameters of rank 0; all ranks must have `said` the same. Collective."""
+    def __init__(self, world: World, replica: Replica, optimizer: Optimizer, settings: str):
+        """Begin with the parameters of rank 0; `settings` must agree on all ranks. Collective."""
         arena = replica.arena
-        said = f"{said}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
-        world.must_agree(said, "model and options")
+        settings = f"{settings}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
+        world.must_agree(settings, "model and options")
         self.replica, self.times = replica, Times()
         self.check = GradientCheck(replica, world.size)
         self.workers, self.worker = world.size, world.rank
@@ -60,7 +60,7 @@ class Centreless:
         return total
 
     def settle(self) -> None:
-        """Bring the mean into the arena; the next `train` goes on with what is each worker's."""
+        """Bring the mean into the arena; the next `train` resumes from each worker's own planes."""
         if not self._parted:
             return
         self._parted = False
@@ -73,12 +73,12 @@ class Centreless:
         self.times.wait_s += waiting.seconds
 
     def state(self) -> list[Piece]:
-        """Return this rank's 1/P of the mean, and what is this worker's own."""
+        """Return this rank's 1/P of the mean, and this worker's own arrays."""
         mean = pieces_of(self.replica.arena, {}, self.worker, self.workers)
         return mean + self._apart.pieces()
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take the whole state; other workers than those that saved it begin at the mean."""
+        """Load the whole state; another number of workers begins at the mean."""
         self._parted = False
         self._apart.load(arrays)
 
@@ -88,14 +88,14 @@ class Centreless:
             link.free()
 
     def _take_up(self) -> None:
-        """Go on with what is this worker's own."""
+        """Bring this worker's own planes back into the arena."""
         self._apart.take_up()
         self._parted = True
 
     def _gradient(self, task: Task, scale: float) -> tuple[Sums, bool]:
-        """Compute a gradient; return its sums, and whether it can be taken."""
+        """Compute a gradient; return its sums, and whether it passes the check."""
         start = perf_counter()
-        ready = self.check.begin(nobody_waits)
+        ready = self.check.begin(ignore_ready)
         sums = self.replica.gradient(task.batch, scale, task.key, ready)
         passes = self.check.passes(sums)
         spent = self._trace.add("forward, backward", "compute", start, perf_counter())

@@ -1,11 +1,11 @@
-"""What compression keeps from step to step, as pieces of a checkpoint; and its word on a gradient.
+"""The state of compression as pieces of a checkpoint; the error text for its sums.
 
     compression.residual      | rank 0's plane | rank 1's plane | ... | rank P-1's plane |
-    compression.powersgd_q    what all ranks hold alike: each saves 1/P
+    compression.powersgd_q    equal on all ranks: each saves 1/P
 
-A residual is a gradient that is owed. As many ranks as saved take up each its own, and the run goes
-on to the bit. Others take each 1/P of the sum of all: what is owed together stays the same, and so
-it does where the method is another one that keeps residuals.
+A residual is the part of gradients that was not sent yet. As many ranks as saved load each its own,
+and the run continues bit for bit. Another number of ranks loads 1/P of the sum each: so the sum
+stays the same, also where the method is another one that keeps residuals.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ PREFIX = "compression."
 
 
 def fault_of_the_sum(compressor: Compressor | None) -> str:
-    """Return what is wrong where gradients are finite, and their compressed sum is not."""
+    """Return the fault of finite gradients whose compressed sum is not finite."""
     name = compressor.__name__ if compressor else "none"
     return f"the sum of gradients, with [wire] compression = '{name}', is not finite"
 
 
 def pieces(compressor: Compressor | None, rank: int, size: int) -> list[Piece]:
-    """Return this rank's own arrays, and its 1/P of those that all hold."""
+    """Return this rank's own arrays, and its 1/P of the common ones."""
     if compressor is None:
         return []
     own = [
@@ -45,7 +45,7 @@ def pieces(compressor: Compressor | None, rank: int, size: int) -> list[Piece]:
 def load(
     compressor: Compressor | None, arrays: Mapping[str, np.ndarray], rank: int, size: int
 ) -> None:
-    """Take what is this rank's; what was not saved, or is of another rank of PowerSGD, stays."""
+    """Load this rank's arrays; those not saved, or saved with another PowerSGD rank, stay."""
     own = compressor.own if compressor else {}
     shared = compressor.shared if compressor else {}
     for name, x in own.items():
@@ -59,7 +59,7 @@ def load(
 
 
 def _owed(saved: np.ndarray, length: int, rank: int, size: int) -> np.ndarray:
-    """Return this rank's residual out of those of all ranks that saved."""
+    """Return this rank's residual, from those of all ranks that saved."""
     if saved.size % length:
         raise UsageError(
             f"the checkpoint does not fit the recipe: expected residuals of {length} numbers, "

@@ -45,9 +45,9 @@ def contradictions(options: AllReduceOptions) -> Iterator[tuple[bool, str]]:
         "compression": compression != "none",
         "reduction 'ordered'": ordered,
     }
-    for key, given in beside_priority.items():
+    for key, is_set in beside_priority.items():
         yield (
-            given and options.priority,
+            is_set and options.priority,
             "[wire] priority: expected all parameters on each rank, updated bucket by bucket "
             f"from plain sums; seen {key}",
         )

@@ -10,8 +10,8 @@ all others in time. With 4 workers:
     exponential   W_ij = 1/2 for i and i - 2^k, k = 0, 1, 0, 1, ...  (sent per step: n)
 
 where n is the bytes of the parameters; log2 P steps of the exponential graph reach all P workers.
-Nobody waits for more than its neighbours. That somebody was asked to stop, or cannot go on, rides
-along as the step at which to end, late enough for the whole graph to hear of it in time. The
+A worker waits only for its neighbours. A request to stop, or a failure, travels with the parameters
+as the step at which to end, late enough for the whole graph to receive it in time. The
 gradient is scaled as in local SGD: with even shares it is the mean over the worker's samples.
 
 Sources: Lian et al., "Can decentralized algorithms outperform centralized algorithms?", 2017;
@@ -39,27 +39,27 @@ NEVER = 1 << 62
 
 
 class Neighbours(NamedTuple):
-    """To whom a worker sends in a step, and whose parameters it receives; weights are even."""
+    """The ranks that a worker sends to and receives from in a step; weights are even."""
 
     to: tuple[int, ...]
     of: tuple[int, ...]
 
 
 class Graph(NamedTuple):
-    """Who is whose neighbour: of `neighbours(step, rank, ranks)`."""
+    """A graph of workers, as a function `neighbours(step, rank, ranks)`, and its diameter."""
 
     neighbours: Callable[[int, int, int], Neighbours]
     diameter: Callable[[int], int]  #: of so many ranks: steps until all have heard of each
 
 
 def ring(step: int, rank: int, ranks: int) -> Neighbours:
-    """Return the two beside `rank`, which are one where there are but two ranks."""
-    both = tuple(sorted({(rank - 1) % ranks, (rank + 1) % ranks}))
-    return Neighbours(both, both)
+    """Return the two ranks beside `rank`, or the only other one of two ranks."""
+    pair = tuple(sorted({(rank - 1) % ranks, (rank + 1) % ranks}))
+    return Neighbours(pair, pair)
 
 
 def exponential(step: int, rank: int, ranks: int) -> Neighbours:
-    """Return the one at distance 1, 2, 4, ... in turn."""
+    """Return the rank at distance 1, 2, 4, ... in turn."""
     distance = 1 << step % (ranks - 1).bit_length()
     return Neighbours(((rank + distance) % ranks,), ((rank - distance) % ranks,))
 
@@ -83,7 +83,7 @@ class DPsgd(Centreless):
         self._mixed = np.zeros_like(replica.arena.param)
         self._aside = aside(world.concurrent, "gossip", self._mixed)
         self._inbox = namespace(self._mixed).zeros((2, self._mixed.size), self._mixed.dtype)
-        self._end = NEVER  # the step at which all end, as far as this worker has heard
+        self._end = NEVER  # the step at which all end, as far as this worker knows
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`."""
@@ -97,8 +97,8 @@ class DPsgd(Centreless):
             if not self._step(work, step, failed_at is None) and failed_at is None:
                 failed_at = step
             step += 1
-        here = step if failed_at is None else failed_at
-        reached, flags = join(self._group, here, flags, failed_at is not None)
+        reached = step if failed_at is None else failed_at
+        reached, flags = join(self._group, reached, flags, failed_at is not None)
         if flags.failed:
             self.settle()
         return reached, flags
@@ -116,36 +116,36 @@ class DPsgd(Centreless):
         task = work.task(step) if fine else None
         mixing = self._aside.submit(self._mix, step)
         # The mean over workers is to be the gradient of the batch, so each counts P times.
-        made = self._gradient(task, task.scale * self.workers) if task else None
+        result = self._gradient(task, task.scale * self.workers) if task else None
         with self._trace.span("wait for neighbours", "wait") as waiting:
             mixing.result()
         self.times.wait_s += waiting.seconds
         self.replica.arena.param[...] = self._mixed
-        if made is None:
+        if result is None:
             return False
-        sums, passes = made
+        sums, passes = result
         if passes:
             self._update(self.replica.arena.param)
             work.done(step + 1, sums)
         return self.check.goes_on(passes, work.may_drop)
 
     def _mix(self, step: int) -> None:
-        """Average with the neighbours of this step, and hear at which step to end."""
+        """Average with the neighbours of this step, and exchange the step at which to end."""
         link, x = self._link, self.replica.arena.param
         to, of = self._graph.neighbours(step, link.rank, link.size)
         with self._trace.span("gossip", "wire", bytes=x.nbytes * len(to)) as wire:
-            said, heard = np.array([self._end]), np.zeros((len(of), 1), np.int64)
+            end, ends = np.array([self._end]), np.zeros((len(of), 1), np.int64)
             boxes = self._inbox[: len(of)]
             moves: list[Request] = []
             for i, rank in enumerate(of):
-                moves += [link.irecv(heard[i], rank), link.irecv(boxes[i], rank)]
+                moves += [link.irecv(ends[i], rank), link.irecv(boxes[i], rank)]
             for rank in to:
-                moves += [link.isend(said, rank), link.isend(x, rank)]
+                moves += [link.isend(end, rank), link.isend(x, rank)]
             for move in moves:
                 move.wait()
-            self._end = min(self._end, int(heard.min()))
+            self._end = min(self._end, int(ends.min()))
             np.add(x, boxes[0], out=self._mixed)
-            for other in boxes[1:]:
-                self._mixed += other
+            for received in boxes[1:]:
+                self._mixed += received
             self._mixed /= 1 + len(of)
         self.times.wire_s += wire.seconds

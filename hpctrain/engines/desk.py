@@ -1,9 +1,9 @@
-"""The desk: where workers report to the first server, which decides what happens in which order.
+"""The desk: workers report to the first server, which decides the order of all events.
 
 A worker sends a *report*, the slices of its gradient behind it if it has one, and waits for the
-*answer*: go on with which step, or stop. The first server makes an *event* of each decision, obeys
-it and hands it to the other servers, who obey it too. So all servers see one sequence, and a list
-of events is all that is needed to repeat an asynchronous run (see replay.py).
+*answer*: go on with which step, or stop. The first server makes an *event* of each decision,
+applies it and sends it to the other servers, which apply it too. So all servers see one sequence,
+and a list of events suffices to replay an asynchronous run (see replay.py).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from hpctrain.transport.link import Link, Request
 
 
 class Report(NamedTuple):
-    """What a worker says; `gradient` and `wants` are 0 or 1."""
+    """The message of a worker to the desk; `gradient` and `wants` are 0 or 1."""
 
     gradient: int  #: the slices of a gradient, or of parameters, follow
-    wants: int  #: the parameters shall come with leave to go on
+    wants: int  #: the parameters shall come with the grant to go on
     step: int  #: that the gradient is of
     steps: int  #: how many the worker has done since its last report
     targets: int  #: samples, or places in texts, that the gradient is the sum over
@@ -30,18 +30,18 @@ class Report(NamedTuple):
     flags: Flags
 
     def encoded(self) -> np.ndarray:
-        """Return the numbers that travel."""
+        """Return the report as int64 numbers, to be sent."""
         return np.array([*self[:-1], *self.flags], np.int64)
 
     @classmethod
     def decoded(cls, numbers: np.ndarray) -> Report:
-        """Return what `encoded` made the numbers of."""
+        """Return the report whose `encoded` numbers these are."""
         gradient, wants, step, steps, targets, of_targets, *flags = numbers.tolist()
         return cls(gradient, wants, step, steps, targets, of_targets, Flags(*flags))
 
 
 class Answer(NamedTuple):
-    """What a worker is told: `step` to go on with if `go`; the run has come to step `done`."""
+    """The reply to a worker: `step` to go on with if `go`; the run has come to step `done`."""
 
     worker: int
     go: int  #: 0 for no further; at its own pace, how many steps before the next report
@@ -50,7 +50,7 @@ class Answer(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One decision: after `heard` have reported, servers obey `order` and `answers` are given."""
+    """One decision: after `heard` have reported, servers apply `order` and `answers` are sent."""
 
     heard: tuple[int, ...]
     order: Order
@@ -58,18 +58,18 @@ class Event(NamedTuple):
     staleness: int | None = None  #: of the gradient that comes, where it may be stale
 
     @classmethod
-    def from_json(cls, told: Sequence[Any]) -> Event:
-        """Return the event that JSON made lists of."""
-        heard, (pushed, use, factor, pull, over), answers, *staleness = told
+    def from_json(cls, entry: Sequence[Any]) -> Event:
+        """Return the event of an entry of the log, nested lists from JSON."""
+        heard, (pushed, use, factor, pull, over), answers, *staleness = entry
         order = Order(tuple(pushed), Use(use), factor, tuple(pull), over)
-        return cls(tuple(heard), order, tuple(Answer(*one) for one in answers), *staleness)
+        return cls(tuple(heard), order, tuple(Answer(*answer) for answer in answers), *staleness)
 
 
-def over(workers: int, done: int) -> Event:
+def over(workers: int, step: int) -> Event:
     """Return the event that ends an interval: all workers get the parameters as they are now."""
     everyone = tuple(range(workers))
     order = Order((), Use.NONE, 1.0, everyone, True)
-    return Event((), order, tuple(Answer(w, 0, done, done) for w in everyone))
+    return Event((), order, tuple(Answer(w, 0, step, step) for w in everyone))
 
 
 class Desk:
@@ -77,46 +77,46 @@ class Desk:
 
     def __init__(self, push: Link, pull: Link, workers: Sequence[int]):
         """Serve `workers`, given as ranks."""
-        self.flags = Flags()  #: all that was said since `open`, joined
-        self._asked: Callable[[], Flags] = Flags
+        self.flags = Flags()  #: all flags reported since `open`, joined
+        self._own_flags: Callable[[], Flags] = Flags
         self._push, self._pull, self._ranks = push, pull, workers
         numbers = len(Report._fields) - 1 + len(Flags._fields)
         self._inbox = np.zeros((len(workers), numbers), np.int64)
         self._posted: dict[int, Request] = {}
-        self._told: dict[int, tuple[Request, np.ndarray]] = {}
+        self._sent: dict[int, tuple[Request, np.ndarray]] = {}
 
     @property
     def workers(self) -> int:
         return len(self._ranks)
 
-    def open(self, asked: Callable[[], Flags]) -> None:
-        """Begin an interval: every worker reports, and `asked` tells what this rank has to say."""
-        self.flags, self._asked = Flags(), asked
+    def open(self, own_flags: Callable[[], Flags]) -> None:
+        """Begin an interval: every worker reports; `own_flags()` returns the flags of this rank."""
+        self.flags, self._own_flags = Flags(), own_flags
         self._listen(range(self.workers))
 
     def hear(self) -> tuple[int, Report]:
-        """Return a worker that has reported and what it says, whoever comes first."""
+        """Return the next worker that has reported, and its report."""
         posted = list(self._posted.items())
         index = self._push.wait_any([request for _, request in posted])
         return posted[index][0], self._read(posted[index][0])
 
     def hear_from(self, worker: int) -> Report:
-        """Return what `worker` says."""
+        """Return the report of `worker`, once it has arrived."""
         self._posted[worker].wait()
         return self._read(worker)
 
     def tell(self, answers: Sequence[Answer]) -> None:
-        """Give `answers` to the workers they are for."""
+        """Send `answers` to their workers."""
         for answer in answers:
-            if answer.worker in self._told:  # it has reported since, so this does not wait
-                self._told[answer.worker][0].wait()
+            if answer.worker in self._sent:  # it has reported since, so this does not wait
+                self._sent[answer.worker][0].wait()
             x = np.array(answer, np.int64)
-            self._told[answer.worker] = self._pull.isend(x, self._ranks[answer.worker]), x
+            self._sent[answer.worker] = self._pull.isend(x, self._ranks[answer.worker]), x
 
     def listen_again(self, answers: Sequence[Answer]) -> None:
-        """Expect a report of each worker that was answered.
+        """Post a receive for the next report of each worker that was answered.
 
-        Only once its gradient has been received: the same link carries both, in order.
+        Call it only after its gradient has been received: one link carries both, in order.
         """
         self._listen(answer.worker for answer in answers)
 
@@ -125,8 +125,8 @@ class Desk:
             self._posted[w] = self._push.irecv(self._inbox[w], self._ranks[w])
 
     def _read(self, worker: int) -> Report:
-        # To the end: whoever reports next is last in the list, so that nobody is passed over.
+        # Its next request goes to the end of the list, so that no worker is passed over.
         del self._posted[worker]
         report = Report.decoded(self._inbox[worker])
-        self.flags = self.flags.joined(report.flags).joined(self._asked())
+        self.flags = self.flags.joined(report.flags).joined(self._own_flags())
         return report

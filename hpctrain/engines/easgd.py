@@ -6,9 +6,9 @@ Every `period` steps of its own, worker i and the centre c move towards each oth
     server                       d = a (x_i - c),  c <- c + d
 
 The difference travels while the worker takes a step, so that the wire hides behind compute; the
-servers make it from the x_i that was sent, so that it is the same on both sides. Nobody waits for
-anybody: workers go at their own pace until all together have done their steps. What is evaluated
-and saved is the centre. A plain SGD step in between makes it EASGD, one with Nesterov's momentum
+servers compute it from the x_i that was sent, so that it is the same on both sides. There is no
+barrier: workers go at their own pace until all together have done their steps. The centre is
+evaluated and saved. A plain SGD step in between makes it EASGD, one with Nesterov's momentum
 EAMSGD: both are the recipe's optimizer, of which each worker keeps the state.
 
 Sent per exchange: n bytes by the worker, n by all servers together; n being the bytes of the
@@ -32,7 +32,7 @@ from hpctrain.checkpoint import Piece
 from hpctrain.engines.apart import Apart
 from hpctrain.engines.aside import aside
 from hpctrain.engines.desk import Answer, Report
-from hpctrain.engines.engine import Flags, Times, Work, nobody_waits
+from hpctrain.engines.engine import Flags, Times, Work, ignore_ready
 from hpctrain.engines.own_pace import OwnPace
 from hpctrain.engines.parameter_server import ParameterServer
 from hpctrain.engines.roles import Roles, ServerOptions
@@ -83,11 +83,11 @@ class Easgd(ParameterServer):
         super().__init__("easgd", world, replica, optimizer, roles, method)
 
     def state(self) -> list[Piece]:
-        """Return this rank's pieces: servers have the centre, each worker what is its own."""
+        """Return this rank's pieces: servers save the centre, workers their own state."""
         return super().state() + (self._working.apart.pieces() if self._working else [])
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take the whole state; other workers than those that saved it begin at the centre."""
+        """Load the whole state; another number of workers begins at the centre."""
         super().load(arrays)
         if self._working:
             self._working.apart.load(arrays)
@@ -113,7 +113,7 @@ class Easgd(ParameterServer):
 
 
 class Elastic(Worker):
-    """The side that works: takes steps of its own, and exchanges differences meanwhile."""
+    """A worker: takes steps of its own, and exchanges differences meanwhile."""
 
     def __init__(
         self,
@@ -129,49 +129,49 @@ class Elastic(Worker):
         period: int,
         aside: Executor,
     ):
-        """Talk to the servers in `aside`, which alone uses the links; see Worker for the others."""
+        """Exchange in the thread `aside`, which alone uses the links; see Worker for the others."""
         super().__init__(world.rank, replica, times, world.trace, push, pull, desk, cut, check)
         self.apart = apart
         self._period, self._aside = period, aside
         self._sent, self._difference = (np.zeros_like(replica.arena.param) for _ in range(2))
 
     def work(self, work: Work, start: int) -> None:
-        """Work from step `start` on, as long as the servers let us; end with the centre."""
+        """Work from step `start` on while the desk grants steps; end with the centre."""
         self.flags = Flags()
         self.apart.take_up()
         report = Report(0, 0, start, 0, 0, 0, work.flags())
-        leave = self._wait(self._aside.submit(self._meet, report))
-        while leave.go:
-            sums, leave = self._turn(work, leave)
-            work.done(leave.done, sums)
+        grant = self._wait(self._aside.submit(self._meet, report))
+        while grant.go:
+            sums, grant = self._turn(work, grant)
+            work.done(grant.done, sums)
         self.apart.put_aside()
-        self._wait(self._aside.submit(self._end, Report(0, 0, leave.step, 0, 0, 0, self.flags)))
+        self._wait(self._aside.submit(self._end, Report(0, 0, grant.step, 0, 0, 0, self.flags)))
 
-    def _turn(self, work: Work, leave: Answer) -> tuple[Sums, Answer]:
-        """Take the steps that we have leave for, the last of them while the difference travels."""
-        param, last = self.replica.arena.param, leave.step + leave.go - 1
-        sums = self._steps(work, range(leave.step, last))
+    def _turn(self, work: Work, grant: Answer) -> tuple[Sums, Answer]:
+        """Take the granted steps; the last one overlaps with the exchange."""
+        param, last = self.replica.arena.param, grant.step + grant.go - 1
+        sums = self._steps(work, range(grant.step, last))
         due = not self.flags.failed and (last + 1) % self._period == 0
         if due:
             self._sent[...] = param
-        said = self.flags.joined(work.flags())
-        report = Report(int(due), 0, leave.step, leave.go, 0, 0, said)
-        under_way = self._aside.submit(self._meet, report)
+        flags = self.flags.joined(work.flags())
+        report = Report(int(due), 0, grant.step, grant.go, 0, 0, flags)
+        exchange = self._aside.submit(self._meet, report)
         sums = add(sums, self._steps(work, range(last, last + 1)))
-        leave = self._wait(under_way)
+        grant = self._wait(exchange)
         if due:
             param -= self._difference
-        return sums, leave
+        return sums, grant
 
     def _steps(self, work: Work, steps: range) -> Sums:
-        """Take steps of our own, up to the one at which this worker cannot go on."""
+        """Take steps of our own, up to the one at which this worker fails."""
         sums, record = Sums(0.0, 0, 0), self.trace.add
         for step in () if self.flags.failed else steps:
             task = work.task(step)
             start = perf_counter()
-            ready = self.check.begin(nobody_waits)
-            one = self.replica.gradient(task.batch, task.scale, task.key, ready)
-            passes = self.check.passes(one)
+            ready = self.check.begin(ignore_ready)
+            part = self.replica.gradient(task.batch, task.scale, task.key, ready)
+            passes = self.check.passes(part)
             computed = perf_counter()
             self.times.compute_s += record("forward, backward", "compute", start, computed)
             if not self.check.goes_on(passes, work.may_drop):
@@ -179,16 +179,16 @@ class Elastic(Worker):
                 break
             if not passes:
                 continue
-            sums = add(sums, one)
+            sums = add(sums, part)
             self.apart.update(self.replica.arena.param)
             self.times.compute_s += record("update", "compute", computed, perf_counter())
         return sums
 
     def _meet(self, report: Report) -> Answer:
-        """Report, with our parameters where an exchange is due; return the leave to go on."""
+        """Report, with our parameters where an exchange is due; return the grant of steps."""
         with self.trace.span("exchange", "wire") as wire:
-            said = report.encoded()
-            sends = [self._push.isend(said, self._desk)]
+            message = report.encoded()
+            sends = [self._push.isend(message, self._desk)]
             if report.gradient:
                 sends += [self._push.isend(self._sent[s], rank) for rank, s in self._cut]
             answer = self._answer()
@@ -200,14 +200,14 @@ class Elastic(Worker):
         return answer
 
     def _end(self, report: Report) -> Answer:
-        """Report that all is done; take the centre, once all have come to the end."""
+        """Report the end; receive the centre, once all workers have come to the end."""
         answer = self._meet(report)
         self._receive(self.replica.arena.param)
         return answer
 
-    def _wait(self, under_way: Future[Answer]) -> Answer:
+    def _wait(self, exchange: Future[Answer]) -> Answer:
         with self.trace.span("wait for servers", "wait") as waiting:
-            answer = under_way.result()
+            answer = exchange.result()
         self.times.wait_s += waiting.seconds
         return answer
 
@@ -222,14 +222,14 @@ class Centre(Shard):
         super().__init__(arena, own, sgd(0.0), total, push, pull, workers)
         self._difference = np.empty_like(self.param)
 
-    def obey(self, order: Order) -> None:
-        """Move towards the worker that comes, and tell it by how much."""
+    def apply(self, order: Order) -> None:
+        """Move towards the worker that pushes, and send it the difference."""
         if order.use != Use.ELASTIC:
-            return super().obey(order)
+            return super().apply(order)
         (worker,) = order.pushed
         for i, (x,) in self._gradients(order.pushed):
             s = self._wire[i]
-            finish(self._outgoing[i])  # the wire may still read what we are about to change
+            finish(self._outgoing[i])  # a send may still read what we are about to change
             d = np.subtract(x, self.param[s], out=self._difference[s])
             d *= order.factor
             self.param[s] += d

@@ -1,4 +1,4 @@
-"""What every training regime offers: one step on one batch, and one consistent point.
+"""The interface of every training regime: training steps, and one consistent state.
 
 The trainer knows no regime, and an engine knows no recipe, file or progress bar.
 """
@@ -30,9 +30,9 @@ STEP_BITS = 40  # of a number that holds a rank and a step
 
 
 class Flags(NamedTuple):
-    """What a rank has to say to all at a step boundary; all learn the largest value said."""
+    """The flags of a rank at a step boundary; all ranks receive the maximum of each."""
 
-    stop: int = 0  #: somebody was asked to stop: the number of the signal, see hpctrain.stop
+    stop: int = 0  #: a rank was asked to stop: the number of the signal, see hpctrain.stop
     #: one more than the highest rank whose gradient cannot be taken, 0 for none; where it is the
     #: sum of all, the number of ranks stands for a rank
     failed: int = 0
@@ -42,7 +42,7 @@ class Flags(NamedTuple):
         return self._replace(failed=rank + 1)
 
     def joined(self, other: Flags) -> Flags:
-        """Return what both say."""
+        """Return the larger value of each flag."""
         return Flags(*map(max, self, other))
 
 
@@ -56,7 +56,7 @@ class Times:
 
 
 class Task(NamedTuple):
-    """What one worker computes in one step: the gradient of `scale` times the loss of `batch`."""
+    """The work of one worker in one step: the gradient of `scale` times the loss of `batch`."""
 
     batch: Batch
     scale: float
@@ -64,7 +64,7 @@ class Task(NamedTuple):
 
 
 class Work(Protocol):
-    """What the trainer gives to an engine: tasks, and an ear for what became of them."""
+    """The trainer as an engine sees it: it gives tasks and receives their results."""
 
     #: Gradients that a worker with steps of its own may drop in a row, since they are not finite.
     may_drop: int
@@ -73,10 +73,10 @@ class Work(Protocol):
         """Return this worker's share of batch `step`; steps may be left out, never repeated."""
 
     def done(self, step: int, sums: Sums) -> None:
-        """Take note of a task that is done, with which the run has come to `step`."""
+        """Count a task that is done; the run has come to `step`."""
 
     def flags(self) -> Flags:
-        """Return what this rank has to say to all now."""
+        """Return the flags of this rank now."""
 
 
 class Engine(Protocol):
@@ -109,7 +109,7 @@ class Engine(Protocol):
         """Return the sums of a few float64 over all ranks, the same on each."""
 
     def settle(self) -> None:
-        """Bring `replica.arena.param` to what is to be evaluated and saved."""
+        """Bring the parameters that are evaluated and saved into `replica.arena.param`."""
 
     def state(self) -> list[Piece]:
         """Return this rank's pieces of the state; all ranks' pieces together are all of it."""
@@ -141,29 +141,29 @@ def in_step(engine: SteppingEngine, work: Work, start: int, until: int) -> tuple
     return until, flags
 
 
-def nobody_waits(name: str) -> None:
-    """Take note of a gradient that does not travel before all are there."""
+def ignore_ready(name: str) -> None:
+    """Do nothing: gradients are sent after backward."""
 
 
 def join(group: Group, step: int, flags: Flags, failed: bool) -> tuple[int, Flags]:
-    """Return the flags of all ranks, and `step`, or the one at which a rank has `failed`."""
-    where = ((group.link.rank + 1) << STEP_BITS) + step if failed else 0
-    said = np.array([flags.stop, where], np.int64)
-    recursive_doubling(group, said, np.maximum)
-    stop, where = said.tolist()
-    failure, at = divmod(where, 1 << STEP_BITS)
+    """Return (step, flags) of all ranks: `step`, or the one at which a rank has `failed`."""
+    code = ((group.link.rank + 1) << STEP_BITS) + step if failed else 0
+    numbers = np.array([flags.stop, code], np.int64)
+    recursive_doubling(group, numbers, np.maximum)
+    stop, code = numbers.tolist()
+    failure, at = divmod(code, 1 << STEP_BITS)
     return (at if failure else step), Flags(stop, failure)
 
 
 def whole(partials: np.ndarray) -> np.ndarray:
-    """Return the partial sums of all shards, where one rank holds the whole arena: as they are."""
+    """Return `partials`: the identity, for one rank that holds the whole arena."""
     return partials
 
 
 def pieces_of(
     arena: Arena, optimizer_state: Mapping[str, np.ndarray], rank: int, size: int
 ) -> list[Piece]:
-    """Return rank's 1/P of a state that every rank holds in full, so that all ranks write."""
+    """Return rank's 1/P of a state that every rank holds in full; so all ranks write."""
     return [piece_of(name, x, rank, size) for name, x in _flat(arena, optimizer_state).items()]
 
 
@@ -180,11 +180,11 @@ def load_into(
 
 def fitting(arrays: Mapping[str, np.ndarray], name: str, size: int) -> np.ndarray:
     """Return array `name` of a checkpoint; raise UsageError unless it has `size` elements."""
-    seen = arrays[name].size if name in arrays else "none"
-    if seen != size:
+    actual = arrays[name].size if name in arrays else "none"
+    if actual != size:
         raise UsageError(
             f"the checkpoint does not fit the recipe: expected {size} numbers of '{name}', "
-            f"seen {seen}; resume with the model and the optimizer that it was made with"
+            f"seen {actual}; resume with the model and the optimizer that it was made with"
         )
     return arrays[name]
 

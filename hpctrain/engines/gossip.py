@@ -1,8 +1,8 @@
-"""Gossip: workers without a centre, which average with each other; three graphs to do it on.
+"""Gossip: workers without a centre, which average with each other along one of three graphs.
 
-`bipartite`: pairs meet at random, and nobody waits (ad_psgd.py). `ring` and `exponential`: all
-workers take each step together, and each averages with its neighbours (d_psgd.py). What is
-evaluated and saved is the mean of all workers' parameters.
+`bipartite`: random pairs, no barrier (ad_psgd.py). `ring` and `exponential`: all
+workers take each step together, and each averages with its neighbours (d_psgd.py). The mean
+of all workers' parameters is evaluated and saved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class GossipOptions:
     graph: Literal["bipartite", "ring", "exponential"] = "bipartite"
 
     def must_fit(self, workers: int) -> None:
-        """Raise UsageError for a worker that nobody is there to average with."""
+        """Raise UsageError for a single worker, which has no partner."""
         if workers < 2:
             raise UsageError(
                 "engine 'gossip' needs at least 2 workers, which average with each other, but 1 "

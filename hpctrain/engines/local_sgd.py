@@ -6,14 +6,14 @@
 g_i is scaled as in every engine, so that the shares of a batch add up to its gradient: P g_i is
 the worker's own mean gradient where shares are even, and with H = 1 plain SGD makes the step of
 `allreduce` also where they are not. Sent per rank and averaging: 2n(P-1)/P bytes with a ring,
-every H steps. Ranks hear of each other when they average, and at the steps at which something is
+every H steps. Ranks exchange flags when they average, and at the steps at which something is
 evaluated or saved: a worker that cannot go on, or a request to stop, is known to all at the next
 of these. A worker whose gradient is not finite does not take it; it drops it and goes on, or ends
 the run, see `[run] not_finite`.
 
 start_after  until that step gradients are averaged, in each step (post-local SGD)
 momentum     "kept": each worker has the state of its optimizer to itself; or "averaged", too
-outer        "nesterov": what a round has changed is a gradient for another optimizer (DiLoCo)
+outer        "nesterov": the change of a round is a gradient for another optimizer (DiLoCo)
                  d = x - mean x_i,   v <- mu v + d,   x <- x - rate (d + mu v),   x_i <- x
 delay        S: the sum travels while S more steps are taken (DASO)
                  x_i <- (2S x_i + sum of the x of S steps ago) / (2S + P)
@@ -44,10 +44,10 @@ from hpctrain.engines.engine import (
     Task,
     Work,
     fitting,
+    ignore_ready,
     in_step,
     join,
     load_into,
-    nobody_waits,
     pieces_of,
 )
 from hpctrain.engines.node import Node
@@ -63,7 +63,7 @@ from hpctrain.xp import like
 
 @config.options
 class LocalSgdOptions(WireOptions):
-    """When parameters are averaged, and what becomes of the average."""
+    """When parameters are averaged, and how the average is applied."""
 
     period: Annotated[int, Field(ge=1)] = 8  #: steps between two averagings
     start_after: Annotated[int, Field(ge=0)] = 0  #: steps that average gradients, at first
@@ -72,16 +72,16 @@ class LocalSgdOptions(WireOptions):
     outer_rate: Annotated[float, Field(gt=0)] | None = None  #: 0.7, if there is an outer method
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] | None = None  #: 0.9, likewise
     delay: Annotated[int, Field(ge=0)] = 0  #: steps for which an average is on its way
-    apart: Literal["ranks", "nodes"] = "ranks"  #: who trains apart
+    apart: Literal["ranks", "nodes"] = "ranks"  #: the units that train apart
 
     def __post_init__(self) -> None:
         """Refuse options that contradict each other."""
         super().__post_init__()
         self.must_be_plain("local-sgd")
-        given = [key for key in ("outer_rate", "outer_momentum") if getattr(self, key) is not None]
-        if given and self.outer == "none":
+        keys = [key for key in ("outer_rate", "outer_momentum") if getattr(self, key) is not None]
+        if keys and self.outer == "none":
             raise UsageError(
-                f"[engine] {', '.join(given)}: expected outer = 'nesterov' beside it, seen 'none'"
+                f"[engine] {', '.join(keys)}: expected outer = 'nesterov' beside it, seen 'none'"
             )
         if self.delay >= self.period:
             raise UsageError(
@@ -155,12 +155,12 @@ class LocalSgd:
         self._apart = self._parted = True
         step, goes_on = start, True
         while step < stop and goes_on:
-            sums, taken = self._step(work.task(step))
-            goes_on = self.check.goes_on(taken, work.may_drop)
+            sums, applied = self._step(work.task(step))
+            goes_on = self.check.goes_on(applied, work.may_drop)
             if goes_on:
                 step += 1
                 self._arrive(step)
-            if taken:
+            if applied:
                 work.done(step, sums)
         # On a node that has failed together the rank that made it fail is to be named.
         step, flags = self._vote(step, not goes_on and bool(self.check.fault), work.flags())
@@ -171,7 +171,7 @@ class LocalSgd:
         return step, flags
 
     def _join(self) -> None:
-        """Let workers that trained apart go on as one: another training begins with them."""
+        """Average workers that trained apart: another training begins with one state for all."""
         if self._parted:
             self._mean([*self._planes, *self._moments])
             self._apart = self._parted = False
@@ -179,12 +179,12 @@ class LocalSgd:
             self._delayed.forget()
 
     def _step(self, task: Task) -> tuple[Sums, bool]:
-        """Take the gradient of the own share, or of the node's, if it is finite."""
+        """Update with the gradient of this rank's share, or of the node's, if it is finite."""
         start, add, times = perf_counter(), self._trace.add, self.times
         waited, grad = times.wait_s, self.replica.arena.grad
         # The mean over workers is to be the gradient of the batch, so each counts P times.
         scale, key = task.scale * self.workers / self._node.size, self._node.key(task.key)
-        sums = self.replica.gradient(task.batch, scale, key, self.check.begin(nobody_waits))
+        sums = self.replica.gradient(task.batch, scale, key, self.check.begin(ignore_ready))
         passes = self.check.passes(sums)
         computed = add("forward, backward", "compute", start, perf_counter())
         times.compute_s += computed - (times.wait_s - waited)  # a layer may have waited on its way
@@ -198,7 +198,7 @@ class LocalSgd:
         return sums, fine
 
     def _average(self) -> None:
-        """Do at the end of a round what the options say."""
+        """Average at the end of a round, by the method of the options."""
         if self._delayed is not None:
             self._delayed.leave()
             return
@@ -226,12 +226,12 @@ class LocalSgd:
         self.times.wire_s += waiting.seconds
 
     def _end_of_round(self, step: int) -> int:
-        """Return at the end of which step the round is over in which `step` is."""
+        """Return the step at which the round of `step` ends."""
         first, period = self._options.start_after, self._options.period
         return first + ((step - first) // period + 1) * period
 
     def _vote(self, step: int, failed: bool, flags: Flags) -> tuple[int, Flags]:
-        """Return the flags of all ranks, and `step`, or the one at which a rank failed."""
+        """Return (step, flags) of all ranks: `step`, or the one at which a rank failed."""
         with self._trace.span("wait for flags", "wait") as waiting:
             joined = join(self._group, step, flags, failed)
         self.times.wait_s += waiting.seconds
@@ -248,7 +248,7 @@ class LocalSgd:
         return self._together.sum(numbers)
 
     def settle(self) -> None:
-        """Bring the mean into the arena; the next `train` goes on with what is each worker's."""
+        """Bring the mean into the arena; the next `train` resumes from each worker's own planes."""
         if self._apart and not self._own:
             self._own = [x.copy() for x in self._planes]
             self._mean(self._planes)
@@ -259,26 +259,26 @@ class LocalSgd:
         self._own = []
 
     def state(self) -> list[Piece]:
-        """Return this rank's 1/P of what all hold, and what is this worker's own."""
+        """Return this rank's 1/P of the common state, and this worker's own arrays."""
         link, own = self._group.link, dict(zip(("param", "buffer"), self._own))  # noqa: B905
         state = self._update.state
         if self._parted:
             own |= {f"optimizer.{name}": x for name, x in state.items()}
         pieces = [Piece(f"worker.{link.rank}.{name}", 0, x.size, x) for name, x in own.items()]
         pieces += pieces_of(self.replica.arena, {} if self._parted else state, link.rank, link.size)
-        for more in (self._outer, self._delayed):
-            pieces += more.pieces(link.rank, link.size) if more is not None else []
+        for method in (self._outer, self._delayed):
+            pieces += method.pieces(link.rank, link.size) if method is not None else []
         return pieces
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take the whole state; where as many workers saved it, each takes its own.
+        """Load the whole state; if as many workers saved it, each loads its own arrays.
 
-        Others start from the mean, of parameters and of the states of optimizers.
+        Otherwise they start from the mean, of parameters and of the states of optimizers.
         """
         before = workers_in(arrays)
         if before == self.workers:
-            mine = f"worker.{self._group.link.rank}."
-            own = {n.removeprefix(mine): x for n, x in arrays.items() if n.startswith(mine)}
+            prefix = f"worker.{self._group.link.rank}."
+            own = {n.removeprefix(prefix): x for n, x in arrays.items() if n.startswith(prefix)}
         else:
             own = mean_states(arrays, self._update.state, before)
         planes = dict(zip(("param", "buffer"), self._planes))  # noqa: B905
@@ -287,9 +287,9 @@ class LocalSgd:
         self._apart, self._parted = "param" in own, before == self.workers
         aside = planes if self._apart else {}
         self._own = [like(x, fitting(own, name, x.size)).copy() for name, x in aside.items()]
-        for more in (self._outer, self._delayed):
-            if more is not None:
-                more.load(arrays)
+        for method in (self._outer, self._delayed):
+            if method is not None:
+                method.load(arrays)
 
     def close(self) -> None:
         """End the communication threads and free their links; collective."""

@@ -1,7 +1,7 @@
 """The ranks of one node that take each step together, where nodes train apart.
 
-Gradients are summed in the node, where wires are fast, in every step; what travels between nodes is
-the business of the engine. A node of one rank sums nothing.
+Gradients are summed in the node, where wires are fast, in every step; the exchange between
+nodes is the engine's. A node of one rank sums nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Node:
     """This rank's node: all ranks on the same host; or, not `together`, this rank alone."""
 
     def __init__(self, world: World, times: Times, allreduce: AllReduceFunction, together: bool):
-        """Find the others; collective."""
+        """Make the link of the node; collective."""
         color = world.hosts.index(world.host) if together else world.rank
         self._group = Group(world.link_for("node", color))
         self._times, self._allreduce, self._trace = times, allreduce, world.trace
@@ -37,7 +37,7 @@ class Node:
         return key if self.size == 1 else key._replace(sum_over_ranks=self._small_sum)
 
     def sum(self, grad: np.ndarray, finite: bool) -> bool:
-        """Sum the gradients of the node in place; return whether all its ranks say `finite`."""
+        """Sum the gradients of the node in place; return whether all its ranks are `finite`."""
         if self.size == 1:
             return finite
         with self._trace.span("sum in the node", "wait") as waiting:

@@ -2,10 +2,10 @@
 
     replica           the gradients of this rank's blocks, added as far as they can be
     reduce_scatter    those of all ranks, each element on one rank     (collectives/ordered.py)
-    all_gather        the sums to everybody, by the algorithm that was asked for
+    all_gather        the sums to all ranks, by the algorithm of the options
 
-The losses of blocks are added in their order too: rank 0 tells of a whole step, the others of
-nothing, so that whoever adds up ranks and steps makes the same additions on any number of them.
+The losses of blocks are added in their order too: rank 0 returns those of a whole step, the others
+zeros, so that sums over ranks and steps make the same additions on any number of ranks.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class AnySums:
         self.parts: Parts | None = None  #: of this rank's gradient, beside the arena's plane
 
     def of_the_step(self, sums: Sums, add: Add) -> Sums:
-        """Return `sums`: each rank tells of its own share."""
+        """Return `sums`: each rank reports its own share."""
         return sums
 
 
 class OrderedSums:
-    """How one rank's gradients and losses are added to those of the others, in one order."""
+    """Sums of gradients and losses over ranks, in an order that does not depend on the ranks."""
 
     def __init__(self, replica: Replica, tree: Tree, rank: int, all_gather: AllGather):
         """Raise UsageError where the replica cannot be computed in blocks."""
@@ -69,14 +69,14 @@ class OrderedSums:
         return self.replica.subtotals(slice(start, start + x.size))
 
     def of_the_step(self, sums: Sums, add: Add) -> Sums:
-        """Return the sums of all shares on rank 0, of nothing elsewhere."""
+        """Return the sums of all shares on rank 0, zeros elsewhere."""
         table = self.replica.table
         total = in_order(add(table.ravel()).reshape(table.shape))
         return total if self._rank == 0 else NOTHING
 
 
 def sums_of(replica: Replica, options: WireOptions, rank: int, size: int) -> AnySums | OrderedSums:
-    """Return the way to sum that `options` ask for."""
+    """Return the sums that `options` ask for."""
     if tree := options.tree(size):
         return OrderedSums(replica, tree, rank, all_gather_named(options.algorithm))
     return AnySums(replica, allreduce_named(options.algorithm))

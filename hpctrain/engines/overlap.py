@@ -1,4 +1,4 @@
-"""When gradients travel, in what pieces, and when their sums are taken.
+"""When gradients are sent, in which buckets, and when their sums are applied.
 
     never    | forward | backward      | reduce | update |
     always   | forward | backward      |wait| update |          two threads
@@ -8,7 +8,7 @@
 
 A communication thread needs a core: where ranks fill the cores of their node it takes from compute
 what it gives to the wire, so that `auto` reduces after backward there, in one piece. Between nodes
-mostly the wire is waited for, and a thread pays.
+most of the time is waiting for the wire, and a thread pays.
 
 With FIFO order the last bucket to arrive is the first layer's, which is needed first: an update of
 the whole has to wait for it, and priority could gain nothing. So with `priority` an update is made
@@ -38,12 +38,12 @@ from hpctrain.trace import Trace
 from hpctrain.tuning import select
 from hpctrain.world import World
 
-#: What travels cannot be called back: with priority buckets are no longer than this, or a layer.
+#: A transfer cannot be cancelled: with priority buckets are no longer than this, or a layer.
 PRIORITY_BYTES = 1 << 20
 
 
 def pays(world: World, options: WireOptions) -> bool:
-    """Return whether to reduce in a thread of its own, the same on all ranks; collective."""
+    """Return whether to reduce in a communication thread, the same on all ranks; collective."""
     if world.size == 1 or not world.concurrent or options.overlap == "never":
         return False
     spare = cores_to_spare(world)
@@ -51,7 +51,7 @@ def pays(world: World, options: WireOptions) -> bool:
 
 
 def let_compute(group: Group, concurrent: bool) -> None:
-    """Let the links of a communication thread wait for other nodes without wearing out a core."""
+    """Let the links of a communication thread sleep while they wait for other nodes."""
     if concurrent and len(group.nodes) > 1:
         for link in group.links:
             link.patient = True
@@ -67,7 +67,7 @@ def cores_to_spare(world: World) -> bool:
 
 
 def cut(arena: Arena, group: Group, options: WireOptions, concurrent: bool) -> list[Bucket]:
-    """Return the buckets of the gradient: of `bucket_bytes`, or as long as costs least."""
+    """Return the buckets of the gradient: of `bucket_bytes`, or of the length that costs least."""
     grad, nbytes = arena.grad, arena.grad.nbytes
     if options.bucket_bytes != "auto":
         nbytes = options.bucket_bytes
@@ -95,7 +95,7 @@ class AsNeeded:
     def __init__(self, reducer: Reducer, update: InParts, times: Times, trace: Trace):
         """`update` has the reducer's buckets as its parts."""
         self._reducer, self._update, self._times, self._trace = reducer, update, times, trace
-        self._due: set[int] = set()  # buckets whose sums are not taken yet
+        self._due: set[int] = set()  # buckets whose sums are not applied yet
 
     def begin(self) -> None:
         """Note that the sums of a step are on their way."""
@@ -103,13 +103,13 @@ class AsNeeded:
         self._due = set(range(self._reducer.count))
 
     def need(self, name: str) -> None:
-        """Take the sum in which slot `name` is, if that was not done yet."""
+        """Apply the sum of the bucket of slot `name`, unless that was done."""
         number = self._reducer.bucket(name)
         while number in self._due:
             self._take_one(number)
 
     def finish(self) -> None:
-        """Take all sums that are left."""
+        """Apply all sums that are left."""
         start, waited = perf_counter(), self._times.wait_s
         while self._due:
             self._take_one(max(self._due))
@@ -118,7 +118,7 @@ class AsNeeded:
         self._times.wire_s = self._reducer.wire_s
 
     def _take_one(self, first: int) -> None:
-        """Take the sum of bucket `first`, or another that is in before it: else we were idle."""
+        """Apply the sum of bucket `first`, or of another that arrives before it."""
         with self._trace.span("wait for gradients", "wait", bucket=first) as waiting:
             number = self._reducer.wait_for_one(self._due, first)
         self._times.wait_s += waiting.seconds
@@ -126,4 +126,4 @@ class AsNeeded:
             self._update(number, self._reducer.wait_for(number))
         self._due.discard(number)
         if not self._due:
-            self._update.done()
+            self._update.count()

@@ -1,8 +1,8 @@
 """Workers at their own pace: each goes on as long as all together have steps to do.
 
-A worker reports, is told how many steps it may take, and reports again when it has begun the last
-of them, so that the answer comes while it computes. One that is told none finishes what it has
-begun and says so. The order in which they report decides who takes how many: that is logged.
+A worker reports, is granted a number of steps, and reports again when it has begun the last of
+them, so that the answer comes while it computes. A worker that is granted none finishes its step
+and reports once more. The order of reports decides the number of steps of each: it is logged.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ class OwnPace:
         self.staleness = Staleness()
 
     def events(self, desk: Desk, start: int, until: int) -> Iterator[Event]:
-        """Yield what happens until all workers together have done their part of `until` steps."""
+        """Yield the events until all workers together have done their part of `until` steps."""
         if int(self.clocks.sum()) // self.workers != start:
             self.clocks[:] = start  # of another run, or of other workers
-        left, told, out = until * self.workers - int(self.clocks.sum()), set(), 0
-        while out < self.workers:
+        left, stopping, finished = until * self.workers - int(self.clocks.sum()), set(), 0
+        while finished < self.workers:
             worker, report = desk.hear()
-            if worker in told:  # that there is nothing more to do: now it has come to its end
-                out += 1
+            if worker in stopping:  # its second report: it has finished its last step
+                finished += 1
                 yield Event((worker,), Order((), Use.NONE, 1.0, (), False))
                 continue
             steps = self._let_go(worker, report, left, desk)
             left -= steps
             if not steps:
-                told.add(worker)
+                stopping.add(worker)
             moves = (worker,) if report.gradient else ()
             use = Use.ELASTIC if moves else Use.NONE
-            answer = Answer(worker, steps, int(self.clocks[worker]), self._done())
+            answer = Answer(worker, steps, int(self.clocks[worker]), self._step_reached())
             yield Event((worker,), Order(moves, use, self.moving_rate, (), False), (answer,))
-        yield over(self.workers, self._done())
+        yield over(self.workers, self._step_reached())
 
     def _let_go(self, worker: int, report: Report, left: int, desk: Desk) -> int:
-        """Return how many steps `worker` may take before it reports again."""
+        """Return the number of steps that `worker` may take before it reports again."""
         self.clocks[worker] += report.steps
         clock = int(self.clocks[worker])
         if any(desk.flags):
@@ -66,5 +66,5 @@ class OwnPace:
             self.staleness.gap(clock - int(self.clocks.min()))
         return steps
 
-    def _done(self) -> int:
+    def _step_reached(self) -> int:
         return int(self.clocks.sum()) // self.workers

@@ -1,12 +1,12 @@
-"""Two workers average their parameters: the active side of it, and the passive; see ad_psgd.py.
+"""Two workers average their parameters: the active side and the passive side; see ad_psgd.py.
 
     active      main     [ gradient at x ............... ]  x <- m - update
                 thread   x -> ...................... <- m
     passive     main     [ gradient at a copy of x ......... ]  x <- x - update, copy
                 thread   takes x_a:  x, m <- (x + x_a) / 2, sends m
 
-A passive worker's x belongs to two threads, which take turns: in any order, which is noted, or in
-the order that was noted in the run that is repeated.
+A passive worker's x belongs to two threads, which take turns: in any order, which is recorded,
+or in the recorded order of the run that is replayed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from hpctrain.xp import finish, own_stream
 _STREAM = 4  # keeps this stream apart from others that use Philox with a key of (seed, number)
 #: In a list of turns: a gradient of the worker's own, or LEFT less the active worker that left;
 OWN, LEFT = -1, -2  # any other number is the active worker that it met
-MEET, LEAVE = 1, 0  # what an active worker says first
+MEET, LEAVE = 1, 0  # the header of each message of an active worker
 Take = Callable[[np.ndarray], None]
 
 
 def actives(workers: int) -> list[int]:
-    """Return who may choose to meet whom: every other worker, so that no two of them meet."""
+    """Return the active workers, every second one; they choose passive partners only."""
     return list(range(0, workers, 2))
 
 
@@ -47,22 +47,22 @@ def partner(seed: int, worker: int, step: int, workers: int) -> int:
 
 
 class Active:
-    """A worker that meets another in each step, in a thread beside its gradient."""
+    """A worker that averages with a passive one in each step, in a thread beside its gradient."""
 
     def __init__(self, world: World, times: Times, param: np.ndarray, link: Link):
-        """Exchange `param`, which nobody writes from `begin` to `take`; `link` is the thread's."""
+        """Exchange `param`, not written from `begin` to `take`; the thread alone uses `link`."""
         self._param, self._link, self._times, self._trace = param, link, times, world.trace
         self._mean = np.zeros_like(param)
         self._aside = aside(world.concurrent, "gossip", param)
         self._meeting: Future[None] | None = None
 
     def begin(self, key: Key) -> None:
-        """Begin to average, for a gradient that is made meanwhile."""
+        """Start the averaging; the gradient is computed meanwhile."""
         other = partner(key.seed, self._link.rank, key.step, self._link.size)
         self._meeting = self._aside.submit(self._meet, other)
 
     def take(self, update: Take | None) -> None:
-        """End the averaging, then take the gradient, if it can be taken."""
+        """Wait for the averaging, then apply the gradient with `update` unless that is None."""
         assert self._meeting is not None
         with self._trace.span("wait for another", "wait") as waiting:
             self._meeting.result()
@@ -72,8 +72,8 @@ class Active:
             update(self._param)
 
     def leave(self) -> None:
-        """Tell all that we meet nobody any more."""
-        self._aside.submit(self._say_so).result()
+        """Tell all passive workers that this one sends no more parameters."""
+        self._aside.submit(self._send_leave).result()
 
     def close(self) -> None:
         """End the thread."""
@@ -81,44 +81,44 @@ class Active:
 
     def _meet(self, other: int) -> None:
         with self._trace.span("gossip", "wire", bytes=self._param.nbytes, rank=other) as wire:
-            said = np.array([MEET])
+            header = np.array([MEET])
             back = self._link.irecv(self._mean, other)
-            for request in (self._link.isend(said, other), self._link.isend(self._param, other)):
+            for request in (self._link.isend(header, other), self._link.isend(self._param, other)):
                 request.wait()
             back.wait()
         self._times.wire_s += wire.seconds
 
-    def _say_so(self) -> None:
-        said = np.array([LEAVE])
+    def _send_leave(self) -> None:
+        header = np.array([LEAVE])
         for passive in range(1, self._link.size, 2):
-            self._link.isend(said, passive).wait()
+            self._link.isend(header, passive).wait()
 
 
 class Passive:
-    """A worker whose second thread answers all who want to meet it."""
+    """A worker whose second thread averages with every active worker that sends to it."""
 
     def __init__(self, world: World, times: Times, param: np.ndarray, link: Link):
-        """Let gradients be made at `param`, a copy of what is averaged; `link` is the thread's."""
+        """Compute gradients at `param`, a copy of the average; the thread alone uses `link`."""
         self._param, self._link, self._times, self._trace = param, link, times, world.trace
         self._x, self._inbox = np.zeros_like(param), np.zeros_like(param)
         self._actives = actives(link.size)
         self._turns = Turns()
 
-    def answering(self, told: Sequence[int] | None) -> Callable[[], list[int]]:
-        """Return what the thread does from now on until all have left, and gives back the turns.
+    def answering(self, turns: Sequence[int] | None) -> Callable[[], list[int]]:
+        """Return the body of the thread: it answers until all have left, and returns the turns.
 
-        `told` are the turns to be repeated, if any are.
+        `turns` are those of the log if the run is a replay.
         """
         self._x[...] = self._param
         finish(self._x)  # another thread reads it, on a stream of its own
-        self._turns = Turns(told)
+        self._turns = Turns(turns)
         return self._answer
 
     def begin(self, key: Key) -> None:
-        """Do nothing: others choose when to average."""
+        """Do nothing: active workers choose when to average."""
 
     def take(self, update: Take | None) -> None:
-        """Take the gradient, if it can be taken, wherever averaging has led meanwhile."""
+        """Apply the gradient to the parameters as averaged so far, unless `update` is None."""
         if update is not None:
             with self._turns.turn(OWN):
                 update(self._x)
@@ -126,10 +126,10 @@ class Passive:
                 finish(self._x)
 
     def leave(self) -> None:
-        """Do nothing: as long as others want to meet, there is an answer."""
+        """Do nothing: the thread answers until all active workers have left."""
 
     def end(self) -> None:
-        """Bring into `param` what averaging has led to, once the thread is through."""
+        """Copy the averaged parameters into `param`, after the thread has ended."""
         self._param[...] = self._x
 
     def close(self) -> None:
@@ -142,27 +142,27 @@ class Passive:
     def _answer_all(self) -> list[int]:
         header = np.zeros((self._link.size, 1), np.int64)
         posted = {a: self._link.irecv(header[a], a) for a in self._actives}
-        told = deque(self._turns.told_others)
+        logged = deque(self._turns.logged_actives)
         try:
             while posted:
-                other = self._heard(posted, told)
+                other = self._next_sender(posted, logged)
                 if header[other] == MEET:
                     self._meet(other)
                     posted[other] = self._link.irecv(header[other], other)
-                else:  # a turn too: who was heard later may have waited for the one that left
+                else:  # a turn too: a later sender may have waited for the one that left
                     with self._turns.turn(LEFT - other):
                         pass
         except BaseException:
             self._turns.break_off()
             raise
-        return self._turns.taken
+        return self._turns.history
 
-    def _heard(self, posted: dict[int, Request], told: deque[int]) -> int:
-        """Return who has said something: who comes first, or comes next in what was `told`."""
+    def _next_sender(self, posted: dict[int, Request], logged: deque[int]) -> int:
+        """Return the worker whose header has arrived: any, or the next one of `logged`."""
         if self._turns.repeats:
-            posted.pop(other := told.popleft()).wait()
+            posted.pop(other := logged.popleft()).wait()
             return other
-        # The one that was met last is last in the list, so that nobody is passed over.
+        # The latest partner is last in the list, so that no worker is passed over.
         other = list(posted)[self._link.wait_any(list(posted.values()))]
         del posted[other]
         return other
@@ -181,37 +181,37 @@ class Passive:
 
 
 class Turns:
-    """Two threads' turns at one thing: one after the other, and noted, or in an order told."""
+    """Mutual exclusion of two threads that records the order of turns, or follows an `order`."""
 
-    def __init__(self, told: Sequence[int] | None = None):
-        self.taken: list[int] = []
-        self._told, self._broken, self._changed = told, False, threading.Condition()
+    def __init__(self, order: Sequence[int] | None = None):
+        self.history: list[int] = []
+        self._order, self._broken, self._changed = order, False, threading.Condition()
 
     @property
     def repeats(self) -> bool:
-        return self._told is not None
+        return self._order is not None
 
     @property
-    def told_others(self) -> list[int]:
-        """The others that are to be heard, in their order."""
-        return [who if who >= 0 else LEFT - who for who in self._told or () if who != OWN]
+    def logged_actives(self) -> list[int]:
+        """The active workers of the log, in the order of their messages."""
+        return [turn if turn >= 0 else LEFT - turn for turn in self._order or () if turn != OWN]
 
     @contextmanager
-    def turn(self, who: int) -> Iterator[None]:
-        """Wait for our turn, and have it; raise TransportError if the other thread has failed."""
+    def turn(self, entry: int) -> Iterator[None]:
+        """Hold the turn `entry`; raise TransportError if the other thread has failed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._broken or self._is_next(who))
+            self._changed.wait_for(lambda: self._broken or self._is_next(entry))
             if self._broken:
                 raise TransportError("the thread that answers other workers has failed")
             yield
-            self.taken.append(who)
+            self.history.append(entry)
             self._changed.notify_all()
 
     def break_off(self) -> None:
-        """Let nobody wait any longer."""
+        """End all waiting for turns with an error."""
         with self._changed:
             self._broken = True
             self._changed.notify_all()
 
-    def _is_next(self, who: int) -> bool:
-        return self._told is None or self._told[len(self.taken)] == who
+    def _is_next(self, entry: int) -> bool:
+        return self._order is None or self._order[len(self.history)] == entry

@@ -1,8 +1,8 @@
-"""The engine of all regimes with parameter servers: one side works, one side serves.
+"""The engine of all regimes with parameter servers: workers on one side, servers on the other.
 
     worker     compute g     report, push slices ...     answer, pull slices ...     compute g
-    server 0                 decide: an event            tell
-    servers                  obey: take slices, update,        send slices
+    server 0                 decide: an event            reply
+    servers                  apply: take slices, update,       send slices
 
 Which gradients make an update, and who may go on, is the *method*: ps_sync.py and ps_async.py.
 The two sides are working.py and serving.py; what a server does with a slice is shard.py.
@@ -26,7 +26,7 @@ from hpctrain.engines.replay import Recorder
 from hpctrain.engines.roles import Roles
 from hpctrain.engines.serving import Events, Server, Serving, total_over
 from hpctrain.engines.shard import Shard, Use, ranges, slices
-from hpctrain.engines.staleness import Staleness, known_to_all
+from hpctrain.engines.staleness import Staleness, shared_staleness
 from hpctrain.engines.working import Worker
 from hpctrain.errors import TransportError, UsageError
 from hpctrain.gradients.finite import GradientCheck
@@ -55,7 +55,7 @@ class Method(Protocol):
         """The steps that each worker has done, where that differs."""
 
     def events(self, desk: Desk, start: int, until: int) -> Iterator[Event]:
-        """Yield what happens from step `start` to `until`; the last event is `over`."""
+        """Yield the events from step `start` to `until`; the last event is `over`."""
 
 
 class ParameterServer:
@@ -74,8 +74,8 @@ class ParameterServer:
     ):
         """Take this rank's part in `roles`; collective."""
         arena, self.name = replica.arena, name
-        said = f"{name}, {roles}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
-        world.must_agree(said, "model and options")
+        settings = f"{name}, {roles}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
+        world.must_agree(settings, "model and options")
         self.replica, self.times, self._method, self._world = replica, Times(), method, world
         self.workers, self.servers = len(roles.workers), len(roles.servers)
         self.worker, server = roles.worker(world.rank), roles.server(world.rank)
@@ -89,17 +89,17 @@ class ParameterServer:
         self._links = [world.link_for("push"), world.link_for("pull")]
         self._workers = Group(world.link_for("workers", int(self.worker is None)))
         servers = world.link_for("servers", int(server is None))
-        self._links += [self._workers.link, servers]  # whoever is no server: a link among those
+        self._links += [self._workers.link, servers]  # ranks that are no server: a link among those
         self._working = None if self.worker is None else self._worker(roles, optimizer)
         self._server = None if server is None else self._make_server(roles, optimizer, servers)
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`, as workers, servers or both."""
-        source = self._repeated if self.recorder and self.recorder.repeats else self._method.events
+        source = self._replayed if self.recorder and self.recorder.repeats else self._method.events
         events = partial(source, start=start, until=until)
-        happened: list[Event] = []
+        history: list[Event] = []
         if self._working is None:
-            happened = self._serve(events, work.flags)
+            history = self._serve(events, work.flags)
         elif self._server is None:
             self._working.work(work, start)
         else:
@@ -108,17 +108,17 @@ class ParameterServer:
             try:
                 self._working.work(work, start)
             except TransportError:
-                serving.join()  # raises what went wrong there, if that was the cause
+                serving.join()  # raises the server's error, if that was the cause
                 raise
-            happened = serving.join()
-        if happened:
-            self._note(start, until, happened)
-        said = work.flags() if self._working is None else self._working.flags
-        return self._met(happened, said)
+            history = serving.join()
+        if history:
+            self._note(start, until, history)
+        own_flags = work.flags() if self._working is None else self._working.flags
+        return self._join_flags(history, own_flags)
 
     @property
     def updates_per_step(self) -> float:
-        """How often the optimizer is called while all workers together do one step."""
+        """The calls of the optimizer while all workers together do one step."""
         return self._method.updates_per_step
 
     @property
@@ -136,7 +136,7 @@ class ParameterServer:
         """Do nothing: when `train` returns, all workers hold the servers' parameters."""
 
     def state(self) -> list[Piece]:
-        """Return this rank's pieces: servers have the shards, worker 0 what only workers have."""
+        """Return this rank's pieces: shards of servers, running statistics of worker 0."""
         pieces = self._server.shard.pieces() if self._server else []
         buffer, clocks = self.replica.arena.buffer, self._method.clocks
         if self.worker == 0 and buffer.size:
@@ -179,10 +179,11 @@ class ParameterServer:
         )
 
     def _cut(self, roles: Roles) -> list[tuple[int, slice]]:
-        """Return which rank serves which slice of the parameters, in the order of their travel.
+        """Return (serving rank, slice) for all parameters, in the order in which slices are sent.
 
-        Each server's last slice goes first, as backward makes them. Servers take turns; but on a
-        device, where slices leave while backward makes others, the end of the plane goes first.
+        Each server's last slice goes first: backward computes them in this order. Servers take
+        turns; but on a device, where slices leave while backward computes others, the end of the
+        plane goes first.
         """
         param = self.replica.arena.param
         cut = [
@@ -190,7 +191,7 @@ class ParameterServer:
             for rank, own in zip(roles.servers, ranges(param.size, self.servers), strict=True)
             for i, s in enumerate(reversed(slices(own, param.itemsize)))
         ]
-        cut.sort(key=lambda one: -one[2].start if on_device(param) else one[0])
+        cut.sort(key=lambda entry: -entry[2].start if on_device(param) else entry[0])
         return [(rank, s) for _, rank, s in cut]
 
     def _make_server(self, roles: Roles, optimizer: Optimizer, servers: Link) -> Server:
@@ -224,65 +225,65 @@ class ParameterServer:
             method.adds,
         )
 
-    def _serve(self, events: Events, asked: Callable[[], Flags]) -> list[Event]:
-        """Serve in the main thread, whose time is spent obeying or waiting."""
+    def _serve(self, events: Events, own_flags: Callable[[], Flags]) -> list[Event]:
+        """Serve in the main thread; count its time as compute or as waiting."""
         assert self._server is not None
         start, busy = perf_counter(), self._server.busy_s
-        happened = self._server.serve(events, asked)
+        history = self._server.serve(events, own_flags)
         busy = self._server.busy_s - busy
         self.times.compute_s += busy
         self.times.wait_s += perf_counter() - start - busy
-        return happened
+        return history
 
-    def _repeated(self, desk: Desk, start: int, until: int) -> Iterator[Event]:
-        """Yield the events of the log, each when the workers it is of have reported."""
+    def _replayed(self, desk: Desk, start: int, until: int) -> Iterator[Event]:
+        """Yield the events of the log, each after the reports of its workers have arrived."""
         assert self.recorder is not None
-        told, method = self.recorder.interval(start, until), self._method
-        for event in map(Event.from_json, told["events"]):
+        log, method = self.recorder.interval(start, until), self._method
+        for event in map(Event.from_json, log["events"]):
             failed = desk.flags.failed
             for worker in event.heard:
                 desk.hear_from(worker)
             if event.order.use == Use.LATE:
                 desk.flags = desk.flags._replace(failed=failed)
             yield event
-        method.staleness = Staleness.from_json(told["staleness"])
+        method.staleness = Staleness.from_json(log["staleness"])
         if method.clocks is not None:
-            method.clocks[:] = told["clocks"]
+            method.clocks[:] = log["clocks"]
 
-    def _note(self, start: int, until: int, happened: list[Event]) -> None:
-        """Keep what happened, on the first server."""
+    def _note(self, start: int, until: int, history: list[Event]) -> None:
+        """Record the events; called on the first server."""
         if self.recorder is not None:
             clocks, staleness = self._method.clocks, self._method.staleness.to_json()
-            told = [] if clocks is None else clocks.tolist()
-            self.recorder.note(start, until, events=happened, clocks=told, staleness=staleness)
+            steps_done = [] if clocks is None else clocks.tolist()
+            self.recorder.note(start, until, events=history, clocks=steps_done, staleness=staleness)
 
-    def _met(self, happened: list[Event], flags: Flags) -> tuple[int, Flags]:
-        """Return the step reached and the flags, which the first server knows; say our own."""
-        done = 0
+    def _join_flags(self, history: list[Event], flags: Flags) -> tuple[int, Flags]:
+        """Return the step reached, known to the first server, and the joined flags of all ranks."""
+        reached = 0
         if self._server and self._server.first:
-            done, flags = happened[-1].answers[0].done, flags.joined(self._server.desk.flags)
-        known = np.array([done, *flags], np.int64)
-        recursive_doubling(self._group, known, np.maximum)
-        step, *joined = known.tolist()
+            reached, flags = history[-1].answers[0].done, flags.joined(self._server.desk.flags)
+        numbers = np.array([reached, *flags], np.int64)
+        recursive_doubling(self._group, numbers, np.maximum)
+        step, *joined = numbers.tolist()
         flags = Flags(*joined)
         if flags.failed and not self._method.asynchronous:
             self.check.undo()  # no worker's gradient of this step was taken
         if not self._method.in_step:
-            self._share_what_differs()
+            self._share_worker_state()
         return step, flags
 
-    def _share_what_differs(self) -> None:
-        """Let all know the staleness; average the running statistics of the workers."""
+    def _share_worker_state(self) -> None:
+        """Send the staleness to all ranks; average the running statistics of the workers."""
         first = self._server is not None and self._server.first
-        mine = self._method.staleness if first else None
-        self.staleness = known_to_all(self._group.link, mine)
+        local = self._method.staleness if first else None
+        self.staleness = shared_staleness(self._group.link, local)
         buffer = self.replica.arena.buffer
         if self.worker is not None and buffer.size:
             recursive_doubling(self._workers, buffer, np.add)
             buffer /= self.workers
 
     def _sum_and_wait(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the sums over workers that a layer asks for on its way."""
+        """Return sums over workers for a layer; the time counts as waiting."""
         start = perf_counter()
         total = np.array(numbers, np.float64)
         recursive_doubling(self._workers, total, np.add)

@@ -1,4 +1,4 @@
-"""Asynchronous SGD with parameter servers: nobody waits for anybody, but for a bound on staleness.
+"""Asynchronous SGD with parameter servers: workers wait only to keep a bound on staleness.
 
     worker i         g = dL/dw on a batch of its own       push g         pull w         again
     server j         on each push, for its range:          w <- w - update(g)
@@ -8,15 +8,15 @@ Source: Dean et al., "Large scale distributed deep networks" (Downpour SGD), 201
 on with its own copy of w, by plain SGD steps, between pulls.
 
 The *staleness* tau of a gradient is the number of updates between the pull of the w that it was
-taken at and its push. What keeps the harm of it small:
+taken at and its push. Methods that limit its harm:
 
 - `staleness = s`: a worker more than s clocks ahead of the slowest waits; a clock is a step of a
   worker. Stale synchronous parallel; Ho et al., 2013. With 0 all workers take each step together.
 - `rate_rule = "inverse-staleness"`: g counts as g / max(tau, 1). With P workers tau is about P - 1,
   so that a rate found for one device is about right for P. `softsync = n`: c = floor(P / n)
   gradients make one update, as their mean. Source: Zhang, Gupta, Lian and Liu, 2016.
-- `delay_compensation = lambda`: g + lambda g g (w - w_then), w_then being what the worker had
-  pulled, of which the servers keep a copy for each worker. DC-ASGD; Zheng et al., 2017.
+- `delay_compensation = lambda`: g + lambda g g (w - w_then), w_then being the w that the worker
+  had pulled, of which the servers keep a copy for each worker. DC-ASGD; Zheng et al., 2017.
 
 Sent per step of a worker: n bytes up, n bytes down, n being the bytes of the parameters.
 """
@@ -65,11 +65,11 @@ class PsAsyncOptions(ServerOptions):
         return ParameterServer("ps-async", world, replica, optimizer, roles, method)
 
     def gradients_per_update(self, workers: int) -> int:
-        """Return c, of how many gradients an update is the mean."""
+        """Return c, the number of gradients of which an update is the mean."""
         return workers // self.softsync if self.softsync else 1
 
     def updates_per_step(self, workers: int) -> float:
-        """Return how many updates are made while `workers` do a step each."""
+        """Return the number of updates while `workers` do a step each."""
         if self.staleness == 0:
             return 1.0
         return workers / (self.push_every * self.gradients_per_update(workers))
@@ -85,8 +85,8 @@ class PsAsyncOptions(ServerOptions):
             raise UsageError(
                 f"[engine] softsync: expected at most the {workers} workers, seen {self.softsync}"
             )
-        others = ("softsync", "delay_compensation", "push_every", "pull_every")
-        changed = [key for key in others if getattr(self, key) != getattr(PsAsyncOptions, key)]
+        keys = ("softsync", "delay_compensation", "push_every", "pull_every")
+        changed = [key for key in keys if getattr(self, key) != getattr(PsAsyncOptions, key)]
         if self.staleness == 0 and changed:
             raise UsageError(
                 f"[engine] staleness = 0 lets all workers take each step together, where "
@@ -113,7 +113,7 @@ class AsTheyCome:
         self._pulled = [0] * workers
 
     def events(self, desk: Desk, start: int, until: int) -> Iterator[Event]:
-        """Yield what happens until all workers together have done their part of `until` steps."""
+        """Yield the events until all workers together have done their part of `until` steps."""
         self._pulled = [self._version] * self.workers  # all met before
         beyond = int(self.clocks.sum()) - start * self.workers
         if not 0 <= beyond < max(self.workers, self.push_every):
@@ -124,28 +124,28 @@ class AsTheyCome:
             worker, report = desk.hear()
             idle[worker] = report
             stale = self._version - self._pulled[worker]
-            pushed, use, factor = self._taken(worker, report, stale)
+            pushed, use, factor = self._count(worker, report, stale)
             go = self._let_go(idle, left, desk)
             left -= len(go) * self.push_every
             pull = tuple(w for w in go if idle.pop(w).wants)
             for w in pull:
                 self._pulled[w] = self._version
-            answers = tuple(Answer(w, 1, int(self.clocks[w]), self._done()) for w in go)
-            known = stale if use in (Use.ADD, Use.UPDATE) else None
-            yield Event((worker,), Order(pushed, use, factor, pull, False), answers, known)
+            answers = tuple(Answer(w, 1, int(self.clocks[w]), self._step_reached()) for w in go)
+            staleness = stale if use in (Use.ADD, Use.UPDATE) else None
+            yield Event((worker,), Order(pushed, use, factor, pull, False), answers, staleness)
         if self._added:  # fewer than an update waits for, but no more will come
             self._added, self._version = 0, self._version + 1
             yield Event((), Order((), Use.UPDATE, 1.0, (), False))
-        yield over(self.workers, min(until, self._done()))
+        yield over(self.workers, min(until, self._step_reached()))
 
-    def _taken(self, worker: int, report: Report, stale: int) -> tuple[tuple[int, ...], Use, float]:
-        """Return whose gradient comes, what becomes of it and what it is multiplied by."""
+    def _count(self, worker: int, report: Report, stale: int) -> tuple[tuple[int, ...], Use, float]:
+        """Count a report; return (pushing workers, use of the gradient, its factor)."""
         if report.flags.failed:
             return (worker,), Use.DROP, 1.0
         self.clocks[worker] += report.steps  # also where the worker has dropped what it made
         if not report.gradient:
             return (), Use.NONE, 1.0
-        self.staleness.seen(stale)
+        self.staleness.count(stale)
         self._added += 1
         rule = max(stale, 1) if self.options.rate_rule == "inverse-staleness" else 1
         factor = 1.0 / (rule * self.together)
@@ -160,11 +160,11 @@ class AsTheyCome:
             return []
         slowest, bound = int(self.clocks.min()), self.options.staleness
         gaps = sorted((int(self.clocks[w]) - slowest, w) for w in idle)
-        near = [(gap, w) for gap, w in gaps if bound is None or gap <= bound]
-        go = near[: max(0, -(-left // self.push_every))]
+        eligible = [(gap, w) for gap, w in gaps if bound is None or gap <= bound]
+        go = eligible[: max(0, -(-left // self.push_every))]
         for gap, _ in go:
             self.staleness.gap(gap)
         return [w for _, w in go]
 
-    def _done(self) -> int:
+    def _step_reached(self) -> int:
         return int(self.clocks.sum()) // self.workers

@@ -9,7 +9,7 @@ bytes of the parameters. Source: Li et al., "Scaling distributed machine learnin
 parameter server", 2014.
 
 With b *backup workers* the servers step on the first N - b gradients of this version of w and drop
-what comes late, so that b slow workers hold up nobody. The sum is scaled up to the whole batch.
+the late ones, so that b slow workers delay no step. The sum is scaled up to the whole batch.
 Source: Chen et al., "Revisiting distributed synchronous SGD", 2016.
 """
 
@@ -72,8 +72,8 @@ class FirstGradients:
         self.staleness = Staleness()
 
     def events(self, desk: Desk, start: int, until: int) -> Iterator[Event]:
-        """Yield what happens from step `start` on, as workers report."""
-        step, out = start, set(range(self.workers))
+        """Yield the events from step `start` on, as workers report."""
+        step, pending = start, set(range(self.workers))
         while step < until and not any(desk.flags):
             pushed: dict[int, Report] = {}
             while len(pushed) < self.needed:
@@ -81,7 +81,7 @@ class FirstGradients:
                 worker, report = desk.hear()
                 if report.gradient and report.step == step:
                     pushed[worker] = report
-                else:  # whether a gradient was finite that nobody takes, is no matter
+                else:  # the check of a gradient that is not used does not count
                     desk.flags = desk.flags._replace(failed=failed)
                     yield self._not_of_this_step(worker, report, step)
             fine = not desk.flags.failed
@@ -90,17 +90,17 @@ class FirstGradients:
                 yield _step(pushed, fine, step, pull=True)
             else:
                 yield _step(pushed, fine, step, pull=False)
-                out -= set(pushed)
+                pending -= set(pushed)
         failed = desk.flags.failed
-        while out:
+        while pending:
             worker, report = desk.hear()
             desk.flags = desk.flags._replace(failed=failed)
-            out.remove(worker)
+            pending.remove(worker)
             yield self._not_of_this_step(worker, report, None)
         yield over(self.workers, step)
 
     def _not_of_this_step(self, worker: int, report: Report, step: int | None) -> Event:
-        """Return what becomes of a worker that comes to begin, or too late; it joins `step`."""
+        """Return the event of a worker whose report begins or is late; it joins `step`."""
         self.staleness.dropped += report.gradient
         joins = step is not None
         order = Order(
@@ -115,14 +115,14 @@ class FirstGradients:
 
 
 def _step(pushed: Mapping[int, Report], fine: bool, step: int, pull: bool) -> Event:
-    """Return the event that takes the gradients `pushed`, if they are `fine`, and comes to `step`.
+    """Return the event that uses the gradients `pushed`, if they are `fine`, and comes to `step`.
 
-    What is missing of the batch, because it came late, the others stand for.
+    The sum is scaled up for the part of the batch whose gradients are late.
     """
     workers = tuple(sorted(pushed))
-    here = sum(report.targets for report in pushed.values())
+    targets = sum(report.targets for report in pushed.values())
     of_targets = next(iter(pushed.values())).of_targets
-    factor = of_targets / here if 0 < here < of_targets else 1.0
+    factor = of_targets / targets if 0 < targets < of_targets else 1.0
     answers = tuple(Answer(w, 1, step, step) for w in workers) if pull else ()
     use = Use.UPDATE if fine else Use.DROP
     return Event(workers, Order(workers, use, factor, workers if pull else (), False), answers)

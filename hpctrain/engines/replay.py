@@ -1,4 +1,4 @@
-"""The log of an asynchronous run, and its repetition: what happened in which order, no more.
+"""The log of an asynchronous run, and its replay: only the order of events is kept.
 
 A gradient depends on the parameters that a worker held and on its step; parameters depend on the
 order in which ranks met. So a run is repeated, bit for bit, by waiting for the rank that came next
@@ -33,7 +33,7 @@ from hpctrain.schemas import first_fault
 log = logging.getLogger(__name__)
 FOLDER = "replay"
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-#: An event as a list of JSON: who has reported, the order (the second number is a
+#: An event as a list of JSON: the workers that reported, the order (its second entry is a
 #: Use, see shard.py), the answers, perhaps the staleness.
 OrderEntry = tuple[list[Count], Annotated[int, Field(ge=0, le=5)], float, list[Count], bool]
 Answers = list[tuple[Count, Count, Count, Count]]
@@ -41,7 +41,7 @@ EventEntry = (
     tuple[list[Count], OrderEntry, Answers] | tuple[list[Count], OrderEntry, Answers, Count | None]
 )
 _STRICT = pydantic.ConfigDict(strict=True, extra="forbid")
-Interval = dict[str, Any]  #: what an engine notes of the steps from "start" to "until"
+Interval = dict[str, Any]  #: the decisions of an engine from step "start" to "until"
 
 
 class StalenessEntry(pydantic.BaseModel):
@@ -54,7 +54,7 @@ class StalenessEntry(pydantic.BaseModel):
 
 
 class Head(pydantic.BaseModel):
-    """The first line of a log: what must be alike in a replay, and what is of interest."""
+    """The first line of a log: settings that a replay must share, and facts for the reader."""
 
     model_config = _STRICT
     run: dict[str, Any]
@@ -82,10 +82,10 @@ class IntervalEntry(pydantic.BaseModel):
 
 
 class Recorder:
-    """What one rank's engine notes of its intervals, and what it is to repeat."""
+    """The intervals that one rank's engine records, and those that it replays."""
 
     def __init__(self) -> None:
-        self._noted: list[Interval] = []
+        self._intervals: list[Interval] = []
         self._log: list[Interval] | None = None
         self._next = 0  # the interval of the log that is repeated next
 
@@ -93,17 +93,17 @@ class Recorder:
     def repeats(self) -> bool:
         return self._log is not None
 
-    def note(self, start: int, until: int, **what: Any) -> None:
-        """Keep what happened from step `start`, where the trainer had asked for `until`."""
-        self._noted.append({"start": start, "until": until, **what})
+    def note(self, start: int, until: int, **decisions: Any) -> None:
+        """Record the decisions from step `start` on; the trainer had asked for `until`."""
+        self._intervals.append({"start": start, "until": until, **decisions})
 
     def take(self) -> list[Interval]:
-        """Return what was noted since the last call."""
-        noted, self._noted = self._noted, []
-        return noted
+        """Return the intervals recorded since the last call."""
+        intervals, self._intervals = self._intervals, []
+        return intervals
 
     def repeat(self, log: list[Interval], first: int) -> None:
-        """Do from now on what the log says, from interval `first` on."""
+        """Replay `log` from interval `first` on."""
         self._log, self._next = log, first
 
     def interval(self, start: int, until: int) -> Interval:
@@ -115,16 +115,16 @@ class Recorder:
         assert self._log is not None
         rest, self._next = self._log[self._next :], self._next + 1
         if not rest or (rest[0]["start"], rest[0]["until"]) != (start, until):
-            known = ", ".join(f"{one['start']} to {one['until']}" for one in rest[:4]) or "none"
+            spans = ", ".join(f"{row['start']} to {row['until']}" for row in rest[:4]) or "none"
             raise HpctrainError(
-                f"the log to be replayed has no steps {start} to {until} but {known}, ...; was the "
+                f"the log to be replayed has no steps {start} to {until} but {spans}, ...; was the "
                 "run killed before it came so far?"
             )
         return rest[0]
 
 
 class Log:
-    """The file in which one rank's recorder is kept; nothing without a run's folder."""
+    """The file of one rank's recorder; does nothing without a run's folder."""
 
     def __init__(
         self, recorder: Recorder | None, run: Path | None, rank: int, depends_on: Mapping[str, Any]
@@ -134,29 +134,29 @@ class Log:
         self._due: list[str] = []  # lines for which there was no room yet
 
     def begin(self, step: int, intervals: int | None) -> None:
-        """Drop all but the first `intervals`: what came after `step` will be done again.
+        """Drop all but the first `intervals`: those after `step` will be trained again.
 
-        An older checkpoint does not tell how many there were before it: None. Raises FileError for
-        a damaged log; half a last line, which a crash leaves, is dropped.
+        None: an older checkpoint, which does not hold the number of intervals before it. Raises
+        FileError for a damaged log; half a last line, which a crash leaves, is dropped.
         """
         if self._path is None or not os.path.lexists(self._path):
             return
-        there = _read(self._path)
-        if there.torn_bytes:
+        contents = _read(self._path)
+        if contents.torn_bytes:
             log.warning("%s ended in half a line, which is dropped", self._path)
         if intervals is None:  # the first line, of the machine, has no start
-            kept = [one for one in there.entries if one.get("start", -1) < step]
+            entries = [entry for entry in contents.entries if entry.get("start", -1) < step]
         else:
-            kept = there.entries[: intervals + 1]
-            if len(kept) <= intervals:
+            entries = contents.entries[: intervals + 1]
+            if len(entries) <= intervals:
                 log.warning("%s has a gap: the run cannot be replayed", self._path)
-        if len(kept) < len(there.entries) or there.torn_bytes:
-            atomic.replace(self._path, "".join(map(_line, kept)))
+        if len(entries) < len(contents.entries) or contents.torn_bytes:
+            atomic.replace(self._path, "".join(map(_line, entries)))
 
     def keep(self) -> None:
-        """Add what was noted since the last call; where that fails, training goes on.
+        """Append the intervals recorded since the last call; if that fails, training goes on.
 
-        What could not be written is tried again with the next call.
+        Lines that could not be written are tried again by the next call.
         """
         self._due += map(_line, self._recorder.take() if self._recorder else [])
         if self._path is None or not self._due:
@@ -171,20 +171,20 @@ class Log:
             log.warning("%s is not written (%s); training goes on", self._path, error.strerror)
 
     def sync(self) -> None:
-        """Write the file through to the disk, before a checkpoint tells of what it has."""
+        """Write the file through to the disk, before a checkpoint refers to its intervals."""
         if self._path is not None:
             with contextlib.suppress(OSError):
                 files.sync(self._path)
 
     def end(self) -> None:
-        """Try for the last time to write what is due; say it if the log has a gap."""
+        """Write the remaining lines; warn if the log has a gap."""
         self.keep()
         if self._path is not None and self._due:
             log.warning("%s has a gap: the run cannot be replayed", self._path)
 
 
 def path_of(run: Path, rank: int) -> Path:
-    """Return where the log of `rank` lies."""
+    """Return the path of the log of `rank`."""
     return Path(run) / FOLDER / f"rank-{rank:05d}.jsonl"
 
 
@@ -193,8 +193,8 @@ def read(
 ) -> tuple[dict[str, Any], list[Interval]]:
     """Return (about, intervals) of the log of `rank`, which may be empty.
 
-    Raises UsageError where the run has no log at all, a damaged one, or one of another run than
-    `depends_on` tells of.
+    Raises UsageError where the run has no log at all, a damaged one, or one of a run with
+    other settings than `depends_on`.
     """
     folder = Path(run) / FOLDER
     if not folder.is_dir():
@@ -203,25 +203,25 @@ def read(
             "events matters keep one"
         )
     head, *intervals = _entries(path_of(run, rank)) or [{"run": depends_on, "about": {}}]
-    told, before = head["run"], head["about"]
-    if said := differences(told, depends_on):
-        raise UsageError(f"--replay {run}: that run had other settings: {said}; take its recipe")
-    return before, intervals
+    settings, machine = head["run"], head["about"]
+    if changes := differences(settings, depends_on):
+        raise UsageError(f"--replay {run}: that run had other settings: {changes}; take its recipe")
+    return machine, intervals
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return what differs, in words."""
+    """Return a text with the old and the new value of each key that differs."""
     keys = [key for key in before if before[key] != now.get(key)]
     return ", ".join(f"{key} was {before[key]}, now {now.get(key)}" for key in keys)
 
 
 def about() -> dict[str, str]:
-    """Return what the last bits of a rank's products depend on."""
-    blas = [one for one in threadpoolctl.threadpool_info() if one["user_api"] == "blas"]
+    """Return the processor and the libraries that decide the last bits of products."""
+    blas = [lib for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
     return {
         "cpu": _cpu(),
-        "blas": ", ".join(sorted(f"{one['internal_api']} {one['version']}" for one in blas)),
-        "blas_threads": ", ".join(sorted(str(one["num_threads"]) for one in blas)),
+        "blas": ", ".join(sorted(f"{lib['internal_api']} {lib['version']}" for lib in blas)),
+        "blas_threads": ", ".join(sorted(str(lib["num_threads"]) for lib in blas)),
         "numpy": np.__version__,
     }
 
@@ -248,9 +248,9 @@ def _entries(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _line(one: Mapping[str, Any]) -> str:
-    """Return a line with a checksum: with a bit changed the order could be another."""
-    return json.dumps({**one, "crc32": zlib.crc32(json.dumps(one).encode())}) + "\n"
+def _line(entry: Mapping[str, Any]) -> str:
+    """Return `entry` as a line with a checksum: one changed bit could change the order."""
+    return json.dumps({**entry, "crc32": zlib.crc32(json.dumps(entry).encode())}) + "\n"
 
 
 def _read(path: Path) -> files.Log[dict[str, Any]]:
@@ -259,8 +259,8 @@ def _read(path: Path) -> files.Log[dict[str, Any]]:
 
 def _checked(entry: dict[str, Any]) -> dict[str, Any]:
     """Return an entry without its checksum, which older versions did not write."""
-    seen, text = entry.pop("crc32", None), json.dumps(entry)
-    if seen is not None and seen != zlib.crc32(text.encode()):
+    checksum, text = entry.pop("crc32", None), json.dumps(entry)
+    if checksum is not None and checksum != zlib.crc32(text.encode()):
         raise ValueError("expected a line that has its CRC-32, seen one that was altered")
     try:
         (Head if "run" in entry else IntervalEntry).model_validate_json(text)

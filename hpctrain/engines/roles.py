@@ -1,4 +1,4 @@
-"""Who works and who serves: ranks that compute gradients, and ranks that keep parameters.
+"""Roles of ranks: workers compute gradients, servers keep parameters.
 
 dedicated, 2 servers on 5 ranks     worker 0   worker 1   worker 2   server 0   server 1
 colocated, 2 servers on 3 ranks     worker 0   worker 1   worker 2
@@ -22,11 +22,11 @@ class Roles(NamedTuple):
     servers: tuple[int, ...]
 
     def worker(self, rank: int) -> int | None:
-        """Return which worker `rank` is, None where it only serves."""
+        """Return the index of `rank` among the workers, None where it only serves."""
         return self.workers.index(rank) if rank in self.workers else None
 
     def server(self, rank: int) -> int | None:
-        """Return which server `rank` is, None where it only works."""
+        """Return the index of `rank` among the servers, None where it only works."""
         return self.servers.index(rank) if rank in self.servers else None
 
 
@@ -38,9 +38,9 @@ class ServerOptions:
     placement: Literal["dedicated", "colocated"] = "dedicated"
 
     def roles(self, size: int) -> Roles:
-        """Return who does what among `size` ranks: the servers are the last.
+        """Return the roles of `size` ranks: the servers are the last.
 
-        Raises UsageError where there are more servers than ranks, or nobody is left to work.
+        Raises UsageError where there are more servers than ranks, or no rank is left to work.
         """
         dedicated = self.placement == "dedicated"
         left = size - self.servers * dedicated

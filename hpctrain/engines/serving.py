@@ -1,9 +1,9 @@
-"""The side that serves: the first server decides, and all servers obey.
+"""The servers: the first one decides, and all apply its orders.
 
-    server 0       report heard -> event -> tell the others -> answer -> obey
-    server 1 ...                            order comes     ->           obey
+    server 0       report comes -> event -> forward the order -> answer -> apply
+    server 1 ...                            order comes       ->           apply
 
-So all servers do the same things in the same order, whoever's slices came first.
+So all servers apply the same orders in the same sequence, in whatever order slices arrive.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Server:
     """One server: its shard, the link to the other servers and, on the first, the desk."""
 
     def __init__(self, shard: Shard, desk: Desk, servers: Link, workers: int, trace: Trace):
-        """`servers` is the link among them; what is served is noted in `trace`."""
+        """`servers` is the link among them; orders are recorded in `trace`."""
         self.shard, self.desk, self._trace = shard, desk, trace
         self.category: Category = "compute"  #: of its spans; beside a worker it is that rank's wire
-        self.busy_s = 0.0  #: time spent obeying
+        self.busy_s = 0.0  #: time spent on orders
         self._servers, self._workers = servers, workers
         self._sent: list[tuple[Request, np.ndarray]] = []
 
@@ -43,48 +43,48 @@ class Server:
     def first(self) -> bool:
         return self._servers.rank == 0
 
-    def serve(self, events: Events, asked: Callable[[], Flags] = Flags) -> list[Event]:
-        """Serve until the interval is over; return what happened, on the first server alone.
+    def serve(self, events: Events, own_flags: Callable[[], Flags] = Flags) -> list[Event]:
+        """Serve until the interval is over; return its events, on the first server alone.
 
-        `asked` tells what a rank that only serves has to say; the first server hears it at once.
+        `own_flags()` returns the flags of a rank that only serves; the desk joins them.
         """
         if self.first:
-            return list(self._lead(events, asked))
+            return list(self._lead(events, own_flags))
         order = self._next_order()
         while not order.over:
-            self._obey(order)
+            self._apply(order)
             order = self._next_order()
-        self._obey(order)
+        self._apply(order)
         self.shard.rest()
         return []
 
-    def _lead(self, events: Events, asked: Callable[[], Flags]) -> Iterator[Event]:
+    def _lead(self, events: Events, own_flags: Callable[[], Flags]) -> Iterator[Event]:
         """Yield the events of an interval, each once it is done."""
-        self.desk.open(asked)
+        self.desk.open(own_flags)
         for event in events(self.desk):
-            self._pass_on(event.order)
+            self._forward(event.order)
             self.desk.tell(event.answers)
-            self._obey(event.order, event.staleness)
+            self._apply(event.order, event.staleness)
             if not event.order.over:
                 self.desk.listen_again(event.answers)
             yield event
         self.shard.rest()
 
-    def _obey(self, order: Order, staleness: int | None = None) -> None:
+    def _apply(self, order: Order, staleness: int | None = None) -> None:
         start = perf_counter()
-        self.shard.obey(order)
-        told: dict[str, Any] = {"pushed": order.pushed, "pull": order.pull, "use": order.use.name}
+        self.shard.apply(order)
+        args: dict[str, Any] = {"pushed": order.pushed, "pull": order.pull, "use": order.use.name}
         if staleness is not None:
-            told["staleness"] = staleness
-        self.busy_s += self._trace.add("serve", self.category, start, perf_counter(), told)
+            args["staleness"] = staleness
+        self.busy_s += self._trace.add("serve", self.category, start, perf_counter(), args)
 
-    def _pass_on(self, order: Order) -> None:
-        """Tell the other servers."""
-        for request, _ in self._sent:  # of the order before: nobody falls behind by more than one
+    def _forward(self, order: Order) -> None:
+        """Send `order` to the other servers."""
+        for request, _ in self._sent:  # of the order before: a server is at most one behind
             request.wait()
         x = _encoded(order, self._workers)
-        others = range(1, self._servers.size)
-        self._sent = [(self._servers.isend(x, other), x) for other in others]
+        ranks = range(1, self._servers.size)
+        self._sent = [(self._servers.isend(x, rank), x) for rank in ranks]
         if order.over:
             for request, _ in self._sent:
                 request.wait()
@@ -97,16 +97,16 @@ class Server:
 
 
 class Serving(Generic[T]):
-    """What serves others in a thread of its own, beside a worker, for one interval."""
+    """A thread that serves other ranks beside a worker, for one interval."""
 
     def __init__(self, serve: Callable[[], list[T]], failed: Callable[[BaseException], None]):
-        """Begin; `failed` is called in the thread, with what went wrong there."""
-        self._happened: list[T] = []
+        """Start the thread; it calls `failed` with the exception that ends it."""
+        self._result: list[T] = []
         self._error: BaseException | None = None
 
         def run() -> None:
             try:
-                self._happened = serve()
+                self._result = serve()
             except BaseException as error:
                 self._error = error
                 failed(error)
@@ -115,13 +115,13 @@ class Serving(Generic[T]):
         self._thread.start()
 
     def join(self) -> list[T]:
-        """Return what happened; raise what went wrong."""
+        """Return the result of the thread; raise its exception."""
         self._thread.join(JOIN_LIMIT_S)
         if self._error is not None:
             raise self._error
         if self._thread.is_alive():
             raise HpctrainError("the server thread does not end though all workers are told to")
-        return self._happened
+        return self._result
 
 
 def total_over(servers: Link, rows: np.ndarray) -> np.ndarray:
@@ -133,8 +133,8 @@ def total_over(servers: Link, rows: np.ndarray) -> np.ndarray:
 
 
 def _encoded(order: Order, workers: int) -> np.ndarray:
-    """Return `order` as float64 (3 + 2 workers): use, factor, over, who pushed, who pulls."""
-    masks = [[float(w in some) for w in range(workers)] for some in (order.pushed, order.pull)]
+    """Return `order` as float64 (3 + 2 workers): use, factor, over, two masks of workers."""
+    masks = [[float(w in group) for w in range(workers)] for group in (order.pushed, order.pull)]
     return np.array([float(order.use), order.factor, float(order.over), *masks[0], *masks[1]])
 
 

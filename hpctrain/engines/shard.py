@@ -9,7 +9,7 @@ is on its way in and the one before on its way out:
 
 Optimizers that need norms of whole tensors wait for all of the gradient first. The sum over
 workers is made in their order and shards begin at blocks of the optimizers, so that the bytes
-depend neither on who came first nor on the number of servers.
+depend neither on the order of arrival nor on the number of servers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AHEAD = 2  #: slices whose receives are posted before they are needed
 
 
 class Use(IntEnum):
-    """What becomes of gradients that come in."""
+    """How a server uses incoming gradients."""
 
     NONE = 0  #: none come
     DROP = 1  #: they are taken off the wire and forgotten
@@ -47,7 +47,7 @@ class Use(IntEnum):
 
 
 class Order(NamedTuple):
-    """What a server does next: take gradients of some workers, send the parameters to some."""
+    """The next action of a server: receive gradients of some workers, send parameters to some."""
 
     pushed: tuple[int, ...]  #: the workers whose gradients come now; empty with Use.NONE
     use: Use
@@ -62,7 +62,7 @@ def ranges(length: int, servers: int) -> list[slice]:
 
 
 def slices(own: slice, itemsize: int) -> list[slice]:
-    """Return the slices that a range travels in."""
+    """Return the slices in which a range is sent."""
     step = SEGMENT_BYTES // itemsize
     return [slice(a, min(a + step, own.stop)) for a in range(own.start, own.stop, step)]
 
@@ -104,8 +104,8 @@ class Shard:
         self._lambda = delay_compensation
         self._before = [self.param.copy() for _ in workers] if delay_compensation else []
 
-    def obey(self, order: Order) -> None:
-        """Take the gradients that come, and send the parameters to those who wait for them."""
+    def apply(self, order: Order) -> None:
+        """Receive and use the gradients of `order`, then send the parameters to its workers."""
         takes = order.use in (Use.ADD, Use.UPDATE)
         for i, gradients in self._gradients(order.pushed):
             if takes:
@@ -122,25 +122,25 @@ class Shard:
                 self._send(i, order.pull)
 
     def rest(self) -> None:
-        """Return once all that was sent has left."""
+        """Wait for all sends."""
         for requests in self._outgoing:
             finish(requests)
 
     def pieces(self) -> list[Piece]:
         """Return this shard's part of parameters and optimizer state, to be saved."""
-        found = [Piece("param", self._own.start, self._length, self.param)]
+        pieces = [Piece("param", self._own.start, self._length, self.param)]
         for part, state in zip(self._parts, self._states, strict=True):
-            found += [
+            pieces += [
                 Piece(f"optimizer.{name}", self._own.start + part.start, self._length, x)
                 for name, x in state.items()
                 if name != "step"
             ]
         if self._own.start == 0 and self.param.size:
-            found.append(Piece("optimizer.step", 0, 1, self._states[0]["step"]))
-        return found
+            pieces.append(Piece("optimizer.step", 0, 1, self._states[0]["step"]))
+        return pieces
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take this shard's part of full `arrays`, of which "param" was seen to fit."""
+        """Take this shard's part of full `arrays`, whose "param" is known to fit."""
         self.param[...] = arrays["param"][self._own]
         for part, state in zip(self._parts, self._states, strict=True):
             at = slice(self._own.start + part.start, self._own.start + part.stop)
@@ -163,10 +163,10 @@ class Shard:
             while len(coming) < AHEAD and to_come:
                 i = to_come.popleft()
                 coming.append((i, self._receives(i, pushed)))
-            i, here = coming.popleft()
-            for request, _ in here:
+            i, receives = coming.popleft()
+            for request, _ in receives:
                 request.wait()
-            yield i, [x for _, x in here]
+            yield i, [x for _, x in receives]
 
     def _receives(self, i: int, pushed: Sequence[int]) -> list[tuple[Request, np.ndarray]]:
         length = self._wire[i].stop - self._wire[i].start
@@ -179,17 +179,17 @@ class Shard:
         if self._lambda:
             for w, g in zip(order.pushed, gradients, strict=True):
                 self._compensate(w, i, g)
-        first, *others = gradients
-        for g in others:
+        first, *rest = gradients
+        for g in rest:
             first += g
         if order.factor != 1:
             first *= order.factor
         return first
 
     def _compensate(self, w: int, i: int, g: np.ndarray) -> None:
-        """Move gradient `g` to where it was not taken: g + lambda g g (w_now - w_then).
+        """Compensate the delay of gradient `g`: g + lambda g g (w_now - w_then).
 
-        Where that is so large that a sum over workers may overflow, the slice stays as it is.
+        Where the result is so large that a sum over workers may overflow, the slice stays as it is.
         """
         s = self._wire[i]
         moved = self.param[s] - self._before[w][s]

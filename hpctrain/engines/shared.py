@@ -1,4 +1,4 @@
-"""One array of parameters per node: who sums a part of the gradients updates it in the same pass.
+"""One array of parameters per node: each rank sums and updates its part in a single pass.
 
 Gradients lie in memory that node neighbours see, and so does the one array of parameters. On a
 node of three ranks, `g` the gradient of one rank's share, `G` the sum of all, `w` old and `W` new:
@@ -54,7 +54,7 @@ class Shared:
         allreduce: AllReduceFunction,
         times: Times,
     ):
-        """Put the parameters, which are equal on all ranks, where all of a node see them.
+        """Move the parameters, equal on all ranks, to memory shared by the ranks of a node.
 
         `allreduce` sums over nodes. Collective; raises UsageError, on all ranks, if memory cannot
         be shared.
@@ -77,21 +77,21 @@ class Shared:
         self._fused = link.size == 1 and not optimizer.needs_norms
 
     def ready(self, name: str) -> None:
-        """Take no note of a gradient: sums are made when all are there."""
+        """Do nothing: gradients are summed after backward."""
 
     def wait(self) -> np.ndarray:
         """Return this rank's own gradient: the update sums."""
         return self._arena.grad
 
     def __call__(self, gradient: np.ndarray) -> None:
-        """Take the gradients of all ranks, which have met since theirs are there."""
+        """Update with the gradients of all ranks, which are complete since the vote."""
         if self._fused:
             self._sum_and_update()
         else:
             self._sum_then_update(gradient[self._own])
 
     def release(self) -> None:
-        """Return once the node has its parameters, and all are through with the gradients."""
+        """Wait until all ranks of the node have updated and have read all gradients."""
         with self._trace.span("wait for parameters", "wait") as waiting:
             self._meet()
         self._times.wait_s += waiting.seconds
@@ -104,32 +104,32 @@ class Shared:
         return range_pieces(self._arena, self.state, self._own.start, at, self._link)
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take the parameters, as all of the node do alike, and our range of the state."""
+        """Load the parameters, as all ranks of the node do, and our range of the state."""
         load_range(self._arena, self.state, self._own, arrays)
 
     def close(self) -> None:
         """Do nothing: there are no threads."""
 
     def _sum_and_update(self) -> None:
-        """Take each block of sums while it is in the cache; it is written nowhere else."""
+        """Update with each block of sums while it is in the cache; sums are not stored."""
         for number in range(len(self._blocks)):
             self._in_blocks(number, self._sum_of(number))
-        self._in_blocks.done()
+        self._in_blocks.count()
 
     def _sum_of(self, number: int) -> np.ndarray:
-        """Return the sum of a block over the node, in memory that the next one takes too."""
-        first, *others = self._blocks[number]
+        """Return the sum of a block over the node, in a buffer that the next call overwrites."""
+        first, *rest = self._blocks[number]
         total = self._sum[: first.size]
-        if not others:
+        if not rest:
             total[...] = first
             return total
-        np.add(first, others[0], out=total)
-        for other in others[1:]:
-            total += other
+        np.add(first, rest[0], out=total)
+        for grad in rest[1:]:
+            total += grad
         return total
 
     def _sum_then_update(self, total: np.ndarray) -> None:
-        """Make `total`, our range of our own gradient, the sum of all ranks', and take it."""
+        """Sum `total`, our range of our own gradient, over all ranks; update with it."""
         for number, at in enumerate(_cut(total.size)):
             total[at] = self._sum_of(number)
         if self._across.link.size > 1 and total.size:
@@ -140,12 +140,12 @@ class Shared:
         self._optimizer.update(total, self.state, self._param, self._slots, self._rows_of_all)
 
     def _rows_of_all(self, rows: np.ndarray) -> np.ndarray:
-        """Return the rows of all ranges, in order, as any node has them; see `Optimizer`."""
+        """Return the rows of all ranges, in order, the same on all nodes; see `Optimizer`."""
         return rows_of_all(rows, self._node, self._times, self._trace)
 
 
 def _share(world: World, replica: Replica) -> None:
-    """Let the parameters of a node's ranks lie in one array."""
+    """Move the parameters of a node's ranks to one array."""
     alone, param = world.main.links[1].size == 1, replica.arena.param
     array = None if alone else world.memory.one_for_all(param.size, param.dtype)
     world.together(lambda: _must_be_shared(alone or array is not None, param.nbytes))

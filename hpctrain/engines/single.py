@@ -1,4 +1,4 @@
-"""One device: gradient, update. What every other engine is compared with.
+"""One device: gradient, update. The reference for every other engine.
 
 w <- w - update(dL/dw)
 """
@@ -18,9 +18,9 @@ from hpctrain.engines.engine import (
     Task,
     Times,
     Work,
+    ignore_ready,
     in_step,
     load_into,
-    nobody_waits,
     pieces_of,
     whole,
 )
@@ -36,7 +36,7 @@ from hpctrain.world import World
 
 @config.options
 class SingleOptions(ReductionOptions):
-    """One device has nothing to choose but the order of its sums."""
+    """Options of one device: the order of its sums."""
 
     def must_fit(self, workers: int) -> None:
         """Raise UsageError for more than one worker."""
@@ -75,9 +75,9 @@ class Single:
         return in_step(self, work, start, until)
 
     def step(self, task: Task, flags: Flags) -> tuple[Sums, Flags]:
-        """Compute the gradient and take it, unless it is not finite."""
+        """Compute the gradient and update with it, unless it is not finite."""
         start, arena, add = perf_counter(), self.replica.arena, self._trace.add
-        sums = self.replica.gradient(*task, self.check.begin(nobody_waits))
+        sums = self.replica.gradient(*task, self.check.begin(ignore_ready))
         flags = flags if self.check.passes(sums) else flags.failing(0)
         computed = perf_counter()
         self.times.compute_s += add("forward, backward", "compute", start, computed)
@@ -87,7 +87,7 @@ class Single:
         return sums, flags
 
     def sum(self, numbers: np.ndarray) -> np.ndarray:
-        """Return `numbers`: there is nobody to add."""
+        """Return `numbers`: there is one rank."""
         return numbers
 
     def settle(self) -> None:

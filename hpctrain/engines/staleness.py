@@ -19,18 +19,18 @@ from hpctrain.transport.link import Link
 
 @dataclass
 class Staleness:
-    """What an engine has counted since it was made."""
+    """The counts of an engine since its start."""
 
     histogram: Counter[int] = field(default_factory=Counter)  #: staleness -> applied gradients
     clock_gap_max: int | None = None  #: None where no worker can be ahead
     dropped: int = 0  #: gradients that came too late to be applied
 
-    def seen(self, staleness: int) -> None:
+    def count(self, staleness: int) -> None:
         """Count a gradient that is applied."""
         self.histogram[staleness] += 1
 
     def gap(self, steps: int) -> None:
-        """Take note of a worker that starts a step `steps` ahead of the slowest."""
+        """Record a worker that starts a step `steps` ahead of the slowest."""
         self.clock_gap_max = max(self.clock_gap_max or 0, steps)
 
     @property
@@ -45,8 +45,8 @@ class Staleness:
         return max(self.histogram, default=None)
 
     def merged(self, other: Staleness) -> Staleness:
-        """Return what both counted: two parts of a run, or two servers."""
-        gaps = [one for one in (self.clock_gap_max, other.clock_gap_max) if one is not None]
+        """Return the counts of both: two parts of a run, or two servers."""
+        gaps = [gap for gap in (self.clock_gap_max, other.clock_gap_max) if gap is not None]
         return Staleness(
             self.histogram + other.histogram,
             max(gaps, default=None),
@@ -54,7 +54,7 @@ class Staleness:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `from_json` reads."""
+        """Return a JSON object for `from_json`."""
         histogram = {str(s): n for s, n in sorted(self.histogram.items())}
         return {
             "histogram": histogram,
@@ -63,20 +63,20 @@ class Staleness:
         }
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Staleness:
-        """Return what `to_json` told."""
-        histogram = Counter({int(s): n for s, n in told["histogram"].items()})
-        return cls(histogram, told["clock_gap_max"], told["dropped"])
+    def from_json(cls, data: Mapping[str, Any]) -> Staleness:
+        """Return the counts of an object from `to_json`."""
+        histogram = Counter({int(s): n for s, n in data["histogram"].items()})
+        return cls(histogram, data["clock_gap_max"], data["dropped"])
 
 
-def known_to_all(link: Link, counted: Staleness | None) -> Staleness:
-    """Return what the one rank has counted that gives something; all ranks must call."""
-    said = b"" if counted is None else json.dumps(counted.to_json()).encode()
-    return Staleness.from_json(json.loads(b"".join(all_gather_bytes(link, said))))
+def shared_staleness(link: Link, counted: Staleness | None) -> Staleness:
+    """Return the counts of the only rank that gives some, on all ranks; collective."""
+    message = b"" if counted is None else json.dumps(counted.to_json()).encode()
+    return Staleness.from_json(json.loads(b"".join(all_gather_bytes(link, message))))
 
 
 def metrics(staleness: Staleness | None) -> dict[str, Any]:
-    """Return the entries of rows and summaries; null is what a regime does not have."""
+    """Return the entries of rows and summaries; null for counts that a regime does not have."""
     if staleness is None:
         return dict.fromkeys(metrics(Staleness()))
     return {

@@ -1,4 +1,4 @@
-"""Who updates which parameters: every rank all of them, or each rank a range of its own.
+"""The update of parameters: every rank updates all of them, or each a range of its own.
 
 The second is the first stage of ZeRO. With three ranks, `g` the gradient of one rank's share, `G`
 the sum of all shares, `w` old and `W` new parameters:
@@ -54,12 +54,12 @@ class InParts:
         self._parts = [self._part(state, param, slots, at) for at in parts]
 
     def __call__(self, number: int, gradient: np.ndarray) -> None:
-        """Take the gradient of part `number`."""
+        """Update part `number` with its gradient."""
         self._count[...] = self._step
         self._optimizer.update(gradient, *self._parts[number], whole)
 
-    def done(self) -> None:
-        """Count an update, once all parts have taken theirs."""
+    def count(self) -> None:
+        """Count an update, after all of its parts."""
         self._step += 1
 
     def _part(
@@ -77,16 +77,16 @@ class Replicated:
         """Keep the whole state; `sums` brings gradients to every rank."""
         self.reduce, self.state = sums, optimizer.init(arena.param)
         self._arena, self._optimizer, self._link = arena, optimizer, group.link
-        #: what `direct` sums here, of all that is summed everywhere
+        #: the range that `direct` sums on this rank
         self.own = slice(*parts(arena.grad, group.link.size)[group.link.rank :][:2])
 
     def __call__(self, gradient: np.ndarray) -> None:
-        """Take a summed gradient, of the length of the plane."""
+        """Update with a summed gradient, of the length of the plane."""
         arena = self._arena
         self._optimizer.update(gradient, self.state, arena.param, arena.slots, whole)
 
     def pieces(self) -> list[Piece]:
-        """Return this rank's 1/P of the state that all hold."""
+        """Return this rank's 1/P of the common state."""
         return pieces_of(self._arena, self.state, self._link.rank, self._link.size)
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -106,7 +106,7 @@ class Sharded:
         trace: Trace,
         sums: ReduceScatter,
     ):
-        """Keep the state of this rank's range, which may be empty; `times` learns of waits.
+        """Keep the state of this rank's range, which may be empty; waits are added to `times`.
 
         `sums(group, x, op, offsets=...)` brings the sum of each range to its rank.
         """
@@ -127,7 +127,7 @@ class Sharded:
         self._sums(group, x, op, offsets=offsets)
 
     def __call__(self, gradient: np.ndarray) -> None:
-        """Take a gradient that is summed in this rank's range; fill in the other ranges."""
+        """Update this rank's range with its summed gradient; gather the other ranges."""
         param = self._arena.param
         self._optimizer.update(
             gradient[self.own], self.state, param[self.own], self._slots, self._rows_of_all
@@ -137,7 +137,7 @@ class Sharded:
         self._times.wait_s += waiting.seconds
 
     def pieces(self) -> list[Piece]:
-        """Return what this rank alone holds, and its 1/P of what all hold."""
+        """Return this rank's range of the state, and its 1/P of the common arrays."""
         return range_pieces(self._arena, self.state, self.own.start, slice(None), self._group.link)
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -152,9 +152,9 @@ class Sharded:
 def range_pieces(
     arena: Arena, state: Mapping[str, np.ndarray], start: int, at: slice, link: Link
 ) -> list[Piece]:
-    """Return this rank's part of what all hold, and elements `at` of its range from `start` on.
+    """Return this rank's part of the common arrays, and elements `at` of its range from `start` on.
 
-    `state` is the optimizer's of this range; all hold the parameters and the step.
+    `state` is the optimizer's of this range; parameters and step are common to all ranks.
     """
     size, begin = arena.param.size, start + (at.start or 0)
     own = {name: x for name, x in state.items() if name != "step"}
@@ -179,6 +179,6 @@ def load_range(
 def rows_of_all(rows: np.ndarray, link: Link, times: Times, trace: Trace) -> np.ndarray:
     """Return the rows of all ranges, in order; see `hpctrain.optim.optimizer.Optimizer`."""
     with trace.span("gather norms", "wait") as waiting:
-        everyones = all_gather_bytes(link, rows.tobytes())
+        parts_of_all = all_gather_bytes(link, rows.tobytes())
     times.wait_s += waiting.seconds
-    return np.frombuffer(b"".join(everyones)).reshape(-1, rows.shape[1])
+    return np.frombuffer(b"".join(parts_of_all)).reshape(-1, rows.shape[1])

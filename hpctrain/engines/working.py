@@ -1,4 +1,4 @@
-"""The side that works: compute a gradient, report, push it in slices, pull the parameters."""
+"""A worker: compute a gradient, report, push it in slices, pull the parameters."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class Worker:
         sum_over_workers: SumOverWorkers | None = None,
         drops: bool = False,
     ):
-        """Report to rank `desk`; `cut` tells which rank serves which slice, as they shall travel.
+        """Report to rank `desk`; `cut` gives (serving rank, slice) in the order of sending.
 
         A gradient that does not pass the `check` is dropped here, if this worker `drops` its own;
-        else servers are told, who let no worker's gradient of that step be taken.
+        else it reports the failure, and the servers drop all gradients of that step.
         `rhythm`: steps between pushes and between pulls. Where steps lie between pulls, this
         worker's parameters follow its own gradients with `local_rate`. `sum_over_workers` is for
         layers, where all workers take each step together.
         """
         self.replica, self.times, self.trace = replica, times, trace
-        self.flags = Flags()  #: what is to be known when all meet, and was in no report
+        self.flags = Flags()  #: flags for the end of training that were in no report
         self.check, self._drops = check, drops
         self._rank, self._desk, self._push, self._pull, self._cut = rank, desk, push, pull, cut
         self._push_every, self._pull_every = rhythm
@@ -61,11 +61,11 @@ class Worker:
 
     @cached_property
     def _outbox(self) -> Outbox:
-        """What is pushed; who pushes something else does not need its memory."""
+        """The gradients to be pushed; made on first use: a subclass may push something else."""
         return Outbox(self.replica.arena, self._cut, adds=self._push_every > 1)
 
     def work(self, work: Work, start: int) -> None:
-        """Work from step `start` on, as long as the servers let us."""
+        """Work from step `start` on while the desk grants steps."""
         self._since_pull = 0
         answer = self._exchange(Report(0, 0, start, 0, 0, 0, work.flags()))
         while answer.go:
@@ -81,10 +81,10 @@ class Worker:
         sums, flags, of_targets, passes = Sums(0.0, 0, 0), work.flags(), 0, True
         for step in range(first, first + self._push_every):
             task = work.task(step)
-            one, passes = self._gradient(task, step, last=step == first + self._push_every - 1)
+            part, passes = self._gradient(task, step, last=step == first + self._push_every - 1)
             if not passes:
                 break
-            sums = add(sums, one)
+            sums = add(sums, part)
             of_targets += round(1 / task.scale)
         pushes = True
         if self._drops and self.check.goes_on(passes, work.may_drop, self._push_every):
@@ -95,11 +95,11 @@ class Worker:
             self._outbox.clear()
         self._since_pull += self._push_every
         wants = self._since_pull >= self._pull_every
-        said = (int(pushes), int(wants), first, self._push_every, sums.count, of_targets)
-        return sums, Report(*said, flags)
+        numbers = (int(pushes), int(wants), first, self._push_every, sums.count, of_targets)
+        return sums, Report(*numbers, flags)
 
     def _gradient(self, task: Task, step: int, last: bool) -> tuple[Sums, bool]:
-        """Compute one gradient, the `last` of a push or not; return whether it can be taken."""
+        """Compute one gradient, `last` of a push or not; return its sums and whether it passes."""
         start, waited = perf_counter(), self.times.wait_s
         key = task.key
         if self._sum is not None:
@@ -117,9 +117,9 @@ class Worker:
         return sums, passes
 
     def _exchange(self, report: Report) -> Answer:
-        """Report, push what there is, and return the answer, with the parameters if due."""
-        start, said = perf_counter(), report.encoded()
-        sends = [self._push.isend(said, self._desk)]
+        """Report, push the gradient, pull the parameters if due; return the answer."""
+        start, message = perf_counter(), report.encoded()
+        sends = [self._push.isend(message, self._desk)]
         if report.gradient:
             sends += [self._push.isend(x, rank) for rank, x in self._outbox.leave(self._push)]
         answer = self._answer()
@@ -140,7 +140,7 @@ class Worker:
         return Answer(*x.tolist())
 
     def _receive(self, into: np.ndarray) -> None:
-        """Take all that the servers send."""
+        """Receive all slices into `into`."""
         self._since_pull = 0
         receives = [self._pull.irecv(into[s], rank) for rank, s in self._cut]
         for receive in receives:

@@ -30,7 +30,7 @@ COUNTS = {
 def counted(seen, gaps, dropped):
     staleness = Staleness(dropped=dropped)
     for one in seen:
-        staleness.seen(one)
+        staleness.count(one)
     for one in gaps:
         staleness.gap(one)
     return staleness
@@ -68,7 +68,7 @@ class Counting(AllReduce):
         self.staleness = self.staleness or Staleness()
         done, flags = super().train(work, start, until)
         for step in range(start, done):
-            self.staleness.seen(stale(step))
+            self.staleness.count(stale(step))
             self.staleness.gap(step % 5)
         return done, flags
 

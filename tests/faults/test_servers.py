@@ -74,12 +74,12 @@ BREAKS = """
 from itertools import count
 from hpctrain.cli import main
 from hpctrain.engines import shard
-obeyed, obey = count(), shard.Shard.obey
+orders, apply = count(), shard.Shard.apply
 def breaking(self, order):
-    if next(obeyed) == 20:
+    if next(orders) == 20:
         raise RuntimeError("the server broke")
-    obey(self, order)
-shard.Shard.obey = breaking
+    apply(self, order)
+shard.Shard.apply = breaking
 main()
 """
 
