@@ -5,7 +5,7 @@ behind a slot stays zero in every plane: an all-reduce or an update may run over
 
     param  | 0.weight .............. |pad| 0.bias .. |pad| 1.weight ....... |
     grad   | the same layout                                                |
-    buffer | 0.mean |pad| 0.variance |    what is not trained: a layout of its own
+    buffer | 0.mean |pad| 0.variance |    not trained: a layout of its own
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def make(
 ) -> Arena:
     """Return a zeroed arena with a slot for each of `shapes` and of `buffers`, in their order.
 
-    `zeros(length, dtype)` gives the memory of a plane, of the host or of a device.
+    `zeros(length, dtype)` returns the memory of a plane, of the host or of a device.
     """
     slots, length = lay_out(shapes, np.dtype(dtype).itemsize)
     beside, size = lay_out(buffers, np.dtype(dtype).itemsize)
@@ -84,7 +84,7 @@ def lay_out(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> tuple[tuple
 
 def offset_in(plane: Array, x: Array) -> int:
     """Return the element at which view `x` of flat `plane` begins."""
-    # A view knows where it lies in the plane by its address alone.
+    # The address of a view gives its offset in the plane.
     return (address_of(x) - address_of(plane)) // plane.itemsize
 
 

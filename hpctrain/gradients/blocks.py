@@ -1,10 +1,10 @@
-"""A replica that computes a batch block by block, so that no bit depends on who computes what.
+"""A replica that computes a batch block by block: no bit depends on the number of ranks.
 
 The global batch of n samples is cut into B *virtual blocks*: block b has the samples nb/B ..
 n(b + 1)/B - 1, rounded down, for any number of ranks. Each is computed by itself, so the matrices
 have the same shapes wherever it is computed, by one BLAS thread if the user asked for no other
 number: with another BLAS adds in another order. The gradients of blocks are added in the tree of
-`collectives/ordered.py`. One rank, four blocks; what is added as soon as it can be:
+`collectives/ordered.py`. One rank, four blocks, added as soon as possible:
 
     arena.grad   block 0     block 1     block 2     block 3
     planes       0           01          01, 2       01, then 01 + (2 + 3) slot by slot, as block 3
@@ -28,7 +28,7 @@ from hpctrain import config, nn
 from hpctrain.collectives.ordered import Subtotal, Tree, into_the_left
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.gradients.arena import Arena
-from hpctrain.gradients.replica import Batch, Replica, more_to_come
+from hpctrain.gradients.replica import Batch, Replica, ignore_ready
 from hpctrain.transport.bind import one_blas_thread
 
 BLOCKS = 8  # if no number is given
@@ -37,7 +37,7 @@ NOTHING = nn.Sums(0.0, 0, 0)
 
 @config.options
 class ReductionOptions:
-    """The keys of `[wire]` that also tell what one rank alone computes."""
+    """The keys of `[wire]` that also apply to a single rank."""
 
     reduction: Literal["fast", "ordered"] = "fast"  #: whether bits may depend on the ranks
     blocks: Annotated[int, Field(ge=1)] | None = None  #: of an ordered sum; 8 if not given
@@ -50,7 +50,7 @@ class ReductionOptions:
             )
 
     def tree(self, ranks: int) -> Tree | None:
-        """Return the order of sums over `ranks`, None where any will do."""
+        """Return the order of sums over `ranks`, None if the order is free."""
         return Tree(self.blocks or BLOCKS, ranks) if self.reduction == "ordered" else None
 
 
@@ -60,7 +60,7 @@ def in_order(table: np.ndarray) -> nn.Sums:
 
 
 class InBlocks:
-    """A Replica whose gradient is that of `replica`, made in the blocks of one rank."""
+    """A Replica whose gradient is that of `replica`, computed in the blocks of one rank."""
 
     def __init__(self, replica: Replica, tree: Tree, rank: int):
         """Raise UsageError for a model whose layers look at a batch as a whole."""
@@ -71,7 +71,7 @@ class InBlocks:
                 "reduction = 'fast'"
             )
         one_blas_thread()
-        #: Sums of each block of the step, (blocks, 3); zeros where others compute
+        #: Sums of each block of the step, (blocks, 3); zeros for blocks of other ranks
         self.table = np.zeros((tree.blocks, len(NOTHING)))
         self._replica, self._tree, self._run = replica, tree, tree.run(rank)
         self._slots = {slot.name: slot for slot in replica.arena.slots}
@@ -80,11 +80,11 @@ class InBlocks:
 
     @property
     def arena(self) -> Arena:
-        """That of the replica."""
+        """The arena of the replica."""
         return self._replica.arena
 
     def move(self, **planes: np.ndarray) -> None:
-        """Let planes lie elsewhere; see Replica."""
+        """Move planes to other arrays; see Replica."""
         self._replica.move(**planes)
 
     def evaluate(self, batch: Batch) -> nn.Sums:
@@ -107,11 +107,11 @@ class InBlocks:
             )
         self._subtotals = []
         for block, (start, stop) in zip(run, pairwise(cuts), strict=True):
-            here = key._replace(first=key.first + start, sum_over_ranks=_refuse)
+            block_key = key._replace(first=key.first + start, sum_over_ranks=_refuse)
             last = block == run[-1]
-            ready = partial(self._finish, self._last(block), on_ready) if last else more_to_come
+            ready = partial(self._finish, self._last(block), on_ready) if last else ignore_ready
             part = Batch(batch.x[start:stop], batch.y[start:stop])
-            self.table[block] = list(self._replica.gradient(part, scale, here, ready))
+            self.table[block] = list(self._replica.gradient(part, scale, block_key, ready))
             if not last:
                 self._keep(block)
         return in_order(self.table)
@@ -121,7 +121,7 @@ class InBlocks:
         return [subtotal.x[at] for subtotal in self._subtotals]
 
     def _keep(self, block: int) -> None:
-        """Add the gradient of `block` to what waits for it, or keep it for the next."""
+        """Add the gradient of `block` to the subtotal that waits for it, or keep a copy of it."""
         grad = self.arena.grad
         self._tree.join(self._subtotals, Subtotal(block, block + 1, grad), into_the_left(np.add))
         if self._subtotals[-1].x is grad:
@@ -130,7 +130,7 @@ class InBlocks:
             self._subtotals[-1] = self._subtotals[-1]._replace(x=plane)
 
     def _last(self, block: int) -> list[np.ndarray]:
-        """Put the last block behind the others; return the planes to be added to it, in order."""
+        """Append the last block; return the planes to be added to it, in order."""
         added: list[np.ndarray] = []
 
         def note(left: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -143,7 +143,7 @@ class InBlocks:
     def _finish(
         self, added: Sequence[np.ndarray], on_ready: Callable[[str], None], name: str
     ) -> None:
-        """Add what waits for slot `name` of the last block, which is now known."""
+        """Add the planes `added` to slot `name` of the last block, which is now final."""
         slot, grad = self._slots[name], self.arena.grad
         at = slice(slot.offset, slot.stop)
         for plane in added:
@@ -151,10 +151,10 @@ class InBlocks:
         on_ready(name)
 
     def _spare(self) -> np.ndarray:
-        """Return a plane in which nothing is kept."""
-        kept = [subtotal.x for subtotal in self._subtotals]
+        """Return a plane that holds no subtotal."""
+        used = [subtotal.x for subtotal in self._subtotals]
         for plane in self._planes:
-            if not any(plane is x for x in kept):
+            if not any(plane is x for x in used):
                 return plane
         self._planes.append(np.zeros_like(self.arena.grad))
         return self._planes[-1]

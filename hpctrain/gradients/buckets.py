@@ -40,21 +40,21 @@ def cut(slots: Iterable[Slot], length: int, itemsize: int, bucket_bytes: int) ->
 
 
 class Filling:
-    """Which buckets are full, as one slot after the other is ready; they leave in one order."""
+    """The state of the buckets of a step: they are filled slot by slot and sent in one order."""
 
     def __init__(self, buckets: Sequence[Bucket]):
         """Begin the first step, with all of `buckets` empty."""
         self._bucket_of = {name: i for i, b in enumerate(buckets) for name in b.names}
         self._names = [bucket.names for bucket in buckets]
         self._missing = [set(names) for names in self._names]
-        self._left = 0  # buckets that have left in this step
+        self._left = 0  # buckets that were sent in this step
 
     def bucket(self, name: str) -> int | None:
-        """Return the number of the bucket in which slot `name` is; None if that is none."""
+        """Return the number of the bucket of slot `name`; None if it has none."""
         return self._bucket_of.get(name)
 
     def ready(self, name: str) -> range:
-        """Take note that slot `name` is final; return the buckets that may leave now."""
+        """Mark slot `name` as final; return the buckets that may be sent now."""
         missing = self._missing[self._bucket_of[name]]
         if name not in missing:
             raise HpctrainError(f"on_ready fired twice for slot '{name}'")
@@ -65,7 +65,7 @@ class Filling:
         return range(first, self._left)
 
     def complete(self) -> None:
-        """See to it that every slot was ready, and begin the next step."""
+        """Check that every slot was ready, and begin the next step."""
         if silent := sorted(set().union(*self._missing)):
             raise HpctrainError(f"on_ready never fired for slots: {', '.join(silent)}")
         self._missing, self._left = [set(names) for names in self._names], 0

@@ -1,20 +1,20 @@
-"""The check of every gradient: it is finite, and so is its sum over ranks, before anybody takes it.
+"""The check of every gradient: it is finite, and so is its sum over ranks, before any update.
 
     backward         writes slot 3      slot 2      slot 1      slot 0
     check            g . g of slot 3    of slot 2   of slot 1   of slot 0     passes()     vote
     wire                                | slots 3, 2 ..........  | slots 1, 0 ..........
 
-Each rank looks at its own gradient, slot by slot, while the slot is in the cache and before a sum
+Each rank checks its own gradient, slot by slot, while the slot is in the cache and before a sum
 is written over it. The result rides on the vote that all ranks exchange in each step, so that no
-rank changes a parameter before all know it.
+rank changes a parameter before all ranks know the result.
 
-Where all ranks hold the sum anyway, each looks at its P-th part of that instead, and the vote comes
+Where all ranks hold the sum anyway, each checks its P-th part of that instead, and the vote comes
 after the reduction (engines/allreduce.py). To read every gradient once more before its neighbours
 read it is 8 to 15 % of a step where cores share no cache: lines that were read again are slower to
 fetch from the core that wrote them.
 
 One product does for nearly all gradients: where g . g is finite, every element is below 1.9e19 in
-float32, and no sum over ranks overflows either. Where it is not, the elements are looked at one by
+float32, and no sum over ranks overflows either. Where it is not, the elements are checked one by
 one: each must be at most M / 2P, M being the largest number of the dtype and P the number of ranks
 whose gradients are added; alone, at most M. A gradient between these bounds and M is finite, but
 counts as too large. Of a sum each element must be at most M / 2: where it is not, some rank's own
@@ -49,27 +49,27 @@ void first_not_finite(const T* x, long long n, REAL limit, unsigned long long st
 }
 """
 NONE = np.iinfo(np.uint64).max
-#: Returns what is added up of elements `at` of the plane: one array, or one per block of samples.
+#: Returns the summands of elements `at` of the plane: one array, or one per block of samples.
 Parts = Callable[[slice], Sequence[Array]]
 
 
 class GradientCheck:
-    """Looks at the gradients of one rank, and counts those that it drops."""
+    """Checks the gradients of one rank, and counts those that it drops."""
 
     def __init__(self, replica: Replica, ranks: int, parts: Parts | None = None):
         """Check gradients of `replica`, of which `ranks` are added.
 
-        `parts` tells where they lie, if not in the arena's plane alone.
+        `parts` returns their arrays, if not in the arena's plane alone.
         """
         arena = replica.arena
-        self.fault = ""  #: what is wrong with the gradient that was looked at last
-        self.dropped = 0  #: gradients of this rank that no rank has taken
+        self.fault = ""  #: the fault of the gradient that was checked last
+        self.dropped = 0  #: gradients of this rank that were not applied
         self._replica, self._ranks, self._parts = replica, ranks, parts or self._plane
         limit = float(np.finfo(arena.grad.dtype).max) / (2 * ranks if ranks > 1 else 1)
         self._limit, self._limit_of_sums = map(arena.grad.dtype.type, (limit, limit * ranks))
         self._slots = {slot.name: slice(slot.offset, slot.stop) for slot in arena.slots}
-        self._left: set[str] = set()  # slots that nobody has looked at
-        self.own_steps = False  #: whether this rank takes its gradients, or drops them, alone
+        self._left: set[str] = set()  # slots that are not checked yet
+        self.own_steps = False  #: whether this rank applies or drops its gradients alone
         self._in_a_row = 0
         self._statistics = arena.buffer.copy()
         self._first: Array | None = None  # on a device
@@ -78,9 +78,9 @@ class GradientCheck:
             self._first = namespace(arena.grad).full(1, NONE, np.uint64)
 
     def begin(self, on_ready: Callable[[str], None], own: bool = True) -> Callable[[str], None]:
-        """Return what a replica is to call instead of `on_ready` while it makes a gradient.
+        """Return the function for a replica to call instead of `on_ready` during a gradient.
 
-        Without `own` its gradient is not looked at: who calls looks at the sum, on the host.
+        Without `own` its gradient is not checked: the caller checks the sum, on the host.
         """
         self.fault, self._early, self._left = "", False, set()
         if self._statistics.size:
@@ -96,13 +96,13 @@ class GradientCheck:
         return ready
 
     def bucket(self, start: int, stop: int) -> None:
-        """Look at elements that leave a device while backward goes on."""
+        """Check elements that leave a device while backward goes on."""
         if self._first is not None:
             self._early = True
             self._launch(slice(start, stop))
 
     def passes(self, sums: Sums) -> bool:
-        """Return whether loss and gradient can be taken; where not, undo the running statistics.
+        """Return whether loss and gradient can be applied; if not, undo the running statistics.
 
         On a device it waits until backward is done.
         """
@@ -119,19 +119,19 @@ class GradientCheck:
 
     @np.errstate(over="ignore")
     def sum_passes(self, total: np.ndarray) -> bool:
-        """Return whether `total`, a part of the sum over all ranks, can be taken."""
+        """Return whether `total`, a part of the sum over all ranks, can be applied."""
         return isfinite(total.dot(total)) or bool((abs(total) <= self._limit_of_sums).all())
 
     def undo(self) -> None:
-        """Bring back the running statistics that were there before the gradient."""
+        """Restore the running statistics from before the gradient."""
         if self._statistics.size:
             self._replica.arena.buffer[...] = self._statistics
 
     def goes_on(self, fine: bool, limit: int, count: int = 1) -> bool:
         """Return whether a worker with steps of its own goes on, with the gradient or without it.
 
-        `fine`: it is taken. Else it is dropped, `count` gradients with it, but no more than `limit`
-        times in a row.
+        `fine`: it is applied. Else it is dropped, `count` gradients with it, but no more than
+        `limit` times in a row.
         """
         self.own_steps = True
         self._in_a_row = 0 if fine else self._in_a_row + 1
@@ -142,7 +142,7 @@ class GradientCheck:
 
     @np.errstate(over="ignore")
     def _look(self, name: str) -> None:
-        """Look at slot `name`, on the host."""
+        """Check slot `name`, on the host."""
         self._left.discard(name)
         for x in self._parts(self._slots[name]):
             # The product of x with itself is one pass at the speed of the cache.

@@ -3,7 +3,7 @@
     arena.param, float32   --rounded before each gradient-->   copy, 16 bits    forward, backward
     arena.grad, float32    <--widened, slot by slot---------   gradient, 16 bits
 
-So engines, optimizers, the wire and checkpoints see what they see of any model. Products add in
+So engines, optimizers, the wire and checkpoints treat it as any other model. Products add in
 float32; so are norms, softmax and losses computed. Samples and all between layers have 16 bits.
 
 bf16 has the range of float32. fp16 has not: gradients are small, and vanish. There the loss counts
@@ -12,7 +12,7 @@ are still far from overflow, no digit is lost by it. A gradient that overflows i
 with half the scale, and after GROW_EVERY that did not the scale is doubled. Nothing is skipped,
 and ranks need not agree on a scale, except where layers sum over ranks: there all compute again.
 Checkpoints keep each worker's scale: small gradients are rounded by it.
-The price: slots are ready, and travel, only when all is known to be finite, after backward.
+The price: slots are ready, and are sent, only after backward, when all are known to be finite.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class MixedReplica:
 
     @property
     def arena(self) -> Arena:
-        """Where the master weights and the widened gradients lie."""
+        """The arena of the master weights and the widened gradients."""
         return self._master.arena
 
     def move(self, **planes: np.ndarray) -> None:
@@ -95,9 +95,9 @@ class MixedReplica:
                 if last:
                     on_ready(name)
 
-            here = key._replace(first=key.first + first)
+            piece_key = key._replace(first=key.first + first)
             compute = self._until_finite if self._checked else self._gradient
-            sums = nn.add(sums, compute(piece, scale, here, take))
+            sums = nn.add(sums, compute(piece, scale, piece_key, take))
         return sums
 
     def evaluate(self, batch: Batch) -> nn.Sums:
@@ -123,9 +123,9 @@ class MixedReplica:
         while True:
             order.clear()
             sums = self._gradient(batch, scale * self.scale, key, order.append)
-            bad, lost = self._seen(key, sums)
+            bad, lost = self._overflowed(key, sums)
             if lost or not bad or self.scale <= SMALLEST:
-                break  # what is still not finite is the engine's to see
+                break  # the engine handles a gradient that is still not finite
             self.scale, self._good = self.scale / 2, 0
             key = key._replace(again=True)
         for name in order:
@@ -135,22 +135,22 @@ class MixedReplica:
             self.scale, self._good = min(2 * self.scale, LARGEST), 0
         return sums
 
-    def _seen(self, key: nn.Key, sums: nn.Sums) -> tuple[bool, bool]:
+    def _overflowed(self, key: nn.Key, sums: nn.Sums) -> tuple[bool, bool]:
         """Return whether the gradient, and whether the loss, is not finite; one small copy.
 
-        On any rank, where their layers need each other.
+        If layers sum over ranks: whether that holds on any rank.
         """
         every = xp.namespace(self._small).isfinite
         fine = every(self._small).all()
         for x in self._wide.values():
             fine = fine & every(x).all()
-        here = np.array([1 - xp.to_host(fine.astype(np.float64)), not isfinite(sums.loss)])
+        local = np.array([1 - xp.to_host(fine.astype(np.float64)), not isfinite(sums.loss)])
         together = key.sum_over_ranks if self.model.buffers else None
-        bad, lost = here if together is None else together(here)
+        bad, lost = local if together is None else together(local)
         return bool(bad), bool(lost)
 
     def _widen(self, name: str, add: bool) -> None:
-        """Bring the gradient of slot `name` into the arena, or add it to what is there."""
+        """Widen the gradient of slot `name` into the arena, or add it there."""
         into, g = self._masters[name], self._grads[name]
         g = g if self.scale == 1 else xp.wide(g) * (1 / self.scale)
         if add:
@@ -159,7 +159,7 @@ class MixedReplica:
             into[...] = g
 
     def _rounded(self, key: nn.Key) -> nn.Key:
-        """Round the parameters, all now or each when `key` is told that it is needed."""
+        """Round the parameters, all now, or each when its `on_need` is called; return the key."""
         need = key.on_need
         if need is None:
             self._round_all()
@@ -182,6 +182,6 @@ class MixedReplica:
         arena = self.arena
         masters: dict[str, Any] = arena.views(arena.param)
         self._masters = arena.views(arena.grad)
-        kept = {name: masters[name] for name in self._wide} | arena.views(arena.buffer)
-        self._params = arena.views(self._copy) | kept
+        wide = {name: masters[name] for name in self._wide} | arena.views(arena.buffer)
+        self._params = arena.views(self._copy) | wide
         self._grads = arena.views(self._small) | self._wide

@@ -1,4 +1,4 @@
-"""What `[run] precision` names: the dtype of parameters, and that of what is computed with them.
+"""The meaning of `[run] precision`: the dtypes of parameters, of products and between layers.
 
     name       parameters, gradients, optimizer    products                     between layers
     float64    float64                             float64                      float64
@@ -33,7 +33,7 @@ def master(precision: Precision) -> np.dtype:
 def to_read(
     model: nn.Model, seed: int, precision: Precision, on_gpu: bool
 ) -> ModelReplica | MixedReplica:
-    """Return the replica that a trained model is read into: what cores have not, is float32."""
+    """Return the replica for a trained model; float32 where cores lack the precision."""
     if precision not in ON_CORES and not on_gpu:
         precision = "float32"
     return replica_of(model, seed, precision, on_gpu)

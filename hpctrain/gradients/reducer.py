@@ -1,4 +1,4 @@
-"""The reducer: gradients go to the wire while backward still computes the layers before them.
+"""The reducer: gradients are sent while backward still computes the layers before them.
 
     main thread           layer 3   layer 2   layer 1   layer 0   wait()   update
                              |ready    |ready              |ready    ^
@@ -9,7 +9,7 @@ algorithms: MPI libraries seldom make progress in the background by themselves. 
 one fixed order, so every rank calls the same algorithms in the same order. Where a thread does not
 pay, or MPI does not allow a second one, `wait` reduces the buckets in the calling thread.
 
-An all-reduce may say where the sum is, if not in the array it was given: in a neighbour's memory.
+An all-reduce may return the array that holds the sum, if another one: in a neighbour's memory.
 Then `wait` returns the neighbour's plane, and `release` lets the neighbour write there again.
 
 With `priority` the buckets that the next forward pass needs first, those of the first layers, go
@@ -48,7 +48,7 @@ from hpctrain.tuning.select import name_of, resolved
 from hpctrain.xp import Event, event, finish, own_stream, wait_for
 
 JOIN_LIMIT_S = 10.0
-#: An all-reduce that returns where the sum is; None: in the array that it was given.
+#: An all-reduce that returns the array of the sum; None: the array of the call.
 Sum = Callable[[Group, np.ndarray, Operation], np.ndarray | None]
 
 
@@ -58,18 +58,18 @@ def _auto_or_bytes(value: Any) -> Any:
     return value
 
 
-#: What only a sum of gradients in each step can do, and the value that asks for nothing.
+#: Keys that need a sum of gradients in each step, and their values without effect.
 ALLREDUCE_ALONE = {"compression": "none", "reduction": "fast", "priority": False}
 
 
 @config.options
 class WireOptions(ReductionOptions, CompressionOptions):
-    """The keys of `[wire]`: which all-reduce, how much travels at once, how small, what order."""
+    """The keys of `[wire]`: all-reduce, bucket length, overlap, order, compression."""
 
     algorithm: str = "auto"
     bucket_bytes: Annotated[Literal["auto"] | int, BeforeValidator(_auto_or_bytes)] = "auto"
     overlap: Literal["auto", "always", "never"] = "auto"  #: gradients travel during backward
-    priority: bool = False  #: what the next forward pass needs first travels first
+    priority: bool = False  #: buckets that the next forward pass needs first are sent first
 
     def __post_init__(self) -> None:
         """Refuse keys that contradict each other."""
@@ -87,7 +87,7 @@ class WireOptions(ReductionOptions, CompressionOptions):
             )
 
     def must_be_plain(self, engine: str, keys: Collection[str] = ALLREDUCE_ALONE.keys()) -> None:
-        """Raise UsageError for what `engine` cannot do, of `keys`: no step sums gradients."""
+        """Raise UsageError for keys of `keys` that `engine`, without sums of gradients, refuses."""
         for key, plain in ALLREDUCE_ALONE.items():
             if key in keys and getattr(self, key) != plain:
                 raise UsageError(
@@ -118,7 +118,7 @@ class Reducer:
         self._grad, self._group = grad, group
         self._trace, self._priority = trace or Trace(), priority
         self._slices = [grad[bucket.start : bucket.stop] for bucket in buckets]
-        self._sums = list(self._slices)  # where the sum of each bucket lies
+        self._sums = list(self._slices)  # the array of each bucket's sum
         self._functions = [resolved(allreduce, group, x, np.add) for x in self._slices]
         pairs = list(zip(self._slices, self._functions, strict=True))
         self.algorithms = [name_of(function, group, x) for x, function in pairs]  #: of each bucket
@@ -126,36 +126,36 @@ class Reducer:
             {"bytes": x.nbytes, "algorithm": name}
             for x, name in zip(self._slices, self.algorithms, strict=True)
         ]
-        near = group.memory.neighbours(grad) if group.memory is not None else None
-        self._first = near[0] if near else grad  # the plane of the node's first rank
+        neighbours = group.memory.neighbours(grad) if group.memory is not None else None
+        self._first = neighbours[0] if neighbours else grad  # the plane of the node's first rank
         self._filling, self._buckets, self._check = Filling(buckets), buckets, check
         self._outbox: SimpleQueue[int | None] = SimpleQueue()
         self._arrived: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
         # On a device the streams of the two threads wait for each other, bucket by bucket.
-        self._made: list[Event] = [None] * len(self._slices)
+        self._written: list[Event] = [None] * len(self._slices)
         self._summed: list[Event] = [None] * len(self._slices)
-        self._in: set[int] = set()  # buckets of this step whose sum is known to be in
+        self._in: set[int] = set()  # buckets of this step whose sum has arrived
         self._thread: threading.Thread | None = None
         if concurrent:
             self._thread = threading.Thread(target=self._carry, name="wire", daemon=True)
             self._thread.start()
 
     def ready(self, name: str) -> None:
-        """Take note that the gradient of slot `name` is final; send the buckets that are full."""
+        """Mark slot `name` as final; send the buckets that are full."""
         for number in self._filling.ready(name):
             if self._thread is not None:
                 if self._check is not None:
                     self._check(self._buckets[number].start, self._buckets[number].stop)
-                self._made[number] = event(self._grad)
+                self._written[number] = event(self._grad)
                 self._outbox.put(number)
 
     def complete(self) -> None:
-        """See to it that every slot was ready; from now on sums may be waited for."""
+        """Check that every slot was ready; from now on sums may be waited for."""
         self._filling.complete()
         self._in.clear()
 
     def wait(self) -> np.ndarray:
-        """Return the plane that holds the sums, once all buckets are in; raise what went wrong."""
+        """Return the plane of the sums, once all have arrived; raise an error of the thread."""
         self.complete()
         sums = [self.wait_for(number) for number in range(len(self._slices))]
         elsewhere = [(x, y) for x, y in zip(self._slices, sums, strict=True) if x is not y]
@@ -170,25 +170,25 @@ class Reducer:
         return len(self._slices)
 
     def bucket(self, name: str) -> int | None:
-        """Return the number of the bucket in which slot `name` is; None if that is none."""
+        """Return the number of the bucket of slot `name`; None if it has none."""
         return self._filling.bucket(name)
 
     def wait_for(self, number: int) -> np.ndarray:
-        """Return the array that holds the sum of bucket `number`, once it is in."""
+        """Return the array that holds the sum of bucket `number`, once it has arrived."""
         while number not in self._in:
             self._next()
         return self._sums[number]
 
-    def wait_for_one(self, wanted: Set[int], first: int) -> int:
-        """Return bucket `first` if it is in, else the last of `wanted` that are; wait for one."""
+    def wait_for_one(self, due: Set[int], first: int) -> int:
+        """Return bucket `first` if it is in, else the last of `due` that are; wait for one."""
         while not self._arrived.empty():
             self._next()
-        while not (here := self._in & wanted):
+        while not (arrived := self._in & due):
             self._next()
-        return first if first in here else max(here)
+        return first if first in arrived else max(arrived)
 
     def _next(self) -> None:
-        """Take note of the next bucket that is in; raise what went wrong with it."""
+        """Receive the next bucket that has arrived; raise its error."""
         if self._thread is None:
             number = len(self._in)
             self._reduce(number)
@@ -200,9 +200,9 @@ class Reducer:
         self._in.add(number)
 
     def release(self) -> None:
-        """Let all ranks write gradients again, once all are through with the sums; collective."""
+        """Wait until all ranks have read the sums: then gradients may be written; collective."""
         if direct_shared in self._functions and self._group.near is not None:
-            finish(self._grad)  # a kernel that waits in our stream has read nothing yet
+            finish(self._grad)  # a kernel queued in our stream has read nothing yet
             self._group.near.flags.exchange()
 
     def close(self) -> None:
@@ -212,7 +212,7 @@ class Reducer:
             self._thread.join(JOIN_LIMIT_S)
 
     def _carry(self) -> None:
-        """Reduce what comes out of the outbox: the body of the communication thread."""
+        """Reduce the buckets of the outbox: the body of the communication thread."""
         with own_stream(self._grad):
             self._carry_all()
 
@@ -222,7 +222,7 @@ class Reducer:
         while True:
             try:
                 number = next(numbers)
-                wait_for(self._made[number])
+                wait_for(self._written[number])
                 self._reduce(number)
                 self._summed[number] = event(self._grad)
                 self._arrived.put((number, None))
@@ -232,11 +232,11 @@ class Reducer:
                 self._arrived.put((number, error))
 
     def _by_priority(self) -> Iterator[int]:
-        """Yield the buckets of one step after the other; of those ready everywhere, the last."""
+        """Yield the buckets of each step; of those ready on every rank, the last."""
         while True:
             left, ready = set(range(len(self._slices))), 0
             while left:
-                # Who has a bucket to send takes note of all that are there, else waits for one.
+                # With a bucket to send: count all that are there; without: wait for one.
                 while ready <= min(left) or not self._outbox.empty():
                     number = self._outbox.get()
                     if number is None:
@@ -248,7 +248,7 @@ class Reducer:
                 yield number
 
     def _everywhere(self, ready: int) -> int:
-        """Return how many buckets are ready on every rank."""
+        """Return the number of buckets that are ready on every rank."""
         count = np.array([ready])
         recursive_doubling(self._group, count, np.minimum)
         return int(count[0])

@@ -1,4 +1,4 @@
-"""A model in an arena: what an engine needs of any model, and no more."""
+"""A model in an arena: the interface that an engine needs of any model."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Replica(Protocol):
 
     @property
     def arena(self) -> Arena:
-        """Where parameters and gradients lie; another one after `move`."""
+        """The arena of parameters and gradients; another one after `move`."""
 
     def gradient(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
         """Write the gradient of `scale` times the summed loss into `arena.grad`.
 
-        `on_ready(name)` is called once per slot, when nothing more will be added to it. Random
+        `on_ready(name)` is called once per slot, when its gradient is final. Random
         numbers depend on `key` alone.
         """
 
@@ -46,14 +46,14 @@ class Replica(Protocol):
         """Return the sums of loss and of right answers over `batch`, without a gradient."""
 
     def move(self, **planes: np.ndarray) -> None:
-        """Let `param` or `grad` of the arena lie in another array from now on, with its values.
+        """Move `param` or `grad` of the arena to another array, with its values.
 
-        Only an engine does, before training: where gradients lie tells how they can travel.
+        Only an engine does, before training: the memory of gradients decides how they are sent.
         """
 
 
 class ModelReplica:
-    """A Replica made of one of our own models."""
+    """A Replica of one of our own models."""
 
     def __init__(
         self, model: nn.Model, seed: int, dtype: np.typing.DTypeLike, on_gpu: bool = False
@@ -79,12 +79,12 @@ class ModelReplica:
         """Write the gradient into the arena, as the sum over micro-batches; see Replica."""
         sums = nn.Sums(0.0, 0, 0)
         for i, (piece, first) in enumerate(in_pieces(batch, self.micro_batches)):
-            here = key._replace(first=key.first + first)
-            ready = on_ready if i == self.micro_batches - 1 else more_to_come
-            one = self.model.gradient(
-                self._params, self._grads, *piece, scale, here, ready, more=i > 0
+            piece_key = key._replace(first=key.first + first)
+            ready = on_ready if i == self.micro_batches - 1 else ignore_ready
+            piece_sums = self.model.gradient(
+                self._params, self._grads, *piece, scale, piece_key, ready, more=i > 0
             )
-            sums = nn.add(sums, one)
+            sums = nn.add(sums, piece_sums)
         return sums
 
     def evaluate(self, batch: Batch) -> nn.Sums:
@@ -92,7 +92,7 @@ class ModelReplica:
         return self.model.evaluate(self._params, *batch)
 
     def move(self, **planes: np.ndarray) -> None:
-        """Let planes lie elsewhere; see Replica."""
+        """Move planes to other arrays; see Replica."""
         for name, x in planes.items():
             xp.copy(x, getattr(self.arena, name))
         self.arena = replace(self.arena, **planes)  # type: ignore[arg-type]
@@ -120,11 +120,11 @@ def in_pieces(batch: Batch, pieces: int) -> Iterator[tuple[Batch, int]]:
 
 
 def must_fit(model: nn.Model, itemsize: int) -> None:
-    """Raise UsageError if the model does not fit into memory, before any of it is made.
+    """Raise UsageError if the model does not fit into memory, before any allocation.
 
     Its start values are float64, and its two planes of `itemsize` lie beside them while they are
-    copied; with 0 they lie on a device, which tells of itself what it lacks. What ranks beside this
-    one and the optimizer take comes on top: what is refused here fits nowhere.
+    copied; with 0 they lie on a device, which raises its own error. The memory of other ranks and
+    of the optimizer comes on top: a model refused here fits in no case.
     """
     numbers = sum(prod(p.shape) for p in model.parameters.values())
     needed, free = numbers * (START_BYTES + 2 * itemsize), available_bytes()
@@ -135,5 +135,5 @@ def must_fit(model: nn.Model, itemsize: int) -> None:
         )
 
 
-def more_to_come(name: str) -> None:
-    """Take no note: another micro-batch adds to this gradient."""
+def ignore_ready(name: str) -> None:
+    """Do nothing: another micro-batch adds to this gradient."""

@@ -1,4 +1,4 @@
-"""A replica that computes as slowly as the faults of a run ask, and computes the same."""
+"""A replica slowed down as the faults of a run ask, with the same results."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Slowed:
 
     @property
     def arena(self) -> Arena:
-        """That of `replica`."""
+        """The arena of `replica`."""
         return self._replica.arena
 
     def move(self, **planes: np.ndarray) -> None:
-        """Let planes lie elsewhere; see Replica."""
+        """Move planes to other arrays; see Replica."""
         self._replica.move(**planes)
 
     def gradient(
@@ -36,7 +36,7 @@ class Slowed:
     ) -> nn.Sums:
         """Write the gradient into the arena, and take longer over it; see Replica."""
         self._pace.begin(key.seed, key.step)
-        if key.sum_over_ranks is not None:  # there a rank waits for the others
+        if key.sum_over_ranks is not None:  # a rank waits for the others in it
             key = key._replace(sum_over_ranks=self._pace.outside(key.sum_over_ranks))
         if key.on_need is not None:
             key = key._replace(on_need=self._pace.outside(key.on_need))

@@ -60,9 +60,9 @@ def patch(module):
         told = lambda self: (self.numbers(), module.Sums(1.0, 0, self.count))[1]
         module.Coming.sums = told
     else:
-        seen = module.MixedReplica._seen
+        seen = module.MixedReplica._overflowed
         fine = lambda self, key, sums: (seen(self, key, sums), (False, False))[1]
-        module.MixedReplica._seen = fine
+        module.MixedReplica._overflowed = fine
 
 
 sys.meta_path.insert(0, Finder())

@@ -7,8 +7,8 @@
     powersgd  | P | Q |                                           the rest is kept for the next step
 
 Everything else of a step stays as it is: the bucket holds a sum in its own dtype afterwards, the
-same bytes on every rank. What two of the methods keep back is the *residual*: it is added to the
-next gradient, so that nothing is lost, only late (error feedback). It lies in a plane of the
+same bytes on every rank. The part that two of the methods keep back is the *residual*: it is added
+to the next gradient, so that nothing is lost, only late (error feedback). It lies in a plane of the
 arena's layout and is saved with the run. See the file of each method for equations and source.
 """
 
@@ -29,13 +29,13 @@ from hpctrain.gradients.compress.sixteen import Bfloat16, Float16
 from hpctrain.gradients.compress.top_k import TopK, must_send_less
 from hpctrain.xp import Array, fetch, namespace
 
-#: What a method cannot go with: it sends nothing, or it is not ours and rounds as it likes.
+#: Methods that an algorithm cannot carry: it sends nothing, or is not ours and rounds by itself.
 REFUSED = {
     "null": ("bf16", "fp16", "top-k", "powersgd"),
     "native": ("bf16", "fp16"),
     "nccl": ("bf16", "fp16"),
 }
-#: Which method a key belongs to.
+#: The method of each key.
 KEYS = {"compression_ratio": "top-k", "compression_rank": "powersgd"}
 
 
@@ -79,18 +79,18 @@ class Compressor:
     """An all-reduce that sends less; called in one order on all ranks, by one thread."""
 
     def __init__(self, method: Bfloat16 | Float16 | TopK | PowerSgd, name: str):
-        """Reduce by `method`; `name` is what a trace calls it."""
-        self.own = method.own  #: flat arrays by name that each rank has its own of
-        self.shared = method.shared  #: flat arrays by name that all ranks hold alike
+        """Reduce by `method`; `name` is its name in a trace."""
+        self.own = method.own  #: flat arrays by name, different on each rank
+        self.shared = method.shared  #: flat arrays by name, equal on all ranks
         self.__name__ = name
         self._method = method
-        self._ends: list[Callable[[], np.ndarray]] = []  # of sums that nobody has looked at yet
+        self._ends: list[Callable[[], np.ndarray]] = []  # of sums that are not checked yet
         self._planes = [*method.own.values(), *method.shared.values()]
         self._before = [x.copy() for x in self._planes]
 
     def __call__(self, group: Group, x: Array, op: Operation) -> None:
         """Sum flat `x`, a slice of the gradient plane, in place; `op` is np.add."""
-        with np.errstate(over="ignore", invalid="ignore"):  # the sum is looked at, each time
+        with np.errstate(over="ignore", invalid="ignore"):  # each sum is checked
             self._method(group, x)
         if x.size:
             self._ends.append(fetch(namespace(x).stack([x.min(), x.max()])))
@@ -101,14 +101,14 @@ class Compressor:
             before[...] = x
 
     def undo(self) -> None:
-        """Forget the step: what is kept for later ones is what it was before."""
+        """Restore the residuals and shared arrays from before the step."""
         for x, before in zip(self._planes, self._before, strict=True):
             x[...] = before
 
     def finite(self) -> bool:
         """Return whether all sums since the last call were; waits for those of a device.
 
-        All ranks hold the same sums, and so find the same: nobody needs to be asked.
+        All ranks hold the same sums, and so get the same result without a message.
         """
         ends, self._ends = self._ends, []
         return all(np.isfinite(end()).all() for end in ends)
@@ -121,10 +121,10 @@ def build(
     ranks: int,
     zeros_like: Callable[[Array], Array],
 ) -> Compressor | None:
-    """Return what reduces the gradients of `arena` by `options`; None if nothing is compressed.
+    """Return the compressor for the gradients of `arena`; None if nothing is compressed.
 
-    Collective if `zeros_like(x)` is, which gives what the wire is to see. Raises UsageError where
-    more would be sent than without.
+    Collective if `zeros_like(x)` is, which returns the memory that the wire reads. Raises
+    UsageError where more would be sent than without.
     """
     kind = options.compression
     methods: dict[str, Callable[[], Bfloat16 | Float16 | TopK | PowerSgd]] = {

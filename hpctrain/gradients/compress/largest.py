@@ -1,4 +1,4 @@
-"""The k largest of every matrix of a bucket, on a GPU: found digit by digit, nothing is sorted.
+"""The k largest elements of every matrix of a bucket, on a GPU: radix selection without a sort.
 
 A magnitude, read as a whole number, keeps its order. Elements of one magnitude are told apart by
 their place, the first being the largest, so that k elements are exactly the k largest keys:
@@ -128,7 +128,7 @@ def source(dtype: np.dtype) -> str:
 
 
 class Largest:
-    """Takes the largest elements of the matrices in one bucket; what it needs is kept."""
+    """Takes the largest elements of the matrices in one bucket; its buffers are kept."""
 
     def __init__(self, residual: Array, bucket: int, matrices: Sequence[tuple[int, int, int]]):
         """Look at `matrices`, (first element, elements, how many to take) in plane `residual`.
@@ -139,26 +139,26 @@ class Largest:
         table = [(*m, first) for m, first in zip(matrices, firsts[:-1], strict=True)]
         self._residual, self._bucket = residual, np.int64(bucket)
         self._table = like(residual, np.array(table), np.int64)
-        self._found = xp.zeros((len(table), 5), np.uint64)
+        self._state = xp.zeros((len(table), 5), np.uint64)
         self._counts = xp.zeros((len(table), DIGITS), np.uint32)
-        self._most = max(size for _, size, _ in matrices)
+        self._longest = max(size for _, size, _ in matrices)
 
-    def __call__(self, x: Array, where: Array, values: Array) -> None:
-        """Add bucket `x` to the residual; move the largest of that to `where` and `values`."""
-        residual, table, found, bucket = self._residual, self._table, self._found, self._bucket
+    def __call__(self, x: Array, indices: Array, values: Array) -> None:
+        """Add bucket `x` to the residual; move the largest of that to `indices` and `values`."""
+        residual, table, state, bucket = self._residual, self._table, self._state, self._bucket
         self._put("owe", (residual, x, table, bucket))
         for number in range(x.itemsize + PLACE_BYTES):
             digit = np.int32(number)
-            self._put("count_digits", (residual, table, found, self._counts, digit))
-            self._put("pick_digit", (table, found, self._counts, digit), THREADS)
-        self._put("take_largest", (residual, table, found, where, values, bucket))
+            self._put("count_digits", (residual, table, state, self._counts, digit))
+            self._put("pick_digit", (table, state, self._counts, digit), THREADS)
+        self._put("take_largest", (residual, table, state, indices, values, bucket))
 
     def _put(self, name: str, args: tuple, count: int | None = None) -> None:
         x, rows = self._residual, len(self._table)
-        launch(x, source(x.dtype), name, count or self._most, args, rows)
+        launch(x, source(x.dtype), name, count or self._longest, args, rows)
 
 
-def add_pairs(x: Array, where: Array, values: Array) -> None:
-    """Add `values` to flat `x` at `where`, no place twice."""
-    args = (x, where, values, np.int64(len(where)))
-    launch(x, source(x.dtype), "add_pairs", len(where), args)
+def add_pairs(x: Array, indices: Array, values: Array) -> None:
+    """Add `values` to flat `x` at `indices`, each index at most once."""
+    args = (x, indices, values, np.int64(len(indices)))
+    launch(x, source(x.dtype), "add_pairs", len(indices), args)

@@ -1,4 +1,4 @@
-"""Orthonormal columns, as LAPACK finds them by reflections; on a GPU of many matrices at once.
+"""Orthonormal columns by Householder reflections, as in LAPACK; on a GPU many matrices at once.
 
 Column j of a matrix A (n x r), r <= n, is reflected onto axis j (Householder, 1958):
 
@@ -6,7 +6,7 @@ Column j of a matrix A (n x r), r <= n, is reflected onto axis j (Householder, 1
                            a = A_jj    b = -sign(a) |A_j.., j|    t = (b - a) / b
 
 and applied to the columns behind it. Then H_1 .. H_r times the first r columns of the unit matrix
-are what is sought. A column of zeros gives its axis: no division by zero, and a direction that
+are the result. A column of zeros gives its axis: no division by zero, and a direction that
 PowerSGD can go on with.
 
 A block of threads works on one matrix, adding in float64, in an order that depends on n alone: the
@@ -82,15 +82,15 @@ class Orthonormal:
         self._starts = np.cumsum([0, *rows]) * rank
         if on_device(like) and rows:
             xp = namespace(like)
-            self._where = [xp.asarray(np.array(n, np.int64)) for n in (self._starts[:-1], rows)]
+            self._layout = [xp.asarray(np.array(n, np.int64)) for n in (self._starts[:-1], rows)]
             self._factors = xp.zeros((len(rows), rank), np.float64)
 
     def __call__(self, x: Array) -> None:
-        """Write into flat `x`; columns that depend on others give some direction."""
+        """Write into flat `x`; columns that depend on others give an arbitrary direction."""
         if not self._rows:
             return
         if on_device(x):
-            args = (x, *self._where, self._factors, np.int32(self._rank))
+            args = (x, *self._layout, self._factors, np.int32(self._rank))
             code = source(x.dtype.name)
             launch(x, code, "orthonormal", THREADS, args, rows=len(self._rows))
             return

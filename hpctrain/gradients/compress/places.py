@@ -1,4 +1,4 @@
-"""Which tensors lie in a bucket, seen by a method that compresses matrices and keeps residuals.
+"""The tensors of a bucket, for a method that compresses matrices and keeps residuals.
 
     bucket    | 1.weight ........... |pad| 1.bias |pad| 2.weight ..... |pad| 2.bias |
     matrices  | compressed           |            | compressed         |
@@ -30,36 +30,36 @@ class Places:
         """Return the view of bucket `x` that is `slot`, flat."""
         return x[slot.offset - self.start : slot.stop - self.start]
 
-    def pack(self, x: Array, more: int = 0) -> Array:
-        """Return a new array of what travels whole, with room for `more` elements behind it."""
+    def pack(self, x: Array, extra: int = 0) -> Array:
+        """Return a new array of the uncompressed slots, with `extra` zeros behind them."""
         parts, xp = [self.of(x, slot) for slot in self.whole], namespace(x)
-        return xp.concatenate([*parts, xp.zeros(more, x.dtype)])
+        return xp.concatenate([*parts, xp.zeros(extra, x.dtype)])
 
     def unpack(self, packed: Array, x: Array) -> None:
-        """Copy what travelled whole back into bucket `x`."""
+        """Copy the uncompressed slots back into bucket `x`."""
         for slot, part in zip(self.whole, slices(slot.size for slot in self.whole), strict=True):
             self.of(x, slot)[...] = packed[part]
 
 
 class Bookmarks:
-    """The places of every bucket of one plane, looked up by where the bucket lies in memory."""
+    """The places of every bucket of one plane, looked up by the address of the bucket."""
 
     def __init__(self, arena: Arena, shrinks: Callable[[Slot], bool]):
-        """`shrinks` tells of a tensor of two dims or more whether it is compressed."""
+        """`shrinks(slot)`: whether a tensor of two dims or more is compressed."""
         self._arena, self._shrinks = arena, shrinks
-        self._known: dict[tuple[int, int], Places] = {}
+        self._cache: dict[tuple[int, int], Places] = {}
 
     def find(self, x: Array) -> Places:
         """Return the places in `x`, a slice of the gradient plane."""
         start = offset_in(self._arena.grad, x)
-        if (start, x.size) not in self._known:
-            self._known[start, x.size] = self._look(start, start + x.size)
-        return self._known[start, x.size]
+        if (start, x.size) not in self._cache:
+            self._cache[start, x.size] = self._look(start, start + x.size)
+        return self._cache[start, x.size]
 
     def _look(self, start: int, stop: int) -> Places:
-        here = [slot for slot in self._arena.slots if start <= slot.offset < stop and slot.size]
-        small = [slot for slot in here if len(slot.shape) > 1 and self._shrinks(slot)]
-        whole = [slot for slot in here if slot not in small]
+        slots = [slot for slot in self._arena.slots if start <= slot.offset < stop and slot.size]
+        small = [slot for slot in slots if len(slot.shape) > 1 and self._shrinks(slot)]
+        whole = [slot for slot in slots if slot not in small]
         return Places(start, tuple(small), tuple(whole))
 
 

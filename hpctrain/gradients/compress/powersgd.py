@@ -1,4 +1,4 @@
-"""PowerSGD: of each matrix the product of two thin ones, found by one step of power iteration.
+"""PowerSGD: each matrix as a product of two thin ones, from one step of power iteration.
 
 Rank i has gradient G_i (n x m) and residual E_i, at first zero; all ranks hold the same Q (m x r):
 
@@ -59,7 +59,7 @@ class PowerSgd:
         small = [s for s in arena.slots if len(s.shape) > 1 and self._shrinks(s)]
         parts = slices(folded(slot.shape)[1] * rank for slot in small)
         self._part = {slot.name: part for slot, part in zip(small, parts, strict=True)}
-        # Where the iteration begins is a function of the layout, hence the same on all ranks.
+        # The start of the iteration is a function of the layout, hence the same on all ranks.
         q = np.random.default_rng(0).standard_normal(parts[-1].stop if parts else 0)
         self._q = like(arena.grad, q)
         self._orthonormal: dict[int, Orthonormal] = {}  # of each bucket
@@ -92,14 +92,14 @@ class PowerSgd:
 
     def _matrices(self, places: Places, x: Array, p: list[Array]) -> list[_Matrix]:
         """Return the matrices of bucket `x`, its gradient added to the residual, and `p`."""
-        found = []
+        matrices = []
         for slot, columns in zip(places.matrices, p, strict=True):
             out = places.of(x, slot).reshape(folded(slot.shape))
             residual = self._residual[slot.offset : slot.stop].reshape(out.shape)
             residual += out
             q = self._q[self._part[slot.name]].reshape(-1, self._rank)
-            found.append(_Matrix(residual, columns.reshape(-1, self._rank), q, out))
-        return found
+            matrices.append(_Matrix(residual, columns.reshape(-1, self._rank), q, out))
+        return matrices
 
     def _rows(self, places: Places) -> Array:
         """Return Q of all matrices of a bucket: one slice, for both are in the order of slots."""

@@ -1,7 +1,7 @@
 """16-bit floats on the wire: half the bytes of float32.
 
 A bucket is rounded to 16 bits, summed by any of our algorithms and widened again. Each hop adds in
-float32 and rounds once; whoever owns a sum keeps the rounded value, which is then only copied, so
+float32 and rounds once; the owner of a sum keeps the rounded value, which is then only copied, so
 all ranks end with the same bytes. With P ranks a sum is rounded P times along the way of a ring,
 log2 P times in a tree: for unit roundoff u (2^-8 for bfloat16, 2^-11 for float16) and rounding to
 nearest,
@@ -11,10 +11,10 @@ nearest,
 bfloat16 has the range of float32. float16 ends at 65,504 and, below 2^-14, loses digits: gradients
 are small and would vanish. So all ranks agree on the largest magnitude m of a bucket, by a message
 of 8 bytes, and send 2^e times the gradient, where 2^e P m < 2^15: even the sum of the largest
-cannot overflow, and 2^-39 of it is still seen. A power of two costs no digits. Source of the
-scaling: Micikevicius et al., "Mixed precision training", 2018, who have one for all.
+cannot overflow, and 2^-39 of it is still represented. A power of two costs no digits. Source of the
+scaling: Micikevicius et al., "Mixed precision training", 2018, who use one scale for all.
 
-What travels lies in a plane that node neighbours see, as the gradient does. On a GPU the bits are
+The 16-bit plane is shared with the neighbours of a node, as the gradient is. On a GPU the bits are
 the same: two kernels per bucket beside those of the all-reduce.
 """
 
@@ -37,7 +37,7 @@ EXPONENT = 100  #: no gradient is multiplied by more than two to this power
 
 
 class _Small:
-    """The plane in which the buckets of an arena travel: 16 bits for each element."""
+    """The plane in which the buckets of an arena are sent: 16 bits for each element."""
 
     def __init__(self, arena: Arena, dtype: type, zeros_like: Callable[[Array], Array]):
         self._grad = arena.grad
@@ -98,9 +98,9 @@ def _largest(group: Group, x: Array) -> float:
     From a device two numbers come to the host, which waits for them.
     """
     ends = to_host(namespace(x).stack([x.min(), x.max()])) if x.size else np.zeros(1)
-    here = abs(ends).max(keepdims=True).astype(np.float64)  # not Python's max, which may pass NaN
-    recursive_doubling(group, here, np.maximum)
-    return float(here[0])
+    peak = abs(ends).max(keepdims=True).astype(np.float64)  # not Python's max, which may pass NaN
+    recursive_doubling(group, peak, np.maximum)
+    return float(peak[0])
 
 
 def _scale(largest: float, ranks: int) -> float | None:

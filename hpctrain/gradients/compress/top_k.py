@@ -1,4 +1,4 @@
-"""Top-k: the largest elements of each matrix travel, the others wait and grow.
+"""Top-k: the largest elements of each matrix are sent, the others stay in a residual.
 
 Rank i has gradient g_i and residual e_i, at first zero. For each matrix:
 
@@ -21,7 +21,7 @@ Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", 2018, who pro
 converges as SGD does; Lin et al., "Deep gradient compression", 2018, who also keep momentum on
 each rank and warm the ratio up. Here momentum is the optimizer's, which sees the sum.
 
-On a GPU the largest are found by kernels of our own, see largest.py; pairs stay in its memory.
+On a GPU the largest are selected by kernels of our own, see largest.py; pairs stay in its memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ROW_BYTES = 8  #: what a rank sends is padded to multiples of it: a GPU reads wh
 
 
 def must_send_less(ratio: float, ranks: int) -> None:
-    """Raise UsageError where what `ranks` send of `ratio` is more than the gradient."""
+    """Raise UsageError where `ranks` with `ratio` send more than the gradient."""
     if ratio * ranks >= 1:
         raise UsageError(
             f"[wire] compression_ratio: with {ranks} ranks expected less than 1/{ranks}, seen "
@@ -80,8 +80,8 @@ class TopK:
         if places.matrices:
             counts = [ceil(self._ratio * slot.size) for slot in places.matrices]
             rows = self._rows_for(group, x, sum(counts))
-            mine = _pairs(rows[group.link.rank], sum(counts), x.dtype)
-            (self._take_on_device if on_device(x) else self._take)(places, counts, x, *mine)
+            local = _pairs(rows[group.link.rank], sum(counts), x.dtype)
+            (self._take_on_device if on_device(x) else self._take)(places, counts, x, *local)
             all_gather(group, rows.reshape(-1))
             x[...] = 0
             for row in rows:
@@ -89,24 +89,24 @@ class TopK:
         places.unpack(packed, x)
 
     def _take(
-        self, places: Places, counts: list[int], x: Array, where: Array, values: Array
+        self, places: Places, counts: list[int], x: Array, indices: Array, values: Array
     ) -> None:
-        """Write indices and values of what this rank sends; the rest becomes its residual."""
+        """Write the indices and values that this rank sends; the rest becomes its residual."""
         for slot, part, k in zip(places.matrices, slices(counts), counts, strict=True):
-            here, residual = places.of(x, slot), self._residual[slot.offset : slot.stop]
-            residual += here
+            grad, residual = places.of(x, slot), self._residual[slot.offset : slot.stop]
+            residual += grad
             largest = _largest(residual, k)
-            where[part], values[part] = largest + (slot.offset - places.start), residual[largest]
+            indices[part], values[part] = largest + (slot.offset - places.start), residual[largest]
             residual[largest] = 0
 
     def _take_on_device(
-        self, places: Places, counts: list[int], x: Array, where: Array, values: Array
+        self, places: Places, counts: list[int], x: Array, indices: Array, values: Array
     ) -> None:
-        """Do what `_take` does in a few kernels."""
+        """As `_take`, in a few kernels."""
         if places.start not in self._largest:
-            told = [(s.offset, s.size, k) for s, k in zip(places.matrices, counts, strict=True)]
-            self._largest[places.start] = Largest(self._residual, places.start, told)
-        self._largest[places.start](x, where, values)
+            matrices = [(s.offset, s.size, k) for s, k in zip(places.matrices, counts, strict=True)]
+            self._largest[places.start] = Largest(self._residual, places.start, matrices)
+        self._largest[places.start](x, indices, values)
 
     def _rows_for(self, group: Group, x: Array, count: int) -> Array:
         """Return room for the `count` pairs of every rank, a row of bytes each."""
@@ -115,21 +115,21 @@ class TopK:
 
 
 def _largest(x: np.ndarray, k: int) -> np.ndarray:
-    """Return where the `k` largest magnitudes of flat `x` are, of equal ones the first."""
-    # As whole numbers they keep their order, and are compared faster. What is not a number counts
-    # as largest: it is sent, and so seen by all.
+    """Return the indices of the `k` largest magnitudes of flat `x`, of equal ones the first."""
+    # As whole numbers they keep their order, and are compared faster. NaN counts as largest: it is
+    # sent, and so reaches all ranks.
     bits = abs(x).view(f"u{x.itemsize}")
-    least = np.partition(bits, -k)[-k]
-    above = np.flatnonzero(bits > least)
-    return np.concatenate([above, np.flatnonzero(bits == least)[: k - len(above)]])
+    threshold = np.partition(bits, -k)[-k]
+    above = np.flatnonzero(bits > threshold)
+    return np.concatenate([above, np.flatnonzero(bits == threshold)[: k - len(above)]])
 
 
-def add(x: Array, where: Array, values: Array) -> None:
-    """Add `values` to flat `x` at `where`, no place twice."""
+def add(x: Array, indices: Array, values: Array) -> None:
+    """Add `values` to flat `x` at `indices`, each index at most once."""
     if on_device(x):
-        add_pairs(x, where, values)
+        add_pairs(x, indices, values)
     else:
-        x[where] += values
+        x[indices] += values
 
 
 def _pairs(row: Array, count: int, dtype: np.dtype) -> tuple[Array, Array]:
