@@ -89,11 +89,11 @@ def check(
 def _update(
     a: _Numbers, grad: Array, state: State, param: Array, slots: Sequence[Slot], total: Total
 ) -> None:
-    done = int(state["step"][0])
-    rate, clip = rate_of(a.rate, done), clip_factor(grad, a.clip_norm, total)
+    updates = int(state["step"][0])
+    rate, clip = rate_of(a.rate, updates), clip_factor(grad, a.clip_norm, total)
     # Both corrections are factors of whole blocks; folded in, they cost no pass of their own.
-    step = rate / (1 - a.beta1 ** (done + 1))
-    grow = 1 / math.sqrt(1 - a.beta2 ** (done + 1))
+    step = rate / (1 - a.beta1 ** (updates + 1))
+    grow = 1 / math.sqrt(1 - a.beta2 ** (updates + 1))
     state["step"] += 1
     if on_device(param):
         for s, decay in runs(param.size, slots, a.exempt_vectors and a.weight_decay > 0):
@@ -130,26 +130,28 @@ def _adamw(
 ) -> None:
     follow(m, v, g, beta1, new1, beta2, new2)
     w *= keep
-    w -= wanted(xp, m, v, step, grow, epsilon)
+    w -= direction_in_kernel(xp, m, v, step, grow, epsilon)
 
 
 def following(clip: float, beta1: float, beta2: float) -> tuple[float, float, float, float]:
-    """Return the numbers that `follow` takes: a kernel computes with arrays alone."""
+    """Return the numbers for `follow`, in which a kernel computes with arrays alone."""
     return beta1, clip * (1 - beta1), beta2, clip * clip * (1 - beta2)
 
 
 def follow(
     m: Array, v: Array, g: Array, beta1: float, new1: float, beta2: float, new2: float
 ) -> None:
-    """Do what `moments` does, in a kernel."""
+    """As `moments`, in a kernel."""
     m *= beta1
     m += g * new1
     v *= beta2
     v += g * g * new2
 
 
-def wanted(xp: Any, m: Array, v: Array, step: float, grow: float, epsilon: float) -> Array:
-    """Return what `direction` writes, in a kernel."""
+def direction_in_kernel(
+    xp: Any, m: Array, v: Array, step: float, grow: float, epsilon: float
+) -> Array:
+    """Return the array that `direction` writes, in a kernel."""
     return m / (xp.sqrt(v) * grow + epsilon) * step
 
 

@@ -6,7 +6,7 @@
 
 phi, the paper's bound on |w|, is the identity. Tensors of one dim (biases, norms) take the plain
 rate and do not decay unless `exempt_vectors` is off; so do, for the rate, tensors of zeros.
-u would be an array of full length: it is made twice, once for its norm and once to be taken.
+u would be an array of full length: it is computed twice, for its norm and for the update.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpctrain.config import options
-from hpctrain.optim.adamw import check, direction, follow, following, moments, wanted
+from hpctrain.optim.adamw import check, direction, direction_in_kernel, follow, following, moments
 from hpctrain.optim.norms import (
     Piece,
     by_slot,
@@ -92,7 +92,7 @@ def _update(
         moments(m, v, grad[s], clip, a.beta1, a.beta2, scratch[0, : s.stop - s.start])
     ratios = _ratios(a, state, param, slots, total, scratch)
     for piece in pieces(param.size, slots):
-        u = _wanted(a, piece, state, param, slots, scratch)
+        u = _scaled_direction(a, piece, state, param, slots, scratch)
         u *= rate * float(ratios[piece.slot])
         param[piece.at] -= u
     state["step"] += 1
@@ -104,7 +104,7 @@ def _ratios(
     """Return |w| / |u| of each slot, float64; 1 for those exempt."""
     wide, own = workspace(param), []
     for piece in pieces(param.size, slots):
-        u = _wanted(a, piece, state, param, slots, scratch)
+        u = _scaled_direction(a, piece, state, param, slots, scratch)
         own.append((squares(param[piece.at], wide), squares(u, wide)))
     return _ratios_of(a, total(np.array(own).reshape(-1, 2)), slots)
 
@@ -115,13 +115,13 @@ def _ratios_of(a: _Numbers, rows: np.ndarray, slots: Sequence[Slot]) -> np.ndarr
     return np.where(exempt, 1.0, ratio(w, u))
 
 
-def _wanted(
+def _scaled_direction(
     a: _Numbers, piece: Piece, state: State, param: Array, slots: Sequence[Slot], scratch: Array
 ) -> Array:
     """Return u of one piece, in row 0 of `scratch`."""
     at, (u, t) = piece.at, scratch[:, : piece.at.stop - piece.at.start]
-    done = int(state["step"][0]) + 1
-    step, grow = 1 / (1 - a.beta1**done), 1 / math.sqrt(1 - a.beta2**done)
+    updates = int(state["step"][0]) + 1
+    step, grow = 1 / (1 - a.beta1**updates), 1 / math.sqrt(1 - a.beta2**updates)
     direction(state["mean"][at], state["square"][at], step, grow, a.epsilon, u)
     if a.weight_decay and not (a.exempt_vectors and is_vector(slots[piece.slot])):
         u += namespace(u).multiply(param[at], a.weight_decay, out=t)
@@ -138,10 +138,10 @@ def _on_device(
     slots: Sequence[Slot],
     total: Total,
 ) -> None:
-    """Do the same, with memory for all of u: made once, it is looked at and then taken."""
+    """As `_update`, with memory for all of u: computed once, for its norm and for the update."""
     state["step"] += 1
-    done = int(state["step"][0])
-    step, grow = 1 / (1 - a.beta1**done), 1 / math.sqrt(1 - a.beta2**done)
+    updates = int(state["step"][0])
+    step, grow = 1 / (1 - a.beta1**updates), 1 / math.sqrt(1 - a.beta2**updates)
     u, numbers = namespace(param).zeros_like(param), following(clip, a.beta1, a.beta2)
     for s, decays in runs(param.size, slots, a.exempt_vectors):
         arrays = (u[s], param[s], state["mean"][s], state["square"][s], grad[s])
@@ -169,7 +169,7 @@ def _lamb(
     epsilon: float,
 ) -> None:
     follow(m, v, g, beta1, new1, beta2, new2)
-    xp.add(wanted(xp, m, v, step, grow, epsilon), w * decay, out=u)
+    xp.add(direction_in_kernel(xp, m, v, step, grow, epsilon), w * decay, out=u)
 
 
 def _take(xp: Any, w: Array, u: Array, rate: float) -> None:

@@ -7,7 +7,7 @@
 So no tensor moves by more than a share of its own size, and large batches can have large rates.
 Tensors of one dim (biases, norms) take l = 1 and do not decay unless `exempt_vectors` is off, as
 in all runs of LARS that set records: their sizes say nothing. l is also 1 for a tensor of zeros,
-and where nothing divides: no gradient and no decay. Without a gradient l = trust / decay.
+and where the divisor is zero: no gradient and no decay. Without a gradient l = trust / decay.
 """
 
 from __future__ import annotations

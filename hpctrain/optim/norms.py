@@ -1,7 +1,7 @@
 """Norms that have the same bytes however the flat arrays are cut into shards.
 
-A *piece* is what one slot has in one block. Whoever holds a block adds the squares of its pieces
-in float64; `total` hands the rows of all shards to everybody, and everybody adds them in order.
+A *piece* is the part of one slot in one block. The holder of a block adds the squares of its pieces
+in float64; `total` returns the rows of all shards on every rank, which adds them in order.
 Shards begin at blocks, so a piece is never cut further and nothing depends on their number.
 
     blocks    |        0        |        1        |        2        |
@@ -149,15 +149,15 @@ void squares(const REAL* x, const long long* starts, const long long* stops, dou
 
 
 def _on_device(arrays: Sequence[Array], pieces: Sequence[slice]) -> np.ndarray:
-    """Do what `squares_of` does with one kernel per array, and one small copy to the host."""
+    """As `squares_of`, with one kernel per array, and one small copy to the host."""
     x, xp = arrays[0], namespace(arrays[0])
     sums = xp.zeros((len(arrays), len(pieces)), np.float64)
     if pieces:
         starts, stops = xp.asarray(np.array([(s.start, s.stop) for s in pieces], np.int64).T.copy())
         source = SQUARES.replace("REAL", {"float32": "float", "float64": "double"}[x.dtype.name])
         kernel = raw_kernel(x, source, "squares")
-        for one, into in zip(arrays, sums, strict=True):
-            kernel((len(pieces),), (THREADS,), (one, starts, stops, into))
+        for array, into in zip(arrays, sums, strict=True):
+            kernel((len(pieces),), (THREADS,), (array, starts, stops, into))
     return np.ascontiguousarray(to_host(sums).T)
 
 

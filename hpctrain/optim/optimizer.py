@@ -1,4 +1,4 @@
-"""What an optimizer is, and the walk over a flat array in blocks that stay in the cache."""
+"""The interface of optimizers, and the loop over flat arrays in blocks that stay in the cache."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Optimizer(NamedTuple):
     sums, float64 (rows, columns), a row for each part of a block, and returns the rows of all
     shards in order: alone, its argument. Methods that need norms call it, all equally often.
 
-    `rate` is what the metrics tell of: a number, or a function of the 0-based step. `needs_norms`
+    `rate` is for the metrics: a number, or a function of the 0-based step. `needs_norms`
     says that `total` is called; where it is not, any part of the arrays can be updated alone.
     """
 
@@ -105,16 +105,16 @@ _RANGES: dict[str, Callable[[float], bool]] = {
 }
 
 
-def require(optimizer: str, where: str, **values: float | None) -> None:
-    """Raise UsageError for a value that does not lie `where` it must; None is none."""
+def require(optimizer: str, interval: str, **values: float | None) -> None:
+    """Raise UsageError for a value outside of `interval`, a key of _RANGES; None is no value."""
     for name, value in values.items():
-        if value is not None and not _RANGES[where](value):
-            raise UsageError(f"{optimizer}: {name} must be {where}, seen {value}")
+        if value is not None and not _RANGES[interval](value):
+            raise UsageError(f"{optimizer}: {name} must be {interval}, seen {value}")
 
 
 @options
 class CommonOptions:
-    """What every optimizer takes: the rate, and the largest norm of all gradients together."""
+    """Options of every optimizer: the rate, and the largest norm of all gradients together."""
 
     rate: Positive
     clip_norm: Positive | None = None

@@ -1,4 +1,4 @@
-"""Schedules: the rate as a function of the step, counted from 0; never of what happened before."""
+"""Schedules: the rate as a function of the 0-based step alone, not of the history of a run."""
 
 from __future__ import annotations
 
