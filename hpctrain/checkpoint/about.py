@@ -1,8 +1,8 @@
 """The facts of a run that a checkpoint keeps beside its arrays: types, ranges, agreement.
 
-A manifest may have been written by another program, or by hand, with a hash that is right. So all
-entries that are read again are checked here, against each other and against the arrays; a caller
-may keep others beside them. An entry that is missing is one that an older hpctrain did not write.
+A manifest may have been written by another program, or by hand, with a correct hash. So all entries
+that are read again are checked here, against each other and against the arrays; a caller may keep
+further ones beside them. A missing entry is one that an older hpctrain did not write.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Place(pydantic.BaseModel):
 
 
 class ModelAbout(pydantic.BaseModel):
-    """What the model was built for."""
+    """The shape of samples and the number of classes that the model was built for."""
 
     model_config = _STRICT
     input_shape: list[Positive]
@@ -91,52 +91,52 @@ class About(pydantic.BaseModel):
 
 
 def fault_of(about: Mapping[str, Any], step: int, ranks: int, sizes: Mapping[str, int]) -> str:
-    """Return what is wrong with `about` of a checkpoint, empty for nothing.
+    """Return the first fault of `about` in a checkpoint, empty for none.
 
-    `step` is that of the checkpoint, `ranks` how many wrote it, `sizes` has the elements of each
-    array.
+    `step` is that of the checkpoint, `ranks` the number of ranks that wrote it, `sizes` the
+    elements of each array.
     """
     try:
         entries = About.model_validate(dict(about))
     except pydantic.ValidationError as error:
         return first_fault(error, "about")
-    given = about.keys()
+    entered = about.keys()
     return (
-        _differing("step", entries.step, step, given)
-        or _differing("world_size", entries.world_size, ranks, given)
+        _differing("step", entries.step, step, entered)
+        or _differing("world_size", entries.world_size, ranks, entered)
         or _too_often(entries.updates_per_step, ranks)
-        or _misplaced(entries, step, given)
+        or _misplaced(entries, step, entered)
         or _not_in_planes(entries.weights, sizes)
     )
 
 
-def _differing(name: str, seen: object, expected: object, given: Any) -> str:
-    if name not in given or seen == expected:
+def _differing(name: str, actual: object, expected: object, entered: Any) -> str:
+    if name not in entered or actual == expected:
         return ""
-    return f"'about.{name}': expected {expected}, seen {seen}"
+    return f"'about.{name}': expected {expected}, seen {actual}"
 
 
 def _too_often(updates_per_step: float, ranks: int) -> str:
-    """Return what is wrong with more updates in a step than there are ranks to send gradients."""
+    """Return the fault of more updates per step than ranks that send gradients."""
     if updates_per_step <= ranks:
         return ""
     return f"'about.updates_per_step': expected at most {ranks}, seen {updates_per_step}"
 
 
-def _misplaced(about: About, step: int, given: Any) -> str:
-    """Return what is wrong with the places of the next sample and of the row that is open."""
+def _misplaced(about: About, step: int, entered: Any) -> str:
+    """Return the fault in the positions of the next sample and of the open row."""
     row = about.open_row
     if row is not None and not row.since_step < step:
         return f"'about.open_row.since_step': expected less than {step}, seen {row.since_step}"
-    if about.batch is None or not {"epoch", "sample_index"} <= given:
+    if about.batch is None or not {"epoch", "sample_index"} <= entered:
         return ""
     within, rest = divmod(about.sample_index, about.batch)
     steps, uneven = divmod(step - within, about.epoch or 1)
     # `epoch` epochs of as many steps each, and `within` steps more of the next.
     fits = steps == 0 if about.epoch == 0 else steps > within and not uneven
     if rest or not fits:
-        seen = f"sample {about.sample_index} of epoch {about.epoch}"
-        return f"'about.sample_index': {seen} cannot be that of step {step}"
+        place = f"sample {about.sample_index} of epoch {about.epoch}"
+        return f"'about.sample_index': {place} cannot be that of step {step}"
     return ""
 
 

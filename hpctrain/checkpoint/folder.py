@@ -1,7 +1,7 @@
-"""What lies in a run's folder of checkpoints: told by names and manifests, no part is read.
+"""The checkpoints in a run's folder, by names and manifests alone: no part is read.
 
-Each manifest holds the metrics of its own step. So which checkpoint is the best is written nowhere
-and cannot be wrong: where it is lost or damaged, the best of those that are left is the best.
+Each manifest holds the metrics of its own step. So no file names the best checkpoint, and none can
+be wrong: if the best one is lost or damaged, the best of the remaining ones takes its place.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Found(NamedTuple):
     size_bytes: int
     about: dict[str, Any] | None
     set_aside: bool
-    fault: str = ""  #: why it cannot be used
+    fault: str = ""  #: the reason why it cannot be used
 
 
 class Entry(NamedTuple):
-    """A checkpoint's directory as its name tells; sorted from old to new."""
+    """A checkpoint's directory, parsed from its name; sorted from old to new."""
 
     step: int
     revision: int
@@ -45,10 +45,10 @@ def of(run: Path) -> Path:
 
 
 def scan(checkpoints: Path) -> list[Entry]:
-    """Return the checkpoints by their names, newest first, whatever lies there under such a name.
+    """Return the checkpoints by their names, newest first; what lies under a name is not examined.
 
-    Raises FileError if there is something else than a folder that can be read: checkpoints that are
-    out of reach, as those of a file system that is not mounted, are not "none yet".
+    Raises FileError if `checkpoints` exists but is no readable folder: checkpoints out of reach, as
+    those of a file system that is not mounted, must not pass for "none yet".
     """
     try:
         names = os.listdir(checkpoints)
@@ -60,14 +60,14 @@ def scan(checkpoints: Path) -> list[Entry]:
         ) from error
     except OSError as error:
         raise _out_of_reach(checkpoints, str(error.strerror).lower()) from error
-    found = map(NAME.fullmatch, names)
-    entries = [Entry(int(m[2]), int(m[3] or 1), m[0], bool(m[1])) for m in found if m]
+    matches = map(NAME.fullmatch, names)
+    entries = [Entry(int(m[2]), int(m[3] or 1), m[0], bool(m[1])) for m in matches if m]
     return sorted(entries, reverse=True)
 
 
-def _out_of_reach(checkpoints: Path, seen: str) -> FileError:
+def _out_of_reach(checkpoints: Path, actual: str) -> FileError:
     return FileError(
-        f"{checkpoints}: expected a folder of checkpoints, seen {seen}; nothing was "
+        f"{checkpoints}: expected a folder of checkpoints, seen {actual}; nothing was "
         "changed. Make it readable, or start anew in another --out"
     )
 
@@ -84,43 +84,45 @@ def must_be_folder(path: Path) -> None:
 
 
 def vacant(checkpoints: Path, step: int, bad: bool) -> Path:
-    """Return the path that a checkpoint of `step` takes next."""
-    # Never a number that was free again: the newest revision must stay the newest.
-    taken = [e.revision for e in scan(checkpoints) if (e.step, e.bad) == (step, bad)]
-    revision = f".{max(taken) + 1}" if taken else ""
+    """Return the free path for the next checkpoint of `step`."""
+    # Never reuse the number of a removed one: the newest revision must stay the newest.
+    revisions = [e.revision for e in scan(checkpoints) if (e.step, e.bad) == (step, bad)]
+    revision = f".{max(revisions) + 1}" if revisions else ""
     return checkpoints / f"{'bad-' if bad else ''}{files.step_name(step)}{revision}"
 
 
 def listing(run: Path) -> list[Found]:
     """Return the checkpoints of a run, oldest first, set-aside ones too."""
     checkpoints = of(run)
-    return [_found(checkpoints / entry.name, entry) for entry in reversed(scan(checkpoints))]
+    return [_summarized(checkpoints / entry.name, entry) for entry in reversed(scan(checkpoints))]
 
 
-def kept_best(found: Sequence[Found]) -> Metric | None:
-    """Return the metric whose best value the newest checkpoint says is kept, None for none."""
-    told = [one.about.get("keep_best") for one in found if one.about and not one.set_aside]
-    return told[-1] if told and told[-1] in METRICS else None
+def kept_best(checkpoints: Sequence[Found]) -> Metric | None:
+    """Return the metric `keep_best` of the newest checkpoint, None if it has none."""
+    metrics = [
+        saved.about.get("keep_best") for saved in checkpoints if saved.about and not saved.set_aside
+    ]
+    return metrics[-1] if metrics and metrics[-1] in METRICS else None
 
 
-def value_of(found: Found, metric: Metric) -> float | None:
-    """Return the metric at the checkpoint's own step, None where it was not finite or not made."""
-    value = ((found.about or {}).get("metrics") or {}).get(metric)
-    usable = isinstance(value, float | int) and isfinite(value) and not found.set_aside
+def value_of(saved: Found, metric: Metric) -> float | None:
+    """Return the metric at the checkpoint's own step, None if not finite or not evaluated."""
+    value = ((saved.about or {}).get("metrics") or {}).get(metric)
+    usable = isinstance(value, float | int) and isfinite(value) and not saved.set_aside
     return value if usable else None
 
 
-def ranked(found: Sequence[Found], metric: Metric) -> list[Found]:
-    """Return those that have a value of `metric`, best first; of equals the earliest step."""
+def ranked(checkpoints: Sequence[Found], metric: Metric) -> list[Found]:
+    """Return the checkpoints with a value of `metric`, best first; of equals the earliest step."""
     valued = [
-        (goodness(metric, value), -one.step, i, one)
-        for i, one in enumerate(found)
-        if (value := value_of(one, metric)) is not None
+        (goodness(metric, value), -saved.step, i, saved)
+        for i, saved in enumerate(checkpoints)
+        if (value := value_of(saved, metric)) is not None
     ]
-    return [one for *_, one in sorted(valued, key=lambda row: row[:3], reverse=True)]
+    return [saved for *_, saved in sorted(valued, key=lambda row: row[:3], reverse=True)]
 
 
-def _found(path: Path, entry: Entry) -> Found:
+def _summarized(path: Path, entry: Entry) -> Found:
     try:
         must_be_folder(path)
         about, fault = files.read_manifest(path).about, ""
@@ -130,7 +132,7 @@ def _found(path: Path, entry: Entry) -> Found:
 
 
 def _size_bytes(path: Path) -> int:
-    """Return the bytes of the files in a folder, 0 where it cannot be read."""
+    """Return the bytes of the files in a folder, 0 if it cannot be read."""
     try:
         return sum(file.lstat().st_size for file in path.iterdir())
     except OSError:

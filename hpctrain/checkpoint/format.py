@@ -1,11 +1,11 @@
-"""Checkpoint format 1: what is in the files, and what makes a checkpoint whole.
+"""Checkpoint format 1: the contents of the files, and the conditions of a whole checkpoint.
 
     part-00000.safetensors    the pieces of rank 0: flat arrays under keys "name@offset"
     part-00001.safetensors    ...
     manifest.json             hash and size of each part, size of each array, `about`, own hash
 
 A checkpoint is whole if the manifest and each part have their hashes, and if the pieces cover
-every array: no gap, no overlap. Nothing here is pickled, so reading runs no one's code.
+every array: no gap, no overlap. Nothing is pickled, so reading executes no code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hpctrain.xp import to_host
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 64 * files.MIB  #: at most; a thousand ranks and ten thousand tensors need 1 MiB
 NAME = re.compile(r"(bad-)?step-([0-9]{8,18})(?:\.([0-9]{1,9}))?")
-# What reading JSON of another shape than ours may raise.
+# Errors that reading JSON of an unexpected shape may raise.
 _NONSENSE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 Dtype = Literal["float64", "float32", "float16", "int64", "int32", "int16", "int8",
                 "uint64", "uint32", "uint16", "uint8", "bool"]  # fmt: skip
@@ -52,7 +52,7 @@ class Piece(NamedTuple):
 
 @config.options
 class Part:
-    """One rank's file and what must be in it."""
+    """The hash and the size of one rank's file."""
 
     sha256: str
     size_bytes: pydantic.NonNegativeInt
@@ -68,7 +68,7 @@ class Flat:
 
 @config.options
 class Manifest:
-    """What `manifest.json` holds, besides its own hash."""
+    """The contents of `manifest.json`, besides its own hash."""
 
     step: Annotated[int, pydantic.Field(ge=0, lt=2**63)]
     parts: list[Part]
@@ -81,11 +81,11 @@ _MANIFEST = pydantic.TypeAdapter(Manifest)
 
 
 class Damaged(Exception):
-    """What is on the disk is not what was saved."""
+    """The files on the disk differ from those saved."""
 
 
 class Span(NamedTuple):
-    """Where a piece lies, without its content; what ranks tell each other."""
+    """The place of a piece, without its content, as ranks exchange it."""
 
     name: str
     offset: int
@@ -116,7 +116,7 @@ def write_part(file: Path, pieces: Sequence[Piece]) -> tuple[dict[str, Any], lis
 
 
 def check_part(file: Path, part: Part) -> None:
-    """Raise Damaged unless `file` holds the bytes that `part` tells of."""
+    """Raise Damaged unless `file` has the size and the hash of `part`."""
     _check_size(file, part)
     if _sha256(file) != part.sha256:
         raise Damaged(f"{file} was altered: its SHA-256 is not that of the manifest")
@@ -125,11 +125,11 @@ def check_part(file: Path, part: Part) -> None:
 def _check_size(file: Path, part: Part) -> None:
     try:
         with files.open_regular(file) as stream:
-            seen = os.fstat(stream.fileno()).st_size
+            actual = os.fstat(stream.fileno()).st_size
     except files.MissingError:
         raise Damaged(f"{file} is missing") from None
-    if seen != part.size_bytes:
-        raise Damaged(f"{file} has {seen} bytes; expected {part.size_bytes}")
+    if actual != part.size_bytes:
+        raise Damaged(f"{file} has {actual} bytes; expected {part.size_bytes}")
 
 
 def manifest_of(
@@ -150,7 +150,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     table = json.loads(json.dumps(asdict(manifest)))  # as it will be when read
     table["sha256"] = _seal(table)
     data = json.dumps(table, indent=1).encode()
-    if len(data) > MANIFEST_BYTES:  # who reads it would refuse
+    if len(data) > MANIFEST_BYTES:  # a reader would refuse it
         raise Damaged(f"its manifest has {len(data)} bytes; expected at most {MANIFEST_BYTES}")
     write(directory / MANIFEST, data)
     sync(directory)
@@ -171,8 +171,8 @@ def read_manifest(path: Path) -> Manifest:
     except pydantic.ValidationError as error:
         raise Damaged(f"{file} cannot be understood: {first_fault(error)}") from None
     except _NONSENSE as error:
-        seen = f"{type(error).__name__}: {brief(str(error))[1:-1]}"
-        raise Damaged(f"{file} cannot be understood: {seen}") from None
+        fault_text = f"{type(error).__name__}: {brief(str(error))[1:-1]}"
+        raise Damaged(f"{file} cannot be understood: {fault_text}") from None
     if manifest is None:
         raise UsageError(f"{path} has format {brief(table['format'])}; install a newer hpctrain")
     named = NAME.fullmatch(path.name)
@@ -199,11 +199,13 @@ def _table(file: Path) -> dict[str, Any]:
         raise Damaged(f"{file} cannot be understood: {error}") from None
 
 
-def read(path: Path, wanted: bool) -> tuple[Manifest, dict[str, np.ndarray]]:
-    """Return the manifest and, if `wanted`, all arrays; raise Damaged unless all is whole."""
+def read(path: Path, with_arrays: bool) -> tuple[Manifest, dict[str, np.ndarray]]:
+    """Return the manifest and, if `with_arrays`, all arrays; raise Damaged unless all are whole."""
     manifest, spans = read_manifest(path), []
-    _check_sizes(path, manifest)  # before memory is taken for arrays
-    arrays = {n: np.empty(f.size if wanted else 0, f.dtype) for n, f in manifest.arrays.items()}
+    _check_sizes(path, manifest)  # before memory is allocated for arrays
+    arrays = {
+        n: np.empty(f.size if with_arrays else 0, f.dtype) for n, f in manifest.arrays.items()
+    }
     for rank, part in enumerate(manifest.parts):
         file = path / part_name(rank)
         check_part(file, part)
@@ -212,7 +214,7 @@ def read(path: Path, wanted: bool) -> tuple[Manifest, dict[str, np.ndarray]]:
             if flat is None or array.dtype != flat.dtype or not 0 <= offset <= end <= flat.size:
                 raise Damaged(f"{file}: piece '{name}@{offset}' does not fit {flat}")
             spans.append((name, offset, len(array)))
-            if wanted:
+            if with_arrays:
                 arrays[name][offset:end] = array
     _check_cover(manifest.arrays, spans)
     return manifest, arrays
@@ -225,8 +227,8 @@ def _check_sizes(path: Path, manifest: Manifest) -> None:
     parts_bytes = sum(part.size_bytes for part in manifest.parts)
     for name, flat in manifest.arrays.items():
         if flat.size * np.dtype(flat.dtype).itemsize > parts_bytes + files.MIB:
-            seen = f"{flat.size} numbers of {brief(name)} in {parts_bytes} bytes of parts"
-            raise Damaged(f"{path / MANIFEST}: seen {seen}")
+            claim = f"{flat.size} numbers of {brief(name)} in {parts_bytes} bytes of parts"
+            raise Damaged(f"{path / MANIFEST}: seen {claim}")
 
 
 def write(file: Path, data: bytes) -> None:
@@ -250,7 +252,7 @@ def sync(directory: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot, and need not
+        if error.errno != errno.EINVAL:  # some network file systems do not support it, and need not
             raise
     finally:
         os.close(handle)

@@ -1,11 +1,11 @@
-"""Checkpoints of a run: written aside, agreed on, renamed into place; read back only if whole.
+"""Checkpoints of a run: written aside, agreed on, renamed into place; only whole ones are read.
 
     RUN/checkpoints/step-00001200/             committed: one rename, when all is in it, makes it
     RUN/checkpoints/step-00001200.2/           the same step, saved once more
     RUN/checkpoints/.step-00001300.partial/    being written; a killed job's goes with the next part
-    RUN/checkpoints/bad-step-00001100/         found damaged by `load`, kept for a person to see
+    RUN/checkpoints/bad-step-00001100/         found damaged by `load`, kept for inspection
 
-A job killed at any moment leaves the checkpoints before it and perhaps a partial one that no one
+A job killed at any moment leaves the checkpoints before it, and perhaps a partial one that nobody
 reads. This is the one file that renames a checkpoint.
 """
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple):
-    """A checkpoint that was read: whole arrays on every rank, and why newer ones were not used."""
+    """A checkpoint that was read: whole arrays on every rank; `set_aside`: faults of newer ones."""
 
     path: Path
     step: int
@@ -47,7 +47,7 @@ class Loaded(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """What one rank got, or why it failed; `damaged` if the checkpoint itself is to blame."""
+    """One rank's result or fault; `damaged` if the checkpoint itself is the cause."""
 
     value: Any
     fault: str | None = None
@@ -66,8 +66,8 @@ def save(
     """Save `step` from the pieces of all ranks; every rank gets the path once it is committed.
 
     The pieces must cover each array exactly; `about` is JSON data, that of rank 0 counts. Needs
-    memory for a copy of the rank's own pieces. Older checkpoints than the `keep` newest go then,
-    but for the best by `keep_best`: values are taken from the `about["metrics"]` of each.
+    memory for a copy of the rank's own pieces. Checkpoints older than the `keep` newest are then
+    removed, except the best by `keep_best`, of the values in the `about["metrics"]` of each.
     Raises SaveError on every rank if any rank failed; the checkpoints before stay as they were.
     """
     if keep is not None and keep < 1:
@@ -97,8 +97,8 @@ def save(
 def load(run: Path, link: Link, best: bool = False) -> Loaded | None:
     """Return the newest whole checkpoint, read by every rank, or None if none was ever written.
 
-    With `best` the best by the metric that the run keeps. Any number of ranks may load what any
-    other number saved. Damaged ones are renamed `bad-...`; one that only some rank cannot read
+    With `best`: the best by the metric `keep_best` of the run. The number of ranks may differ from
+    that of the save. Damaged checkpoints are renamed `bad-...`; one that only some rank cannot read
     stays, but all ranks go back to the one before, or to the next best.
     Raises UsageError if there were checkpoints and none can be used.
     """
@@ -138,9 +138,9 @@ def read(path: Path) -> Loaded:
 
 
 def best_value(run: Path, metric: Metric, link: Link) -> float | None:
-    """Return the value of the best whole checkpoint, None where there is none; all ranks call.
+    """Return the value of the best whole checkpoint, None if there is none; collective.
 
-    Rank 0 reads it: a best that is damaged is set aside, and the next one is the best.
+    Rank 0 reads it: a damaged best checkpoint is set aside, and the next one takes its place.
     """
     report = _gather(link, lambda: _whole_best(run, metric) if link.rank == 0 else None)[0]
     if report.fault:
@@ -149,10 +149,10 @@ def best_value(run: Path, metric: Metric, link: Link) -> float | None:
 
 
 def verify(path: Path) -> str | None:
-    """Return what is wrong with the checkpoint at `path`, or None; reads and hashes all."""
+    """Return the fault of the checkpoint at `path`, or None; reads and hashes all files."""
     try:
         folder.must_be_folder(path)
-        files.read(path, wanted=False)
+        files.read(path, with_arrays=False)
     except (Damaged, UsageError, OSError) as error:
         return str(error)
     return None
@@ -167,7 +167,7 @@ def _prepare(partial: Path) -> None:
 
 
 def sweep(run: Path) -> None:
-    """Remove the partial checkpoints in `run`, which the caller holds; those that stay are seen."""
+    """Remove the partial checkpoints in `run`, which the caller has locked; warn if any stay."""
     try:
         _remove_partial(folder.of(run))
     except OSError as error:
@@ -180,7 +180,7 @@ def _remove_partial(checkpoints: Path) -> None:
 
 
 def _remove(left: Path) -> None:
-    """Remove a folder that nobody reads, or whatever lies there."""
+    """Remove a folder that nobody reads, or a file or link in its place."""
     if left.is_dir() and not left.is_symlink():
         shutil.rmtree(left, ignore_errors=True)
     else:
@@ -198,11 +198,11 @@ def _commit(partial: Path, manifest: Manifest) -> str:
 
 def _prune(checkpoints: Path, newest: str, keep: int, keep_best: Metric | None) -> None:
     try:
-        found = [entry.name for entry in folder.scan(checkpoints) if not entry.bad]
-        names = [name for name in found if _is_ours(checkpoints / name)]
+        whole = [entry.name for entry in folder.scan(checkpoints) if not entry.bad]
+        names = [name for name in whole if _is_ours(checkpoints / name)]
         best = _best(checkpoints.parent, keep_best)[:1] if keep_best else []
         for name in (name for name in names[names.index(newest) + keep :] if name not in best):
-            # In one step out of sight, so that one half removed is never taken for a damaged one.
+            # Renamed in one step, so that a half removed one never passes for a damaged one.
             gone = checkpoints / f".{name}.partial"
             os.rename(checkpoints / name, gone)
             shutil.rmtree(gone)
@@ -211,7 +211,7 @@ def _prune(checkpoints: Path, newest: str, keep: int, keep_best: Metric | None) 
 
 
 def _is_ours(path: Path) -> bool:
-    """Return whether `save` may have made it: links and files, others did."""
+    """Return whether `save` may have made it: it makes neither links nor files."""
     return path.is_dir() and not path.is_symlink()
 
 
@@ -220,7 +220,7 @@ def _newest_first(run: Path) -> list[str]:
 
 
 def _best(run: Path, metric: Metric) -> list[str]:
-    return [found.path.name for found in folder.ranked(folder.listing(run), metric)]
+    return [saved.path.name for saved in folder.ranked(folder.listing(run), metric)]
 
 
 def _kept_best(run: Path) -> list[str]:
@@ -235,12 +235,12 @@ def _kept_best(run: Path) -> list[str]:
 
 
 def _whole_best(run: Path, metric: Metric) -> float | None:
-    for found in folder.ranked(folder.listing(run), metric):
+    for saved in folder.ranked(folder.listing(run), metric):
         try:
-            files.read(found.path, wanted=False)
-            return folder.value_of(found, metric)
+            files.read(saved.path, with_arrays=False)
+            return folder.value_of(saved, metric)
         except Damaged as error:
-            _set_aside(found.path)
+            _set_aside(saved.path)
             logger.warning("the best checkpoint is damaged, set aside: %s", error)
         except (UsageError, OSError) as error:
             logger.warning("the best checkpoint cannot be read: %s", error)
@@ -255,21 +255,21 @@ def _load_one(path: Path, reasons: list[str], link: Link) -> tuple[Loaded | None
         if reasons and link.rank == 0:
             logger.warning("%s; going back to %s", "; ".join(reasons), path)
         return read[0], ""
-    # What rank 0 finds whole, another rank's node merely cannot see.
+    # If it is whole on rank 0, another rank's node merely cannot read it.
     if reports[0].damaged and link.rank == 0:
         _set_aside(path)
-    where = "is damaged, set aside" if reports[0].damaged else "cannot be read"
-    return None, f"{path.name} {where} ({faults})"
+    state = "is damaged, set aside" if reports[0].damaged else "cannot be read"
+    return None, f"{path.name} {state} ({faults})"
 
 
 def _loaded(path: Path, reasons: list[str]) -> Loaded:
     folder.must_be_folder(path)
-    manifest, arrays = files.read(path, wanted=True)
+    manifest, arrays = files.read(path, with_arrays=True)
     return Loaded(path, manifest.step, manifest.about, arrays, list(reasons))
 
 
 def _set_aside(path: Path) -> None:
-    with contextlib.suppress(OSError):  # a run may be read where nothing can be written
+    with contextlib.suppress(OSError):  # the file system may be read-only
         step = int(files.NAME.fullmatch(path.name)[2])  # type: ignore[index]
         os.rename(path, folder.vacant(path.parent, step, bad=True))
         files.sync(path.parent)
@@ -278,20 +278,20 @@ def _set_aside(path: Path) -> None:
 def _gather(link: Link, act: Callable[[], Any]) -> list[_Report]:
     try:
         payload = json.dumps(_Report(act()))
-    except Exception as error:  # the others wait for this rank's word, whatever went wrong
+    except Exception as error:  # the other ranks wait for this rank's report
         logger.debug("told to all ranks:", exc_info=True)
-        fault = _told(link.rank, error)
+        fault = _fault_of(link.rank, error)
         payload = json.dumps(_Report(None, fault, isinstance(error, Damaged)))
-    return [_Report(*json.loads(seen)) for seen in all_gather_bytes(link, payload.encode())]
+    return [_Report(*json.loads(reply)) for reply in all_gather_bytes(link, payload.encode())]
 
 
 def _faults(reports: list[_Report]) -> str:
     faults = [report.fault for report in reports if report.fault]
-    more = f" (and {len(faults) - 3} more ranks)" if len(faults) > 3 else ""
-    return "; ".join(faults[:3]) + more
+    rest = f" (and {len(faults) - 3} more ranks)" if len(faults) > 3 else ""
+    return "; ".join(faults[:3]) + rest
 
 
-def _told(rank: int, error: Exception) -> str:
+def _fault_of(rank: int, error: Exception) -> str:
     kind = "" if isinstance(error, (OSError, Damaged, UsageError)) else f"{type(error).__name__}: "
     return f"rank {rank} on {socket.gethostname()}: {kind}{error}"
 
@@ -307,7 +307,7 @@ def _all_or_none(link: Link, partial: Path, act: Callable[[], Any]) -> list[Any]
 def _standing(checkpoints: Path) -> str:
     try:
         names = [entry.name for entry in folder.scan(checkpoints) if not entry.bad]
-    except FileError:  # the disk has more to tell than this rank can read
+    except FileError:  # this rank cannot list the folder
         return f"those in {checkpoints} were not touched"
     newest = next((name for name in names if _is_ours(checkpoints / name)), None)
     return f"still good: {checkpoints / newest}" if newest else "there was none before it"
