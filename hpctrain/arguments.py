@@ -1,7 +1,6 @@
-"""Arguments of `ht.*` calls, as one rank can judge them by itself: fit, or a UsageError.
+"""Checks of the arguments of `ht.*` calls that one rank can make alone; faults are UsageErrors.
 
-What a rank cannot see alone, that others call with something else, `collectives/signature.py`
-finds out.
+That all ranks call with the same arguments is checked by `collectives/signature.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ RESULTS = ("in-place", "shared")  # of a bound call
 
 
 class Accepted(NamedTuple):
-    """Arguments that this rank can work with."""
+    """Arguments that are valid on this rank."""
 
     flat: np.ndarray
     operation: Any  #: None where nothing is reduced
@@ -40,45 +39,45 @@ def accepted(
     rows: bool = False,
     written: bool = True,
     root_sends: bool = False,
-    **given: Any,
+    **options: Any,
 ) -> Accepted:
-    """Return the arguments of call `name` if all fit on this rank; raise UsageError else.
+    """Return the arguments of call `name` if all are valid on this rank; else raise UsageError.
 
     `rows`: `x` has one for each rank. `written`: the call writes to `x`; with `root_sends` not to
-    that of the root. `given`: those of op, algorithm, result and root that the call has.
+    that of the root. `options`: those of op, algorithm, result and root that the call has.
     """
-    if "root" in given:
-        _must_be_a_rank(given["root"], world.size)
-    x = _array(x, written and not (root_sends and given["root"] == world.rank))
-    where = _where(x, world)
+    if "root" in options:
+        _must_be_a_rank(options["root"], world.size)
+    x = _array(x, written and not (root_sends and options["root"] == world.rank))
+    memory = _memory_of(x, world)
     if rows and (x.ndim == 0 or len(x) != world.size):
         raise UsageError(f"expected {world.size} rows, one for each rank, seen shape {x.shape}")
-    if "algorithm" in given:
-        _must_be_an_algorithm(given["algorithm"], len(world.main.nodes))
-    if "result" in given:
-        _must_be_a_result(given["result"])
-    operation = _operation(x, given) if "op" in given else None
-    words = tuple(map(str, given.values()))
-    return Accepted(x.reshape(-1), operation, _signature(name, words, x.dtype, x.shape, where))
+    if "algorithm" in options:
+        _must_be_an_algorithm(options["algorithm"], len(world.main.nodes))
+    if "result" in options:
+        _must_be_a_result(options["result"])
+    operation = _operation(x, options) if "op" in options else None
+    words = tuple(map(str, options.values()))
+    return Accepted(x.reshape(-1), operation, _signature(name, words, x.dtype, x.shape, memory))
 
 
 @lru_cache(1024)
 def _signature(
-    name: str, words: tuple[str, ...], dtype: np.dtype, shape: tuple[int, ...], where: str
+    name: str, words: tuple[str, ...], dtype: np.dtype, shape: tuple[int, ...], memory: str
 ) -> Signature:
     order = "" if sys.byteorder == "little" else f"{sys.byteorder}-endian "
-    return signature(f"{' '.join((name, *words))} of {order}{dtype.name} {shape}{where}")
+    return signature(f"{' '.join((name, *words))} of {order}{dtype.name} {shape}{memory}")
 
 
-def _operation(x: np.ndarray, given: Mapping[str, Any]) -> collectives.Operation:
-    op = _text(given["op"], "op")
-    if op == "mean" and "result" in given:
+def _operation(x: np.ndarray, options: Mapping[str, Any]) -> collectives.Operation:
+    op = _text(options["op"], "op")
+    if op == "mean" and "result" in options:
         raise UsageError("op 'mean' cannot be bound: bind 'sum' and divide, or call ht.allreduce")
     return collectives.operation(op, x.dtype)
 
 
 def _array(x: Any, written: bool) -> Array:
-    """Return `x` if calls take it, without the class that somebody may have derived."""
+    """Return `x` if calls accept it, as a plain array if its class is derived."""
     if not isinstance(x, np.ndarray):
         if not on_device(x):
             raise UsageError(f"expected an array of NumPy or CuPy, seen {type(x).__name__}")
@@ -113,7 +112,7 @@ def must_be_writable(x: np.ndarray) -> None:
 
 @lru_cache
 def _reducible(dtype: np.dtype) -> bool:
-    return dtype.name in collectives.DTYPES  # to be named takes a dtype a microsecond
+    return dtype.name in collectives.DTYPES  # the name of a dtype takes a microsecond
 
 
 def _must_be_a_rank(root: Any, ranks: int) -> None:
@@ -138,16 +137,16 @@ def _text(name: Any, argument: str) -> str:
     return name
 
 
-def _where(x: Array, world: World) -> str:
-    """Return in which memory `x` lies, in a few words; raise UsageError if not in the rank's."""
+def _memory_of(x: Array, world: World) -> str:
+    """Return the kind of memory of `x` as words; raise UsageError if not of the rank's device."""
     if not on_device(x):
         return ""
-    there, current = x.data.device_id, namespace(x).cuda.runtime.getDevice()
+    device, current = x.data.device_id, namespace(x).cuda.runtime.getDevice()
     own = current if world.gpu is None else world.gpu.ordinal
-    if there == own == current:
+    if device == own == current:
         return " of a GPU"
     raise UsageError(
         f"expected an array on the GPU of its rank, {own}, and that one current, seen one on GPU "
-        f"{there}, GPU {current} being current: make arrays where ht.init() has made the GPU "
+        f"{device}, GPU {current} being current: make arrays where ht.init() has made the GPU "
         "current, or under `with cupy.cuda.Device(world.gpu.ordinal):`"
     )

@@ -13,10 +13,10 @@ must be writable. `op` is sum, prod, min or max (not of complex numbers), mean (
 and, or, xor (of integers bitwise, of bools logical): see `hpctrain.collectives.operations`.
 
 All ranks must call with the same shape, dtype and arguments, and all with arrays of the host or all
-of GPUs. With `check` ranks first compare a digest of these (collectives/signature.py): what does
-not fit on any rank is one UsageError on all ranks, before any data moves. Without it the rank that
-finds a wrong argument raises alone, and ranks that differ get an error, or wrong numbers. Results
-on a GPU are there for what its current stream does next.
+of GPUs. With `check` ranks first compare a digest of these (collectives/signature.py): a fault on
+any rank is one UsageError on all ranks, before any data moves. Without it the rank that finds a
+wrong argument raises alone, and ranks that differ get an error, or wrong numbers. Results on a GPU
+are ready for later work of its current stream.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ def allreduce(
     `hpctrain.collectives.ALLREDUCE`. Cost: see the file of the algorithm; of a mean also that of
     `hpctrain.collectives.mean`. Raises UsageError if an argument does not fit, or if ranks differ.
     """
-    # The quickest way in Python to an array's call: at few bytes every 10 ns are seen. Words are
-    # the same object where they come from the same place; else the call takes its time.
+    # The quickest way in Python to an array's call: at few bytes every 10 ns count. Strings from
+    # the same source line are the same object; others take the slower path.
     try:
-        dtype, shape, by, where, call = (_checked if check else _unchecked)[id(x)]
+        dtype, shape, bound_op, bound_world, call = (_checked if check else _unchecked)[id(x)]
     except KeyError:
         pass
     else:
         if (
-            (x.dtype is dtype and op is by and world is where and algorithm == "auto")
+            (x.dtype is dtype and op is bound_op and world is bound_world and algorithm == "auto")
             and x.flags.carray  # contiguous, aligned, and writable, which may have changed
             and x.shape == shape
         ):
@@ -74,8 +74,10 @@ def allreduce(
     _allreduce(x, op, algorithm, world, check)
 
 
-def _allreduce(x: np.ndarray, op: str, algorithm: str, given: World | None, check: bool) -> None:
-    world = given or init()
+def _allreduce(
+    x: np.ndarray, op: str, algorithm: str, requested: World | None, check: bool
+) -> None:
+    world = requested or init()
     flat, operation, signature = _accepted(world, check, "allreduce", x, op=op, algorithm=algorithm)
     function, call = allreduce_named(algorithm), signature if check else None
     if op == "mean":
@@ -87,7 +89,7 @@ def _allreduce(x: np.ndarray, op: str, algorithm: str, given: World | None, chec
     prepare(flat)()
     if algorithm == "auto" and type(x) is np.ndarray and x.flags.carray and ready.met_before(x):
         again = prepare(ready.alias(x))
-        ready.keep(_checked if check else _unchecked, x, (x.dtype, x.shape, op, given, again))
+        ready.keep(_checked if check else _unchecked, x, (x.dtype, x.shape, op, requested, again))
 
 
 def bind(
@@ -97,12 +99,12 @@ def bind(
     result: str = "in-place",
     world: World | None = None,
 ) -> Callable[[], Any]:
-    """Return a call that reduces `x`, as it is then, over all ranks; nothing is looked up again.
+    """Return a call that reduces the contents of `x` at that time over all ranks, without look-ups.
 
     All ranks must call here, and then the bound calls in the same order. `x` as in `allreduce`; in
     `world.zeros` it is reduced fastest. `op`: as in `allreduce`, but for the mean. With `result`
-    "shared" the call returns the flat array that holds the sum, which may be a node neighbour's: it
-    is for reading, until all ranks meet again (any collective call); `x` may be left as it is. With
+    "shared" the call returns the flat array that holds the sum, which may belong to another rank
+    of the node: it is for reading, until the next collective call; `x` may be left as it is. With
     "in-place" the sum is in `x`. Raises as `allreduce`.
     """
     world = world or init()
@@ -110,7 +112,7 @@ def bind(
     call = bound(world.main, flat, operation, algorithm, result == "shared")
 
     def unless_read_only() -> Any:
-        if not x.flags.writeable:  # asked here: to call who raises costs as much again
+        if not x.flags.writeable:  # checked here: a call of `must_be_writable` costs as much again
             must_be_writable(x)
         return call()
 
@@ -216,7 +218,7 @@ def all_to_all(x: np.ndarray, world: World | None = None, check: bool = True) ->
 def _matched(
     world: World, check: bool, name: str, x: Any, **arguments: Any
 ) -> tuple[np.ndarray, Any]:
-    """Return flat `x` and the operation; with `check` once all ranks are known to call alike."""
+    """Return flat `x` and the operation; with `check` after all ranks have compared their calls."""
     flat, operation, call = _accepted(world, check, name, x, **arguments)
     if check:
         must_match(world.main, call)
@@ -224,7 +226,7 @@ def _matched(
 
 
 def _accepted(world: World, check: bool, name: str, x: Any, **arguments: Any) -> Accepted:
-    """Return the arguments if they fit this rank; raise UsageError else, with `check` on all."""
+    """Return the arguments if valid on this rank; else raise UsageError, with `check` on all."""
     try:
         return accepted(world, name, x, **arguments)
     except UsageError as error:

@@ -1,11 +1,11 @@
-"""Files written whole or not at all: aside, through to the disk, then renamed into place.
+"""Files written whole or not at all: to a temporary file, synced, then renamed into place.
 
     .summary.json.4711-98765.4712@node7
 
 while thread 4712 of process 4711 on node7, started at clock tick 98765, writes summary.json.
 
-A writer that is killed leaves its file aside; `sweep` removes those of writers that are no more. A
-process is known by its number and its start: numbers come again, in containers at once.
+A killed writer leaves its temporary file; `sweep` removes those of writers that have ended. The
+start tells processes of one number apart: in containers numbers are reused at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 ASIDE = re.compile(
     r"\..+\.(json|jsonl|toml|redone)\.(?P<process>[0-9-]{1,40})\.[0-9]+(@(?P<host>.+))?"
 )
-#: After so long a file aside has no writer, though it may be of another host or a number used anew.
+#: After this time a temporary file has no writer, even if of another host.
 LONGEST_WRITE_S = 3600.0
 
 
@@ -36,7 +36,7 @@ def replace(path: Path, content: str | bytes) -> None:
 
 
 def write_aside(path: Path, content: str | bytes) -> Path:
-    """Write `content` to a file of this thread beside `path`, and return that; raise OSError."""
+    """Write `content` to a temporary file beside `path`, and return that; raise OSError."""
     writer = f"{_process(os.getpid())}.{threading.get_native_id()}@{os.uname().nodename}"
     aside = path.with_name(f".{path.name}.{writer}")
     try:
@@ -59,7 +59,7 @@ def sweep(folder: Path) -> None:
 
 
 def is_left(path: Path) -> bool:
-    """Return whether `path` was left aside by a writer that is no more."""
+    """Return whether `path` is a temporary file of a writer that has ended."""
     named = ASIDE.fullmatch(path.name)
     if named is None:
         return False

@@ -1,11 +1,11 @@
-"""Callbacks: told of each row of metrics on every rank, and free to ask that training ends.
+"""Callbacks: called with each row of metrics on every rank; any of them may end the training.
 
 A callback is a function of one row, a dict as in metrics.jsonl. It returns None to go on, True or
-a text, the reason, to stop; when one rank asks, all stop at that row. After a resume the last row
-is told again, so that who asked to stop asks again.
+a text, the reason, to stop; a stop on one rank stops all ranks at that row. After a resume the last
+row is passed again, so that a callback that has stopped the run stops it again.
 
-An object with `begin(rows)` is given the rows before that one, none in a new run, and returns the
-function. Its state is then that of one run, a function of the rows: nothing needs to be saved.
+For an object with `begin(rows)`, `begin` is called with the earlier rows, none in a new run, and
+returns the function. Its state is a function of the rows of one run: nothing needs to be saved.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Function = Callable[[Row], Any]
 
 @config.options
 class EarlyStop:
-    """Stop when `metric` has not improved by more than `min_delta` in `patience` looks at it.
+    """Stop when `metric` has not improved by more than `min_delta` in `patience` values.
 
-    test_loss and test_accuracy are looked at when the model is evaluated, train_loss and
-    train_accuracy at each row. A loss improves when it falls, an accuracy when it rises.
+    test_loss and test_accuracy are compared at each evaluation, train_loss and train_accuracy at
+    each row. A loss improves when it falls, an accuracy when it rises.
     """
 
     patience: Annotated[int, Field(ge=1)]
@@ -37,7 +37,7 @@ class EarlyStop:
     min_delta: Annotated[float, Field(ge=0)] = 0.0
 
     def begin(self, rows: Sequence[Row]) -> Function:
-        """Return the function that is told of the rows after `rows`."""
+        """Return the function that receives the rows after `rows`."""
         patience = _Patience(self)
         for row in rows:
             patience(row)
@@ -45,7 +45,7 @@ class EarlyStop:
 
 
 class _Patience:
-    """What early stop has seen of one run."""
+    """The state of early stop in one run: the best value, and the values since."""
 
     def __init__(self, options: EarlyStop):
         self._options, self._waited = options, 0
@@ -53,9 +53,9 @@ class _Patience:
         self._best_step = 0
 
     def __call__(self, row: Row) -> str | None:
-        """Look at a row; return the reason to stop, if there is one."""
+        """Compare the value of a row; return the reason to stop, if there is one."""
         options, value = self._options, row.get(self._options.metric)
-        # The run that was never stopped has no row that was cut short.
+        # A row cut short by a stop is left out: an uninterrupted run does not have it.
         if value is None or row.get("interrupted"):
             return None
         if better(options.metric, value, self._best, options.min_delta):
@@ -79,18 +79,18 @@ class Callbacks:
         self._any = False
 
     def begin(self, rows: Sequence[Row]) -> str:
-        """Begin after `rows`; return why to stop already here, '' to go on; collective."""
+        """Begin after `rows`; return the reason to stop at once, '' to go on; collective."""
         self._any = any(self._gather("some" if self._own else ""))
-        self._functions = [(_name(one), _began(one, rows[:-1])) for one in self._own]
+        self._functions = [(_name(callback), _began(callback, rows[:-1])) for callback in self._own]
         return self.tell(rows[-1]) if rows else ""
 
     def tell(self, row: Row) -> str:
-        """Tell a row; return why to stop, the same on all ranks, '' to go on; collective."""
+        """Pass on a row; return the reason to stop, equal on all ranks, '' to go on; collective."""
         if not self._any:
             return ""
-        asked = [_answer(name, function, dict(row)) for name, function in self._functions]
-        said = self._gather("; ".join(dict.fromkeys(filter(None, asked))))
-        return "; ".join(dict.fromkeys(filter(None, said)))
+        answers = [_answer(name, function, dict(row)) for name, function in self._functions]
+        reasons = self._gather("; ".join(dict.fromkeys(filter(None, answers))))
+        return "; ".join(dict.fromkeys(filter(None, reasons)))
 
 
 def _began(callback: Any, rows: Sequence[Row]) -> Function:
@@ -101,19 +101,19 @@ def _began(callback: Any, rows: Sequence[Row]) -> Function:
 
 
 def _answer(name: str, function: Function, row: Row) -> str:
-    said = _called(name, function, row)
-    if isinstance(said, str):
-        return said
-    if said is None or isinstance(said, bool | np.bool_):
-        return f"callback {name} asked to stop at step {row['step']}" if said else ""
+    answer = _called(name, function, row)
+    if isinstance(answer, str):
+        return answer
+    if answer is None or isinstance(answer, bool | np.bool_):
+        return f"callback {name} asked to stop at step {row['step']}" if answer else ""
     raise HpctrainError(
-        f"callback {name} returned {said!r}; expected None to go on, True or a reason to stop"
+        f"callback {name} returned {answer!r}; expected None to go on, True or a reason to stop"
     )
 
 
-def _called(name: str, function: Callable[[Any], Any], told: Any) -> Any:
+def _called(name: str, function: Callable[[Any], Any], argument: Any) -> Any:
     try:
-        return function(told)
+        return function(argument)
     except Exception as error:
         raise HpctrainError(f"callback {name}: {type(error).__name__}: {error}") from error
 

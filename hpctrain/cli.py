@@ -1,4 +1,4 @@
-"""The command line: finds the subcommand, speaks with one rank's voice, ends with one code."""
+"""The command line: finds the subcommand, prints from one rank, ends with one exit code."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from hpctrain.errors import (
     notes,
 )
 
-#: Errors that all ranks raise together; any other means that this rank leaves the others alone.
+#: Errors that all ranks raise together; any other is raised by this rank alone.
 AGREED = (UsageError, TrainingError, SaveError, Stopped)
 INTERRUPTED, BUG = 130, 1
-COMPLETION = "_HPCTRAIN_COMPLETE"  #: by which a shell asks click for words that may follow
+COMPLETION = "_HPCTRAIN_COMPLETE"  #: set by a shell that asks click for completions
 ASKS = {"--help", "--version"}
 
 
@@ -51,7 +51,7 @@ def hpctrain(verbose: bool, quiet: bool) -> None:
 def main() -> None:
     """Run the command line; every rank of a job ends with the same exit code."""
     if os.environ.get(COMPLETION):
-        hpctrain.main(prog_name="hpctrain")  # click answers the shell, and leaves
+        hpctrain.main(prog_name="hpctrain")  # click answers the shell, and exits
     sys.exit(_guarded())
 
 
@@ -59,7 +59,7 @@ def _guarded() -> int:
     try:
         if launchers.launched(os.environ).rank > 0 and ASKS & set(sys.argv):
             return 0  # rank 0 answers
-        # Click prints what it has to say itself only in standalone mode: there all ranks would.
+        # Not standalone: there click would print its messages on all ranks.
         code = hpctrain.main(prog_name="hpctrain", standalone_mode=False)
         return _leave(code if isinstance(code, int) else 0)
     except click.ClickException as error:
@@ -71,7 +71,7 @@ def _guarded() -> int:
             return ends.refuse(error, str(error))
         _say(ends.signed("hpctrain", "\n".join([str(error), *notes(error)])))
         return _leave(error.exit_code)
-    except (Exception, SystemExit) as error:  # also where a user's code leaves, on this rank alone
+    except (Exception, SystemExit) as error:  # also sys.exit in a user's code, on this rank alone
         if world.current() is None and _reader_left(error):
             return BUG
         world.fail_alone(error)
@@ -79,7 +79,7 @@ def _guarded() -> int:
 
 
 def _reader_left(error: BaseException) -> bool:
-    """Return whether nobody reads our output any more, as after `| head`; then be silent."""
+    """Return whether the reader of our output has closed it, as `| head` does; then be silent."""
     left = isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError)
     if left:  # else Python would complain when it flushes at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -88,8 +88,8 @@ def _reader_left(error: BaseException) -> bool:
 
 def _end(code: int) -> int:
     """End the whole job, if there is one: the other ranks wait for this one."""
-    here = world.current()
-    if here is not None and here.size > 1:
+    job = world.current()
+    if job is not None and job.size > 1:
         ends.abort(code)
     return code
 
@@ -97,14 +97,14 @@ def _end(code: int) -> int:
 def _leave(code: int) -> int:
     """Wait for all ranks, end MPI, and return the code on which they agree."""
     world.finish()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of `srun -K1`, once one has left with an error
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from `srun -K1`, once a rank has failed
     return code
 
 
 def _say(message: str) -> None:
     """Print on stderr, from rank 0 of the job."""
-    here = world.current()
-    if here is None or here.rank == 0:
+    job = world.current()
+    if job is None or job.rank == 0:
         print(message, file=sys.stderr, flush=True)
 
 
@@ -114,7 +114,7 @@ def _hint(error: click.ClickException) -> str:
 
 
 def _set_up_logging(level: int) -> None:
-    """Log to stderr with the rank in front, where there is more than one."""
+    """Log to stderr, with the rank as a prefix if there are several."""
     launched = launchers.launched(os.environ)
     rank = f"[{launched.rank}] " if launched.size > 1 else ""
     logging.basicConfig(level=logging.WARNING, format=f"{rank}%(message)s", stream=sys.stderr)

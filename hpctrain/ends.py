@@ -1,9 +1,9 @@
-"""How a job ends before its time: at once, on all ranks, after somebody has said why.
+"""Abnormal termination: a rank reports the cause, then the whole job is aborted.
 
-Where all ranks fail alike, each shows where: the causes may differ. Not so where a GPU has too
-little memory, which is said in one line, and by one rank: they speak in the order of their ranks,
-and whoever has spoken ends the job. Nor before MPI has started: what is wrong then, most likely all
-have seen.
+If all ranks fail alike, each prints its traceback: the causes may differ. Two cases are reported by
+one rank, without a traceback. A GPU with too little memory: ranks wait in the order of their
+numbers, and the first to report aborts the job. An error before MPI_Init: most likely all ranks
+have the same.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hpctrain.watch import dump_stacks, write_report
 from hpctrain.xp import shortage
 
 log = logging.getLogger(__name__)
-#: How long whoever is first to report a hang, or a want of memory, is given to say so.
+#: The time given to the first rank that reports a hang, or a lack of memory.
 SPEAK_FIRST_S = 3.0
-SAME_FAULT_S = 0.5  #: in which every rank may say what it has seen before one ends the job
-#: How long ranks that need not speak wait for rank 0 before MPI starts.
+SAME_FAULT_S = 0.5  #: in which every rank may print its error before one aborts the job
+#: The time that other ranks wait for the report of rank 0 before MPI starts.
 REFUSED_S, ALONE_S = 1.0, 10.0
-IN_TURN_S = 2.0  #: in which all ranks speak that are short of memory, one after the other
+IN_TURN_S = 2.0  #: over which the reports of ranks short of memory are spread
 
 
 def abort(code: int) -> None:
@@ -40,66 +40,66 @@ def abort(code: int) -> None:
 
 
 def refuse(error: BaseException, message: str, hint: str = "") -> int:
-    """Say, before MPI starts, what is wrong; return the exit code."""
-    who = refuser(error)
-    if who is not None:
-        _print(signed("hpctrain" + f": {who}" * bool(who), message) + hint)
+    """Report an error before MPI starts; return the exit code."""
+    prefix = refuser(error)
+    if prefix is not None:
+        _print(signed("hpctrain" + f": {prefix}" * bool(prefix), message) + hint)
         _let_others_speak()
     return UsageError.exit_code
 
 
-def signed(who: str, message: str) -> str:
-    """Return `message` with `who` before each of its lines, but those that only go on."""
+def signed(prefix: str, message: str) -> str:
+    """Return `message` with `prefix` before each line, except indented continuation lines."""
     lines = printable(message).splitlines()
-    return "\n".join(line if line.startswith(" ") else f"{who}: {line}" for line in lines)
+    return "\n".join(line if line.startswith(" ") else f"{prefix}: {line}" for line in lines)
 
 
 def refuser(error: BaseException) -> str | None:
-    """Return how this rank calls itself when it says what it refused before MPI started.
+    """Return the prefix for an error raised before MPI_Init; None if another rank reports it.
 
-    Rank 0 needs no name. The others give it the time to speak: Open MPI and `srun -K1` kill all
-    when one ends with an error, and whom Open MPI lets live was wrong alone. None: there is nothing
-    to add. What is missing on a host, its first rank says.
+    Rank 0 has an empty prefix. The other ranks wait for its report: Open MPI and `srun -K1` kill
+    all ranks when one ends with an error. A rank that Open MPI leaves running was the only one in
+    error. An error specific to a host is reported by the first rank there.
     """
-    here = launchers.launched(os.environ)
+    job = launchers.launched(os.environ)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(UsageError.exit_code))  # see below
-    if here.rank == 0:
+    if job.rank == 0:
         return ""
-    time.sleep(ALONE_S if here.name in ("openmpi", "srun") else REFUSED_S)
+    time.sleep(ALONE_S if job.name in ("openmpi", "srun") else REFUSED_S)
     of_host = isinstance(error, HereError) or isinstance(error.__context__, OSError)
-    if here.name != "openmpi" and not (of_host and here.local_rank == 0):
+    if job.name != "openmpi" and not (of_host and job.local_rank == 0):
         return None
-    return f"rank {here.rank} on {socket.gethostname()}"
+    return f"rank {job.rank} on {socket.gethostname()}"
 
 
 def _let_others_speak() -> None:
-    """Give other ranks the time to refuse as well, once this one has said why.
+    """Give other ranks the time to fail as well, after the report of this one.
 
-    `srun -K1` ends with 143 where it had to kill a rank that knew of nothing; one that has refused
-    ends with our own code.
+    `srun -K1` exits with 143 if it had to kill a rank; a rank that has failed by itself exits with
+    our own code.
     """
     if launchers.launched(os.environ).name == "srun":
         time.sleep(REFUSED_S)
 
 
-def say(error: BaseException, who: str, rank: int = 0, size: int = 1) -> None:
-    """Say on stderr what has ended `rank` of `size`, called `who`; then it may end the job."""
+def say(error: BaseException, prefix: str, rank: int = 0, size: int = 1) -> None:
+    """Print on stderr the error that ended `rank` of `size`; after that it may abort the job."""
     short = shortage(error)
     if short is not None:
         time.sleep(IN_TURN_S * rank / size)
-        _print(f"hpctrain: {who}: {short}" if size > 1 else f"hpctrain: {short}")
+        _print(f"hpctrain: {prefix}: {short}" if size > 1 else f"hpctrain: {short}")
         log.debug("where it was asked for:", exc_info=error)
         return
     lines = "".join(traceback.format_exception(error)).splitlines()
     lines += notes(error) if sys.version_info < (3, 11) else []  # later ones add them
-    _print("\n".join(f"[{who}] {line}" for line in lines))
+    _print("\n".join(f"[{prefix}] {line}" for line in lines))
     time.sleep(SAME_FAULT_S if size > 1 else 0)
 
 
 def hung(rank: int, run: Path | None, report: str) -> None:
-    """Report a hang, in folder `run` if there is one, and end the job; called on every rank.
+    """Report a hang, in folder `run` if there is one, and abort the job; called on every rank.
 
-    It ends whatever goes wrong on the way: the others wait for it.
+    The job is aborted even if the report fails: the other ranks wait for it.
     """
     try:
         if run is not None:
@@ -114,9 +114,9 @@ def hung(rank: int, run: Path | None, report: str) -> None:
 
 def _speak(run: Path | None, report: str) -> None:
     _print(report)
-    told = {"status": "hung", "exit_code": HungError.exit_code, "reason": report}
+    summary = {"status": "hung", "exit_code": HungError.exit_code, "reason": report}
     if run is not None:
-        rundir.write_summary(run, told)
+        rundir.write_summary(run, summary)
         _print("\n".join(last_lines(run)))
 
 

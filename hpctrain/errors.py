@@ -1,21 +1,21 @@
-"""The errors people meet, each with the exit code its job ends with, and how they are printed."""
+"""The errors that users meet, each with the exit code of its job, and their printed form."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-LONGEST = 4_000  #: characters of a message on bad input, which may repeat what it was given
+LONGEST = 4_000  #: characters of a message on bad input, which may quote that input
 
 
 def printable(text: str) -> str:
-    """Return `text` with control characters escaped, which a terminal would obey; lines stay."""
+    """Return `text` with control characters escaped, except line feeds."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 class HpctrainError(Exception):
-    """Base of all errors raised on purpose; `exit_code` is what the job ends with.
+    """Base of all errors raised on purpose; `exit_code` is that of the job.
 
     Its text is safe to print, whatever file or command line it quotes.
     """
@@ -28,23 +28,23 @@ class HpctrainError(Exception):
 
 
 class UsageError(HpctrainError, ValueError):
-    """A wrong command line, recipe, argument or data set; said before any training."""
+    """A wrong command line, recipe, argument or data set; raised before any training."""
 
     exit_code = 2
 
     def __str__(self) -> str:
-        """Return the message, printable and not longer than anybody would read."""
+        """Return the message, printable and of at most LONGEST characters."""
         text = super().__str__()
-        more = len(text) - LONGEST
-        return text if more <= 0 else f"{text[:LONGEST]}... ({more:,} more characters)"
+        excess = len(text) - LONGEST
+        return text if excess <= 0 else f"{text[:LONGEST]}... ({excess:,} more characters)"
 
 
 class HereError(UsageError):
-    """As above, of what is missing on this host, and perhaps on no other."""
+    """A UsageError specific to this host."""
 
 
 class GpuMemoryError(HpctrainError):
-    """A rank found too little memory for its GPU; tells how much was asked for and is free."""
+    """A GPU has too little memory; names the bytes requested and the bytes free."""
 
 
 class TransportError(HpctrainError):
@@ -62,13 +62,13 @@ class TrainingError(HpctrainError):
 
 
 class Stopped(HpctrainError):
-    """Training stopped because it was asked to; there is a checkpoint to resume from."""
+    """Training stopped on request; there is a checkpoint to resume from."""
 
     exit_code = 75
 
 
 class Interrupted(Stopped):
-    """Training stopped because it was asked to, and nothing was saved: it had no folder."""
+    """Training stopped on request, and nothing was saved: it had no folder."""
 
     exit_code = 130
 
@@ -80,10 +80,10 @@ class HungError(HpctrainError):
 
 
 def annotate(error: BaseException, lines: Iterable[str]) -> None:
-    """Let `lines` follow what `error` says, also below its traceback; as Python 3.11's add_note."""
+    """Append `lines` to the message of `error` and to its traceback, as Python 3.11's add_note."""
     error.__notes__ = [*notes(error), *lines]
 
 
 def notes(error: BaseException) -> list[str]:
-    """Return the lines that follow what `error` says."""
+    """Return the lines appended to the message of `error`."""
     return [*getattr(error, "__notes__", [])]

@@ -1,4 +1,4 @@
-"""Facts of a run for its summary that training does not change: who took part, where, with what."""
+"""Facts of a run for its summary that training does not change: ranks, hosts, software."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def of_run(world: World, engine: Engine) -> dict[str, Any]:
 
 
 def trained_sha256(world: World, engine: Engine) -> str:
-    """Return the hash of the trained parameters: worker 0's, a server's replica is not trained."""
+    """Return the hash of the trained parameters of worker 0: a server's replica is not trained."""
     own = params_sha256(engine.replica.arena) if engine.worker == 0 else ""
     return b"".join(all_gather_bytes(world.link, own.encode())).decode()
 
 
 def _gpu_paths(world: World) -> dict[str, str] | None:
-    """Return which way GPU memory took between ranks, and why; None on CPUs."""
+    """Return the path of GPU memory between ranks, and the reason for it; None on CPUs."""
     if not any(place.gpu for place in world.places):
         return None
     arenas = world.memory.gpu

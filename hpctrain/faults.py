@@ -1,6 +1,6 @@
-"""Faults on purpose: a slow rank, jitter, steps of a fixed length; to see how a regime bears them.
+"""Planted faults: a slow rank, jitter, a fixed time per step; to measure a regime's tolerance.
 
-No result changes: only time passes, and it counts as compute. What takes a rank one second takes
+No result changes: only time passes, and it counts as compute. One second of compute then takes
 
     f * (1 + jitter * u(seed, rank, step)) seconds        f = slow_factor on slow_rank, 1 elsewhere
 
@@ -21,29 +21,29 @@ from hpctrain.errors import UsageError
 
 # Keeps this stream apart from others that use Philox with a key of (seed, small number).
 _STREAM = 3
-SHORTEST_S = 5e-5  #: a sleep takes at least about so long, whatever is asked: less is put off
+SHORTEST_S = 5e-5  #: the shortest sleep, about: less is put off
 T = TypeVar("T")
 U = TypeVar("U")
 
 
 @config.options
 class FaultsOptions:
-    """`[faults]`: what is to go wrong; nothing, if nothing is given."""
+    """`[faults]`: the delays to plant; by default none."""
 
     slow_rank: Annotated[int, Field(ge=0)] | None = None
     slow_factor: Annotated[float, Field(ge=1)] | None = None
     jitter: Annotated[float, Field(ge=0)] = 0.0  #: 0.5: up to half as long again
-    step_ms: Annotated[float, Field(ge=0)] = 0.0  #: slept for each gradient
+    step_ms: Annotated[float, Field(ge=0)] = 0.0  #: sleep per gradient
 
     @property
     def any(self) -> bool:
-        """Whether anything is to go wrong."""
+        """Whether any delay is planted."""
         return self != FaultsOptions()
 
     def check(self, ranks: int, workers: int | None = None) -> None:
         """Raise UsageError unless the slow rank has a factor, and is one of `ranks` that computes.
 
-        The first `workers` of them do, all where none are given.
+        The first `workers` of them do; None: all.
         """
         if (self.slow_rank is None) != (self.slow_factor is None):
             raise UsageError(
@@ -62,7 +62,7 @@ class FaultsOptions:
             )
 
     def stretch(self, seed: int, rank: int, step: int) -> float:
-        """Return how many times as long `rank` is to compute in `step`."""
+        """Return the factor by which the compute time of `rank` is stretched in `step`."""
         factor = self.slow_factor or 1.0 if rank == self.slow_rank else 1.0
         return factor * (1 + self.jitter * uniform(seed, rank, step)) if self.jitter else factor
 
@@ -75,7 +75,7 @@ def uniform(seed: int, rank: int, step: int) -> float:
 
 
 class Pace:
-    """The clock of a rank's compute: sleeps for what it is to be slower than it is."""
+    """The clock of a rank's compute: sleeps to make it slower by the planted factor."""
 
     def __init__(
         self,
@@ -88,18 +88,18 @@ class Pace:
         self._stretch, self._since, self._owed = 1.0, 0.0, 0.0
 
     def begin(self, seed: int, step: int) -> None:
-        """Begin a gradient: sleep for its fixed part, and look at the clock."""
+        """Begin a gradient: sleep for its fixed part, and read the clock."""
         self._stretch = self._options.stretch(seed, self._rank, step)
         self._owed = self._options.step_ms / 1e3 * self._stretch
         self._pay()
 
     def catch_up(self) -> None:
-        """Sleep until what was computed since the last look has taken as long as it is to take."""
+        """Sleep until the compute since the last reading has taken its stretched time."""
         self._owed += (self._stretch - 1) * (self._clock() - self._since)
         self._pay()
 
     def outside(self, call: Callable[[U], T]) -> Callable[[U], T]:
-        """Return `call` as something that is not compute: behind all that was computed before."""
+        """Return `call` excluded from compute: it first sleeps for the compute before it."""
 
         def behind(argument: U) -> T:
             self.catch_up()
@@ -114,4 +114,4 @@ class Pace:
         if self._owed > SHORTEST_S:
             self._sleep(self._owed)
         self._since = self._clock()
-        self._owed -= self._since - start  # a sleep takes longer than asked: the next one less
+        self._owed -= self._since - start  # a sleep is longer than requested: the next is shorter

@@ -1,11 +1,11 @@
-"""Bounded reads of files that anybody may have left: one way to fail, with the place in the file.
+"""Bounded reads of untrusted files: every fault is a FileError with the place in the file.
 
-A path may name a FIFO, a device, a link to nowhere or a terabyte of zeros, and a file may hold
-anything. So only regular files are opened, at most an honest file's bytes are read, and whatever is
-wrong is a FileError: the file, the line in it, what was expected and what was seen.
+A path may name a FIFO, a device, a dangling link or a terabyte of zeros, and a file may hold any
+bytes. So only regular files are opened, a limited number of bytes is read, and each fault is a
+FileError: the file, the line in it, the expected and the actual contents.
 
-A *log* is a file of JSON objects, a line each, that grows while a job runs. Half a last line is
-what a write leaves that a crash or a full disk cut off: it does not count. Any other is damage.
+A *log* is a file of JSON objects, a line each, that grows while a job runs. An incomplete last line
+is left by a write that a crash or a full disk cut off: it does not count. Any other is damage.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a
 
 
 class FileError(UsageError):
-    """A file that cannot be read, or holds something else than was expected; names the place."""
+    """A file that cannot be read, or has unexpected contents; names the place."""
 
 
 class MissingError(FileError):
@@ -41,14 +41,14 @@ class MissingError(FileError):
 
 @dataclass(frozen=True)
 class Log(Generic[T]):
-    """The entries of a log's whole lines, and how many bytes of a torn one come after them."""
+    """The entries of a log's whole lines, and the number of bytes of a torn line after them."""
 
     entries: list[T]
     torn_bytes: int = 0
 
 
 def expanded(name: str) -> Path:
-    """Return the path that a user calls `name`, where ~ is a home folder."""
+    """Return the path of `name`, with ~ expanded to the home folder."""
     try:
         return Path(name).expanduser()
     except RuntimeError:
@@ -61,7 +61,7 @@ def open_regular(path: str | Path) -> BinaryIO:
     Raises MissingError where there is nothing, FileError for anything else.
     """
     try:
-        _check_regular(path, os.stat(path))  # before it is opened: some devices act on that
+        _check_regular(path, os.stat(path))  # first: to open some devices has effects
         return open(path, "rb", opener=_open_at_once)
     except FileNotFoundError:
         if os.path.islink(path):
@@ -73,31 +73,31 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def read_bytes(path: str | Path, limit_bytes: int) -> bytes:
-    """Return what a file holds; raise FileError if that is more than `limit_bytes`."""
+    """Return the contents of a file; raise FileError if they exceed `limit_bytes`."""
     with open_regular(path) as file:
         blocks = list(_blocks(path, file, limit_bytes))
     return b"".join(blocks)
 
 
 def read_text(path: str | Path, limit_bytes: int) -> str:
-    """Return the UTF-8 text that a file holds."""
+    """Return the contents of a file as UTF-8 text."""
     return decoded(read_bytes(path, limit_bytes), str(path))
 
 
 def read_json(path: str | Path, limit_bytes: int) -> Any:
-    """Return the JSON value that a file holds."""
+    """Return the contents of a file as a JSON value."""
     return parsed_json(read_text(path, limit_bytes), str(path))
 
 
 def read_json_object(path: str | Path, limit_bytes: int) -> dict[str, Any]:
-    """Return the JSON object that a file holds."""
+    """Return the contents of a file as a JSON object."""
     return as_object(read_json(path, limit_bytes), str(path))
 
 
 def read_log(
     path: str | Path, check: Callable[[dict[str, Any]], T], limit_bytes: int = LINE_BYTES
 ) -> Log[T]:
-    """Return `check(object)` of each line; `check` raises ValueError for an object that is none.
+    """Return `check(object)` of each line; `check` raises ValueError for an invalid object.
 
     A last line without its end counts if it is whole. `limit_bytes`: of one line.
     """
@@ -116,7 +116,7 @@ def read_log(
 def append_lines(path: str | Path, text: str) -> None:
     """Add whole lines to a log, all or none, behind its last whole line; raise OSError.
 
-    What a write left that was cut off before, with no room even to take it back, goes first.
+    The rest of an earlier write that was cut off is removed first.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
     handle = os.open(path, flags, 0o666)
@@ -157,55 +157,55 @@ def _end_of_lines(handle: int) -> int:
     return 0
 
 
-def decoded(data: bytes, where: str) -> str:
-    """Return `data`, found at `where`, as text."""
+def decoded(data: bytes, source: str) -> str:
+    """Return `data` of `source` as text."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
         line = f", line {data.count(10, 0, error.start) + 1}" * (b"\n" in data)
-        seen = f"byte 0x{data[error.start]:02x}"
-        raise FileError(f"{where}{line}: expected UTF-8 text, seen {seen}") from None
+        byte = f"byte 0x{data[error.start]:02x}"
+        raise FileError(f"{source}{line}: expected UTF-8 text, seen {byte}") from None
 
 
-def parsed_json(text: str, where: str) -> Any:
-    """Return the value of JSON `text`, found at `where`."""
+def parsed_json(text: str, source: str) -> Any:
+    """Return the value of JSON `text` of `source`."""
     try:
         value = json.loads(text)
-        if _SURROGATE.search(text):  # half a character could not be printed, nor written
+        if _SURROGATE.search(text):  # half a surrogate pair can be neither printed nor written
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except json.JSONDecodeError as error:
         line = f", line {error.lineno}" * ("\n" in text)
-        place = f"{where}{line}, column {error.colno}"
+        place = f"{source}{line}, column {error.colno}"
         raise FileError(f"{place}: expected JSON ({error.msg.lower()})") from None
     except RecursionError:
-        raise FileError(f"{where}: expected JSON, seen too many levels") from None
+        raise FileError(f"{source}: expected JSON, seen too many levels") from None
     except UnicodeEncodeError:
-        raise FileError(f"{where}: expected JSON, seen half of a surrogate pair") from None
+        raise FileError(f"{source}: expected JSON, seen half of a surrogate pair") from None
     except ValueError:
-        raise FileError(f"{where}: expected JSON, seen an integer of too many digits") from None
+        raise FileError(f"{source}: expected JSON, seen an integer of too many digits") from None
 
 
-def as_object(value: Any, where: str) -> dict[str, Any]:
+def as_object(value: Any, source: str) -> dict[str, Any]:
     """Return `value` if it is a JSON object."""
     if not isinstance(value, dict):
-        raise FileError(f"{where}: expected a JSON object, seen {brief(value)}")
+        raise FileError(f"{source}: expected a JSON object, seen {brief(value)}")
     return value
 
 
 def brief(value: Any, length: int = 60) -> str:
-    """Return a value as an error shows it: on one line, without control characters, not long."""
+    """Return a value for an error message: one line, no control characters, at most `length`."""
     text = repr(value)
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def unreadable(path: str | Path, error: OSError | ValueError) -> FileError:
-    """Return the error that tells why `path` cannot be read."""
+    """Return the FileError with the reason why `path` cannot be read."""
     if isinstance(error, FileError):
         return error
     reason = (isinstance(error, OSError) and error.strerror) or error
-    shown = str(path).replace("\0", "\\0")
-    return FileError(f"{shown} cannot be read: {reason}")
+    name = str(path).replace("\0", "\\0")
+    return FileError(f"{name} cannot be read: {reason}")
 
 
 def _open_at_once(path: str, flags: int) -> int:
@@ -248,11 +248,11 @@ def _guarded(path: str | Path, read: Callable[[], bytes]) -> bytes:
         raise unreadable(path, error) from None
 
 
-def _entry(line: bytes, where: str, check: Callable[[dict[str, Any]], T]) -> T:
-    value = as_object(parsed_json(decoded(line.rstrip(b"\n"), where), where), where)
+def _entry(line: bytes, source: str, check: Callable[[dict[str, Any]], T]) -> T:
+    value = as_object(parsed_json(decoded(line.rstrip(b"\n"), source), source), source)
     try:
         return check(value)
     except FileError:
         raise
     except ValueError as error:
-        raise FileError(f"{where}: {error}") from None
+        raise FileError(f"{source}: {error}") from None

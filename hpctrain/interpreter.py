@@ -1,7 +1,7 @@
-"""Command lines of Python children, which import nothing from the folder they are started in.
+"""Command lines of Python children, which import nothing from their current folder.
 
-`python -m MODULE` puts the current folder first on sys.path: a `queue.py` that lies there would
-take the place of the standard library's, and whoever may write there would run code in every rank.
+`python -m MODULE` puts the current folder first on sys.path: a `queue.py` there would replace the
+standard library's, and any user who can write there could run code in every rank.
 Since Python 3.11 `-P` leaves it out; before, a line of our own takes it out again.
 """
 

@@ -1,6 +1,6 @@
-"""What is kept of a run: rows of metrics, times, the summary; and what people see of it.
+"""The record of a run: rows of metrics, times, the summary; and its progress bar and log.
 
-Every rank has a journal, since sums are made by all; rank 0 alone writes and speaks.
+Every rank has a journal, since sums are collective; rank 0 alone writes files and prints.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Journal:
         self.total_steps, self.run, self.recipe, self.rate = total_steps, run, recipe, rate
         self.name = recipe.run.name if recipe else "training"
         self.steps_redone = 0
-        self.intervals: int | None = 0  #: since the first step, each ended where all ranks met
+        self.intervals: int | None = 0  #: since the first step; each ends with a collective call
         self.skips = SkipCounter(world, engine)
         self.files = RunFiles(None if world.rank else run)
         self._timeline = Timeline(world, run, trace)
-        self._bar = progress.Bar(self.name, 0, total_steps, shown=False)  # until training begins
+        self._bar = progress.Bar(self.name, 0, total_steps, visible=False)  # until training begins
         self._last: dict[str, Any] = {}  # the latest row
         self._whole: dict[str, Any] | None = None  # the summary of a run that was done before
         self._tested: dict[str, Any] = {"test_loss": None, "test_accuracy": None}
@@ -66,7 +66,7 @@ class Journal:
         self._first_step, self._began, self._drawn = 0, perf_counter(), 0.0
 
     def resume(self, step: int, about: dict[str, Any]) -> list[dict[str, Any]]:
-        """Go on after `step`: drop the rows of steps that will be done again; return the others.
+        """Go on after `step`: drop the rows of steps to be done again; return the remaining rows.
 
         Collective: every rank gets them.
         """
@@ -85,7 +85,7 @@ class Journal:
         self.steps_redone = self.files.steps_redone
         if whole and (whole["status"], whole.get("steps")) == ("done", step):
             self._whole = whole
-        # A run that was complete makes no row of its own: its summary tells of the last one.
+        # A run that was complete makes no new row: its summary is from the last one.
         self._last = rows[-1] if rows else {}
         self._tested = {key: self._last.get(key) for key in self._tested}
         if step:
@@ -93,23 +93,23 @@ class Journal:
         return rows
 
     def begin(self, step: int) -> None:
-        """Write what the run is, start the clocks and the bar; raise UsageError; collective."""
+        """Write the recipe, start the clocks and the bar; raise UsageError; collective."""
         self._first_step = step
         text = self.recipe.toml() if self.recipe else None
         self.world.together(lambda: self.files.begin(text))
-        shown = self.world.rank == 0 and log.isEnabledFor(logging.INFO)
+        visible = self.world.rank == 0 and log.isEnabledFor(logging.INFO)
         self._timeline.begin()
-        self._bar = progress.Bar(self.name, step, self.total_steps, shown)
+        self._bar = progress.Bar(self.name, step, self.total_steps, visible)
         self._times_before = dict(vars(self.engine.times))
         self.skips.begin()
         self._began = perf_counter()
 
     def count_interval(self) -> None:
-        """Take note that an interval has ended; where an older part did not count, nobody does."""
+        """Count an interval, unless an older part of the run did not count them."""
         self.intervals = None if self.intervals is None else self.intervals + 1
 
     def step(self, step: int, sums: Sums) -> None:
-        """Take note of this rank's share of a step that is done."""
+        """Add this rank's share of a step that is done."""
         self._sums = add(self._sums, sums)
         now = self._wall_s()
         if self._bar.drawn and now - self._drawn >= BAR_S and self._sums.count:
@@ -120,21 +120,21 @@ class Journal:
     def row(
         self, step: int, tested: Sums | None, interrupted: bool = False
     ) -> dict[str, Any] | None:
-        """Close an interval: write its row and, where no bar is drawn, say it; collective.
+        """Close an interval: write its row and, if no bar is drawn, log it; collective.
 
-        Returns the row, None where no step was done; every rank has its own times in it, and all
-        the same sums. `interrupted`: there is a row only because somebody asked to stop.
+        Returns the row, None if no step was done; every rank has its own times in it, and all the
+        same sums. `interrupted`: the row is made only because of a request to stop.
         """
         if step == self._row_step:
             return None
         sums, ranks = self._summed()
         now = float(ranks["wall_s"][self.world.rank])
-        done = self._samples(step) - max(self._samples(self._row_step), 0)
+        samples = self._samples(step) - max(self._samples(self._row_step), 0)
         self._tested = means("test", *tested) if tested else dict.fromkeys(self._tested)
         self._last = {
             "step": step,
             "steps": step - self._row_step,
-            "since_step": self._first_step,  # where clocks began: a resumed run has several parts
+            "since_step": self._first_step,  # start of the clocks: a resumed run has several parts
             "epoch": self._epoch(step),
             "samples": self.sampler.samples_before(step),
             **means("train", *sums),
@@ -142,7 +142,7 @@ class Journal:
             "skipped_steps": self.skips.skipped_steps,
             "rate": None if self.rate is None else rate_of(self.rate, self._updates(step)),
             "rates": rate_curve(self.rate, self._row_step + 1, step, self._updates),
-            "samples_per_s": done / max(now - self._row_s, 1e-9),
+            "samples_per_s": samples / max(now - self._row_s, 1e-9),
             "wall_s": now,
             **self._times(),
             "ranks": {name: ranks[name].round(6).tolist() for name in self._times()},
@@ -158,7 +158,7 @@ class Journal:
         return self._last
 
     def about_now(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint made after `step` steps keeps beside the arrays; collective."""
+        """Return the facts beside the arrays of a checkpoint after `step` steps; collective."""
         epoch, index = self.sampler.place(step)
         return {
             "step": step,
@@ -180,7 +180,7 @@ class Journal:
         }
 
     def _open_row(self, step: int) -> dict[str, Any] | None:
-        """Return what is known for a row that is not due yet; collective."""
+        """Return the sums so far for a row that is not due yet; collective."""
         if step == self._row_step:
             return None
         return {"since_step": self._row_step, "sums": self._summed()[0]}
@@ -202,7 +202,7 @@ class Journal:
     def _write_end(self, summary: dict[str, Any]) -> None:
         """Write the rows that are still due, and the summary; collective.
 
-        Where that fails, a run that is done raises SaveError; one that has failed only says so.
+        If that fails, a run that is done raises SaveError; one that has failed only warns.
         """
         fault = self.world.gather(self.files.end(summary))[0]
         if fault and summary["status"] == "done":
@@ -211,7 +211,7 @@ class Journal:
             log.warning("%s", fault)
 
     def end_alone(self) -> None:
-        """End bar and trace, on a rank that fails while the others know nothing of it."""
+        """End bar and trace on a rank that fails alone."""
         self._bar.close(self._row_step)
         self._timeline.end_alone()
 
@@ -247,35 +247,35 @@ class Journal:
     def _summed(self) -> tuple[Sums, dict[str, np.ndarray]]:
         """Return the sums of this interval, and by name each rank's own numbers: float64 (ranks,).
 
-        In one collective; all ranks get the same.
+        One all-reduce; all ranks get the same.
         """
         engine = self.engine
-        mine = {
+        own = {
             **self._times(),
             "wall_s": self._wall_s(),
             "bytes_sent": engine.bytes_sent,
             **self.skips.of_this_rank(),
         }
-        table = np.zeros((len(mine), self.world.size))
-        table[:, self.world.rank] = list(mine.values())
+        table = np.zeros((len(own), self.world.size))
+        table[:, self.world.rank] = list(own.values())
         with self.world.trace.span("sum for a row", "other"):
             total = engine.sum(np.array([*self._sums, *table.ravel()]))
         loss, correct, count = total[: len(NOTHING)].tolist()
         of_ranks = total[len(NOTHING) :].reshape(table.shape)
-        return Sums(loss, correct, count), dict(zip(mine, of_ranks, strict=True))
+        return Sums(loss, correct, count), dict(zip(own, of_ranks, strict=True))
 
     def _times(self) -> dict[str, float]:
-        """Return this rank's times since the clocks began: an engine may train more than once."""
+        """Return this rank's times since the start of the clocks: engines may train repeatedly."""
         return {name: s - self._times_before[name] for name, s in vars(self.engine.times).items()}
 
     @property
     def _staleness(self) -> Staleness | None:
-        """What was counted since the first step, also before a run was resumed."""
-        here, before = self.engine.staleness, self._stale_before
-        return here.merged(before) if here and before else here or before
+        """The counts since the first step, also those before the run was resumed."""
+        since_resume, before = self.engine.staleness, self._stale_before
+        return since_resume.merged(before) if since_resume and before else since_resume or before
 
     def _updates(self, step: int) -> int:
-        """Return how many updates came before that of step `step`, counted from 1."""
+        """Return the number of updates before that of step `step`, counted from 1."""
         return int(max(step - 1 - self.skips.skipped_steps, 0) * self.engine.updates_per_step)
 
     def _write_row(self) -> None:

@@ -1,4 +1,4 @@
-"""When a checkpoint of a run is due, what it tells beside the state, and which one is the best."""
+"""Checkpoints of a run: when one is due, the facts beside the state, and the best value so far."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCALE = "loss_scale"
 
 
 class Keeper:
-    """The checkpoints of one call of fit; every rank has one, and all decide alike."""
+    """The checkpoints of one call of fit; every rank has a Keeper, and all decide alike."""
 
     def __init__(
         self,
@@ -37,25 +37,25 @@ class Keeper:
         options: CheckpointOptions,
         about: dict[str, Any],
     ):
-        """`about` is what checkpoints tell of the model, `replica` what the engine was built on."""
+        """`about`: facts of the model for checkpoints; `replica`: the one of the engine."""
         self._world, self._engine, self._journal = world, engine, journal
         self._scaled = replica if isinstance(replica, MixedReplica) else None
         self._options, self._about = options, about
-        self._best: float | None = None  # of the metric by which the best checkpoint is kept
+        self._best: float | None = None  # of the metric `keep_best`
 
     @property
     def periods(self) -> tuple[int, int]:
-        """Every how many steps a checkpoint is due, by either rule; 0 for never."""
+        """The periods of checkpoints in steps, by either rule; 0 for never."""
         options, epoch = self._options, self._journal.sampler.steps_per_epoch
         return (options.every_epochs or 0) * epoch, options.every_steps or 0
 
     def resume(self, run: Path) -> None:
-        """Learn how good the best checkpoint is that lies there; collective."""
+        """Read the value of the best checkpoint in `run`; collective."""
         if metric := self._options.keep_best:
             self._best = checkpoint.best_value(run, metric, self._world.link)
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take the loss scale out of the `arrays` of a checkpoint, if there is one: the worker's.
+        """Restore this worker's loss scale from the `arrays` of a checkpoint, if there is one.
 
         A worker that had none takes the mean of all.
         """
@@ -63,23 +63,23 @@ class Keeper:
         if self._scaled is not None and self._scaled.scaling is not None and names:
             self._scaled.scale_as(arrays[names[0]])
 
-    def must_fit(self, found: checkpoint.Loaded) -> None:
-        """Raise UsageError for a checkpoint whose facts are not those of this model and engine."""
-        recipe, seen = self._journal.recipe, found.about
-        model, here = seen.get("model") or {}, self._about["model"]
-        same_run = recipe is not None and seen.get("recipe_sha256") == recipe.sha256
+    def must_fit(self, loaded: checkpoint.Loaded) -> None:
+        """Raise UsageError if the facts of a checkpoint differ from this model and engine."""
+        recipe, about = self._journal.recipe, loaded.about
+        model, own_model = about.get("model") or {}, self._about["model"]
+        same_run = recipe is not None and about.get("recipe_sha256") == recipe.sha256
         facts: dict[str, tuple[Any, Any]] = {
-            "weights": (weights.layout(self._engine.replica.arena), seen.get("weights")),
-            "model.input_shape": (list(here["input_shape"]), model.get("input_shape")),
+            "weights": (weights.layout(self._engine.replica.arena), about.get("weights")),
+            "model.input_shape": (list(own_model["input_shape"]), model.get("input_shape")),
         }
-        if same_run and seen.get("world_size") == self._world.size:
+        if same_run and about.get("world_size") == self._world.size:
             updates = self._engine.updates_per_step
-            facts["updates_per_step"] = updates, seen.get("updates_per_step")
-        for name, (expected, told) in facts.items():
-            if told is not None and told != expected:
+            facts["updates_per_step"] = updates, about.get("updates_per_step")
+        for name, (expected, saved) in facts.items():
+            if saved is not None and saved != expected:
                 raise UsageError(
-                    f"{found.path} does not fit the recipe: 'about.{name}' of its manifest: "
-                    f"expected {brief(expected)}, seen {brief(told)}; resume with the model and "
+                    f"{loaded.path} does not fit the recipe: 'about.{name}' of its manifest: "
+                    f"expected {brief(expected)}, seen {brief(saved)}; resume with the model and "
                     "the engine that it was made with"
                 )
 
@@ -89,7 +89,7 @@ class Keeper:
         return regular or self._new_best(row) is not None
 
     def save(self, step: int, row: Row, must: bool) -> None:
-        """Write a checkpoint; a failure ends the run only if nothing comes after (`must`)."""
+        """Write a checkpoint; a failure ends the run only if it is the last one (`must`)."""
         run = self._journal.run
         if run is None:
             return
@@ -129,13 +129,13 @@ class Keeper:
         return f"worker.{self._engine.worker}.{SCALE}"
 
     def _new_best(self, row: Row) -> float | None:
-        """Return the value of the metric that is kept, if it is better than all before."""
+        """Return the value of the metric `keep_best` if it is better than all before."""
         metric = self._options.keep_best
         value = _metrics(row)[metric] if metric else None
         return value if metric and value is not None and better(metric, value, self._best) else None
 
 
 def _metrics(row: Row) -> dict[str, float | None]:
-    """Return the metrics of a row; of one cut short by a stop there are none."""
-    told = {} if row.get("interrupted") else row
-    return {metric: told.get(metric) for metric in METRICS}
+    """Return the metrics of a row; None for each if a stop cut the row short."""
+    complete = {} if row.get("interrupted") else row
+    return {metric: complete.get(metric) for metric in METRICS}

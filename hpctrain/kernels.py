@@ -1,10 +1,10 @@
-"""What kernels of our own share: how a dtype lies in memory and is computed, and how many threads.
+"""Shared parts of our CUDA kernels: representation and arithmetic of dtypes, and launch sizes.
 
-    T      what lies in memory; of 16-bit floats unsigned short, their bits
-    REAL   what it is computed in; `wide(T)` leads there, `narrow(REAL)` back, with one rounding
+    T      the type in memory; of 16-bit floats unsigned short, their bits
+    REAL   the type of arithmetic; `wide(T)` converts to it, `narrow(REAL)` back, with one rounding
 
-A kernel is a string of CUDA in the file that has its equations. Any number of threads can do it:
-so tests compile the very source for the host, where one thread does all of it.
+A kernel is a string of CUDA in the file that has its equations. It is correct with any number of
+threads: so tests compile the same source for the host, where one thread runs all of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpctrain.xp import Array, namespace, raw_kernel
 
 THREADS, BLOCKS_PER_UNIT = 256, 8
 MOST_BLOCKS, LEAST_THREADS = 4096, 32  #: of a kernel with a block for each row
-PACK_BYTES = 16  #: the longest load there is
+PACK_BYTES = 16  #: the longest load of a GPU
 
 _SAME = "__device__ REAL wide(REAL x) { return x; } __device__ REAL narrow(REAL x) { return x; }"
 _HALF = """
@@ -47,7 +47,7 @@ __device__ Complex operator*(Complex a, Complex b) {
 """
 _SINGLE = _COMPLEX.replace("PART", "float").replace("?", "f")
 _DOUBLE = _COMPLEX.replace("PART", "double").replace("?", "d")
-#: dtype -> its type in memory, the type it is computed in, and how to come to one from the other
+#: dtype -> its type in memory, the type of its arithmetic, and the conversions
 KINDS = {
     "bool": ("unsigned char", "unsigned char", _SAME),
     "uint8": ("unsigned char", "unsigned char", _SAME),
@@ -62,7 +62,7 @@ KINDS = {
     "complex64": ("struct Complex", "struct Complex", _SINGLE),
     "complex128": ("struct Complex", "struct Complex", _DOUBLE),
 }
-#: The sum of what all threads of a block have, which are a power of two; in one order.
+#: The sum of a value of all threads of a block, which are a power of two; in a fixed order.
 ADDED = """
 __device__ double added(double mine) {
     __shared__ double part[256];
@@ -82,7 +82,7 @@ HEAD = "typedef MEMORY T;\ntypedef REAL_TYPE REAL;\nCONVERSIONS\n"
 
 @cache
 def written(source: str, dtype: str) -> str:
-    """Return CUDA `source`, which speaks of T and REAL, for arrays of `dtype`."""
+    """Return CUDA `source`, written in T and REAL, for arrays of `dtype`."""
     memory, real, conversions = KINDS[dtype]
     head = HEAD.replace("CONVERSIONS", conversions).replace("MEMORY", memory)
     return head.replace("REAL_TYPE", real) + source
@@ -91,20 +91,20 @@ def written(source: str, dtype: str) -> str:
 def launch(
     x: Array, source: str, name: str, count: int, args: tuple[Any, ...], rows: int = 1
 ) -> None:
-    """Put kernel `name` of `source` into the current stream, on the GPU of `x`; wait for nothing.
+    """Launch kernel `name` of `source` in the current stream, on the GPU of `x`, asynchronously.
 
     It has a thread for each of `count` > 0 pieces of work, or as many as run at once, which must
-    take turns; and that in each of `rows`, which `blockIdx.y` tells. `args`: arrays, and numbers of
-    NumPy.
+    loop over the pieces; and that for each of `rows`, by `blockIdx.y`. `args`: arrays, and numbers
+    of NumPy.
     """
     blocks = min(-(-count // THREADS), _most_blocks(namespace(x), x.data.device_id))
     raw_kernel(x, source, name)((blocks, rows), (THREADS,), args)
 
 
 def launch_rows(x: Array, source: str, name: str, args: tuple[Any, ...]) -> None:
-    """Put kernel `name` into the current stream, a block of threads for each row of `x` (rows, c).
+    """Launch kernel `name` in the current stream, a block of threads for each row of `x` (rows, c).
 
-    Where rows are many, blocks must take turns. It gets `args`, then rows (int64) and c (int32).
+    Of many rows, a block must loop over several. It gets `args`, then rows (int64) and c (int32).
     """
     rows, c = x.shape
     threads = min(THREADS, max(LEAST_THREADS, 1 << (c - 1).bit_length()))

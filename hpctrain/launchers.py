@@ -1,8 +1,8 @@
-"""Which rank of how many this process is, told by its launcher before MPI starts.
+"""Rank and size of this process, from its launcher's environment variables, before MPI starts.
 
-Every launcher leaves its own variables in the environment; all functions here are functions of
-that mapping alone. What Slurm says counts only for what `srun` itself started: under mpirun its
-variables belong to the daemon that started the ranks.
+Every launcher sets variables of its own; all functions here are functions of that mapping alone.
+Slurm's variables count only for processes that `srun` itself started: under mpirun they belong to
+the daemon that started the ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Launched:
-    """Where the launcher put this process; a local field is None where it did not say."""
+    """The ranks of this process by its launcher; a local field is None if there is no variable."""
 
     name: str  #: a key of `TITLES`, or "none" for a process on its own
     rank: int
@@ -41,8 +41,8 @@ TITLES = {
     "none": "no launcher",
 }
 
-# name: variables of rank, size, local rank (all three must be there) and local size; one that
-# has another name in some versions, with both
+# name: variables of rank, size, local rank (all three must be set) and local size; both names
+# if some versions use another one
 _VARIABLES = {
     "openmpi": (
         "OMPI_COMM_WORLD_RANK",
@@ -68,7 +68,7 @@ _VARIABLES = {
 }
 
 # Slurm numbers the shells it opens (batch script, `salloc`'s interactive step) from here on up;
-# they carry the variables of a rank and are none.
+# they have the variables of a rank, but are none.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 _OF_SRUN = {"Open MPI": "pmix", "Cray MPICH": "cray_shasta"}  # else pmi2
@@ -81,7 +81,7 @@ _OF_THE_USER = ("OMPI_ALLOW_", "OMPI_MCA_", "PMIX_MCA_", "PRTE_ALLOW_", "PRTE_MC
 
 
 def launched(environ: Mapping[str, str]) -> Launched:
-    """Return what the launcher's variables in `environ` say."""
+    """Return the rank and the sizes from the launcher's variables in `environ`."""
     for name, variables in _VARIABLES.items():
         rank, size, local_rank, local_size = (_integer(environ, *v.split()) for v in variables)
         if rank is not None and size is not None and local_rank is not None:
@@ -92,43 +92,43 @@ def launched(environ: Mapping[str, str]) -> Launched:
 
 
 def restarts(environ: Mapping[str, str]) -> int:
-    """Return how many times Slurm has put this job back into the queue."""
+    """Return the number of times that Slurm has requeued this job."""
     return _integer(environ, "SLURM_RESTART_COUNT") or 0
 
 
 def slots(environ: Mapping[str, str]) -> int | None:
-    """Return how many ranks Slurm has set aside on all nodes of this job; None outside of one."""
+    """Return the number of tasks allocated on all nodes of this Slurm job; None outside of one."""
     return sum(_counts(environ.get("SLURM_TASKS_PER_NODE", ""))) or None
 
 
 def nodes(hosts: Sequence[str], slurm: Sequence[str]) -> tuple[str, ...]:
-    """Return the name of each rank's node, from the names of `hosts` and what `slurm` calls them.
+    """Return the name of each rank's node, from the names of `hosts` and their names by `slurm`.
 
-    Slurm's tell nodes apart that share one host, as in a test. They count for nothing where a
-    launcher hands on the environment of the first node: then one name stands for several hosts.
+    Slurm's names distinguish nodes that share one host, as in a test. They are ignored if a
+    launcher passes on the environment of the first node: then one name stands for several hosts.
     """
-    seen = set(zip(slurm, hosts, strict=True))
-    several = {name for name, count in Counter(name for name, _ in seen).items() if count > 1}
+    distinct = set(zip(slurm, hosts, strict=True))
+    several = {name for name, count in Counter(name for name, _ in distinct).items() if count > 1}
     pairs = zip(hosts, slurm, strict=True)
     return tuple(name if name and name not in several else host for host, name in pairs)
 
 
 def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without what makes a process a rank: a child that starts MPI needs this."""
+    """Return `environ` without the variables of a rank, for a child that starts MPI by itself."""
 
-    def kept(name: str) -> bool:
+    def is_kept(name: str) -> bool:
         return name.startswith(_OF_THE_USER) or not name.startswith(_OF_A_RANK)
 
-    return {name: value for name, value in environ.items() if kept(name)}
+    return {name: value for name, value in environ.items() if is_kept(name)}
 
 
 def pmix_alone(environ: Mapping[str, str]) -> bool:
-    """Return whether the launcher offers ranks to meet by PMIx and by nothing else."""
+    """Return whether the launcher offers PMIx and no other interface to the ranks."""
     return "PMIX_RANK" in environ and not {"PMI_RANK", "PMI_FD"} & environ.keys()
 
 
 def of_daemons(environ: Mapping[str, str]) -> bool:
-    """Return whether the PMIx in sight is that of daemons, which Slurm started for a launcher."""
+    """Return whether PMIx belongs to daemons, which Slurm started for a launcher."""
     in_step = _integer(environ, "SLURM_STEP_ID", "SLURM_STEPID") is not None
     return in_step and "PMIX_RANK" in environ and launched(environ).name == "hydra"
 
@@ -140,10 +140,10 @@ def unstartable(
     no_pmix: bool = False,
     daemons: bool = False,
 ) -> str | None:
-    """Return the sentence about a launcher under which the loaded MPI would fail in MPI_Init.
+    """Return the message about a launcher under which the loaded MPI would fail in MPI_Init.
 
-    `no_pmix`: the launcher offers PMIx alone, and MPI does not know it. `daemons`: see above; ranks
-    of a node would all be the one of their daemon, and some of them wait for ever.
+    `no_pmix`: the launcher offers PMIx alone, and MPI lacks it. `daemons`: see `of_daemons`; all
+    ranks of a node would have the rank of their daemon, and some of them would wait for ever.
     """
     if daemons and mpi_vendor == "Open MPI":
         return (
@@ -167,10 +167,10 @@ def unstartable(
 
 
 def mismatch(job: Launched, mpi_size: int, mpi_vendor: str, libmpi_path: str) -> str | None:
-    """Return the sentence about `job.size` ranks that MPI took for several jobs.
+    """Return the message about `job.size` ranks that form several jobs in MPI.
 
     They need not be of one rank: within Slurm a launcher starts a daemon per node by `srun`, and
-    MPI may take the daemons' ranks for its own. More than `job.size` are parts that `srun` joined.
+    MPI may use the daemons' ranks. A size above `job.size` means parts that `srun` joined.
     """
     if mpi_size >= job.size:
         return None
@@ -199,23 +199,23 @@ def _srun(environ: Mapping[str, str]) -> Launched | None:
     if step is None or step >= _FIRST_SPECIAL_STEP or rank is None or size is None:
         return None
     # An mpirun inside the step numbers its own ranks; where it differs, Slurm's are a daemon's.
-    for theirs, ours in (("PMI_RANK", rank), ("PMI_SIZE", size), ("PMIX_RANK", rank)):
-        if _integer(environ, theirs) not in (None, ours):
+    for variable, expected in (("PMI_RANK", rank), ("PMI_SIZE", size), ("PMIX_RANK", rank)):
+        if _integer(environ, variable) not in (None, expected):
             return None
     return Launched("srun", rank, size, _integer(environ, "SLURM_LOCALID"), _srun_here(environ))
 
 
 def _srun_here(environ: Mapping[str, str]) -> int | None:
-    """Return how many tasks of the step run on this node, from Slurm's "2(x3),1"."""
+    """Return the number of tasks of the step on this node, from Slurm's "2(x3),1"."""
     node = _integer(environ, "SLURM_NODEID")
     counts = _counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     return counts[node] if node is not None and node < len(counts) else None
 
 
 def _counts(tasks: str) -> list[int]:
-    """Return the number of each node, from Slurm's "2(x3),1"."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
-    return [int(count) for count, times in found for _ in range(int(times or 1))]
+    """Return the number of tasks on each node, from Slurm's "2(x3),1"."""
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+    return [int(count) for count, times in groups for _ in range(int(times or 1))]
 
 
 def _pmi(environ: Mapping[str, str]) -> Launched | None:
@@ -227,7 +227,7 @@ def _pmi(environ: Mapping[str, str]) -> Launched | None:
 
 
 def _integer(environ: Mapping[str, str], *names: str) -> int | None:
-    """Return the first of the variables that is a whole number of at least 0."""
+    """Return the value of the first variable that is an integer of at least 0."""
     for name in names:
         value = environ.get(name, "")
         if value.isascii() and value.isdigit():

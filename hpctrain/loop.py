@@ -1,4 +1,4 @@
-"""The loop over steps, whatever the engine: train, look, save, and tell how it ended.
+"""The loop over steps, for any engine: train, evaluate, save, and summarize.
 
 Scale is set here and nowhere else: 1 over the targets of a step, all workers together, which are
 its samples, or the places in its texts. So collectives only ever sum, and a last batch that is
@@ -37,15 +37,15 @@ log = logging.getLogger(__name__)
 def evaluate(engine: Engine, samples: Samples, blocks: int) -> nn.Sums:
     """Return the sums of loss and right answers over `samples`; each worker does its share.
 
-    They are added block by block: the workers decide only who computes which.
+    They are added block by block: the number of workers only decides the owner of each block.
     """
     engine.settle()
     table = np.zeros((blocks, len(NOTHING)))
     if engine.worker is not None:
-        _, mine = share(np.arange(blocks), engine.worker, engine.workers)
-        for block in mine:
-            _, own = share(np.arange(len(samples)), block, blocks)
-            table[block] = list(sums_over(engine.replica, samples, own))
+        _, own_blocks = share(np.arange(blocks), engine.worker, engine.workers)
+        for block in own_blocks:
+            _, indexes = share(np.arange(len(samples)), block, blocks)
+            table[block] = list(sums_over(engine.replica, samples, indexes))
     return in_order(engine.sum(table.ravel()).reshape(table.shape))
 
 
@@ -74,12 +74,12 @@ class Loop:
         self.step, self.rows = 0, list[Row]()  # rows: those of the run before this part
         self.row: Row = {}  # of this step, where there is one
         self.keeper = Keeper(world, engine, replica, journal, plan.checkpoints, plan.about)
-        self.ended = ""  # why to end before the last step
+        self.ended = ""  # the reason to end before the last step
 
     def begin(self) -> None:
-        """Make the files of the run ready for what comes after `step`; collective.
+        """Prepare the files of the run for the steps after `step`; collective.
 
-        Raises UsageError on all ranks where one cannot be read or written.
+        Raises UsageError on all ranks if one cannot be read or written.
         """
         self.world.together(self._begin_log)
         self.journal.begin(self.step)
@@ -89,7 +89,7 @@ class Loop:
             self.order.begin(self.step, self.journal.intervals)
 
     def run(self, request: StopRequest) -> dict[str, Any]:
-        """Train from `step` to the end, or to the step at which somebody asked to stop."""
+        """Train from `step` to the end, or to the step of a request to stop."""
         self.ended = self.callbacks.begin(self.rows)
         with Tasks(self.world, self.engine, self.plan, self.journal, request) as work:
             self._train(work)
@@ -114,7 +114,7 @@ class Loop:
             self._look(stopped)
             last = self.step == total or stopped or bool(self.ended)
             if last:
-                self.engine.settle()  # what is left in the arena is what was trained
+                self.engine.settle()  # the arena then holds the trained parameters
                 finish(self.engine.replica.arena.param)  # no copy into it outlives us
             if last or self.keeper.due(self.step, self.row):
                 self.order.sync()
@@ -127,17 +127,17 @@ class Loop:
         stopped = f"stopped at step {self.step} of {self.journal.total_steps} {by}"
         if run is None:
             return Interrupted(f"{stopped}; nothing was saved: `fit` was given no folder (out=DIR)")
-        why = rundir.why(run)
-        return Stopped(f"{stopped}{f' ({why})' if why else ''}; resume me")
+        reason = rundir.stop_reason(run)
+        return Stopped(f"{stopped}{f' ({reason})' if reason else ''}; resume me")
 
     def _look(self, stopped: bool) -> None:
-        """Make a row of metrics where one is due, evaluate where that is, and tell callbacks."""
+        """Make a row of metrics and evaluate if due, and call the callbacks with the row."""
         last = self.step == self.journal.total_steps
         evaluated = last or self._multiple_of(self.plan.evaluate_every)
         regular = evaluated or self._multiple_of(self.plan.interval, self._epoch)
         self.row = {}
         if regular or stopped:
-            # No evaluation for a stop: whoever asks may give us little time to save.
+            # No evaluation for a stop: the time until the job is killed may be short.
             tested = self._evaluated() if evaluated else None
             self.row = self.journal.row(self.step, tested, interrupted=not regular) or {}
             self.ended = self.callbacks.tell(self.row) if self.row else ""
@@ -150,14 +150,16 @@ class Loop:
                 f"--replay: the engine '{self.engine.name}' always does the same, in the same "
                 "order; train again without --replay"
             )
-        told, intervals = self.world.together(lambda: replay.read(run, rank, self._depends_on()))
+        recorded, intervals = self.world.together(
+            lambda: replay.read(run, rank, self._depends_on())
+        )
         recorder.repeat(intervals, self.journal.intervals or 0)
-        said = filter(None, self.world.gather(replay.differences(told, replay.about())))
-        if rank == 0 and (text := " | ".join(said)):
+        notes = filter(None, self.world.gather(replay.differences(recorded, replay.about())))
+        if rank == 0 and (text := " | ".join(notes)):
             log.warning("the last bits may differ from those of %s: %s", run, text)
 
     def _depends_on(self) -> dict[str, Any]:
-        """Return what must be alike in a run and in its replay."""
+        """Return the settings that must be equal in a run and in its replay."""
         return {
             "engine": self.engine.name,
             "workers": self.engine.workers,
@@ -170,17 +172,17 @@ class Loop:
 
     def resume(self, run: Path) -> None:
         """Go to the newest good checkpoint, if any was ever written."""
-        found = checkpoint.load(run, self.world.link)
-        if found is None:  # a part that was lost before its first checkpoint may have left rows
+        loaded = checkpoint.load(run, self.world.link)
+        if loaded is None:  # a part that was lost before its first checkpoint may have left rows
             self.journal.resume(0, {})
             return
-        self.keeper.must_fit(found)
-        ratio = self.engine.updates_per_step / found.about.get("updates_per_step", 1.0)
-        arrays = _counted(for_any_engine(found.arrays), ratio)
+        self.keeper.must_fit(loaded)
+        ratio = self.engine.updates_per_step / loaded.about.get("updates_per_step", 1.0)
+        arrays = _counted(for_any_engine(loaded.arrays), ratio)
         self.world.together(lambda: self.engine.load(arrays))
         self.keeper.load(arrays)
-        self.step = found.step
-        self.rows = self.journal.resume(found.step, found.about)
+        self.step = loaded.step
+        self.rows = self.journal.resume(loaded.step, loaded.about)
         self.keeper.resume(run)
 
     @property
@@ -188,7 +190,7 @@ class Loop:
         return self.plan.sampler.steps_per_epoch
 
     def _until(self) -> int:
-        """Return the next step at which there is something to do but training."""
+        """Return the next step with a row, an evaluation, an epoch's end or a checkpoint."""
         plan = self.plan
         periods = (plan.interval, plan.evaluate_every, self._epoch, *self.keeper.periods)
         due = [(self.step // period + 1) * period for period in periods if period]
@@ -205,9 +207,9 @@ class Loop:
 
 
 def _counted(arrays: Mapping[str, np.ndarray], ratio: float) -> dict[str, np.ndarray]:
-    """Return `arrays` with `ratio` times the updates that optimizers, hence schedules, count.
+    """Return `arrays` with the update counts of optimizers, hence schedules, times `ratio`.
 
-    A regime that updates more often per step comes to the same step with more of them.
+    A regime with more updates per step has counted more of them at the same step.
     """
     return {
         name: np.rint(x * ratio).astype(x.dtype) if name.endswith("optimizer.step") else x

@@ -1,4 +1,4 @@
-"""The facts that a measurement depends on: CPU, cores, MPI, versions."""
+"""Facts of the machine for measurements: CPU, cores, MPI, versions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = ("hpctrain", "numpy", "mpi4py")
 
 
 def facts(hosts: Sequence[str], transport: str) -> dict[str, Any]:
-    """Return what a reader needs to know of where a result was measured.
+    """Return the facts of the machine on which a result was measured.
 
     `hosts` and `transport` are those of the World.
     """
@@ -50,14 +50,14 @@ def mpi() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a result depends on; CuPy's where it was used."""
+    """Return the versions that a result depends on; with CuPy's if it was used."""
     used = (*PACKAGES, *(["cupy"] if "cupy" in sys.modules else []))
     return {"python": platform.python_version()} | {name: version(name) for name in used}
 
 
-@cache  # it is found by reading all that a package says of itself, and each summary tells it
+@cache  # each summary has it, and it takes reading all metadata of a package
 def version(name: str) -> str:
-    """Return the version of a package; our own sources may lie on the path, not installed."""
+    """Return the version of a package; ours may be on the path without being installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -65,12 +65,12 @@ def version(name: str) -> str:
 
 
 def blas_threads() -> int:
-    """Return how many threads BLAS uses in this rank."""
+    """Return the number of threads of BLAS in this rank."""
     pools = _libraries(len(sys.modules)).info()  # OpenMP's too: scikit-learn brings its own
-    return max((one["num_threads"] for one in pools if one["user_api"] == "blas"), default=1)
+    return max((pool["num_threads"] for pool in pools if pool["user_api"] == "blas"), default=1)
 
 
 @lru_cache(maxsize=1)
 def _libraries(modules: int) -> threadpoolctl.ThreadpoolController:
-    """Return the libraries that have threads; more come with `modules`, and to look takes 4 ms."""
+    """Return the libraries with threads; cached by the number of `modules`: a search takes 4 ms."""
     return threadpoolctl.ThreadpoolController()

@@ -1,4 +1,4 @@
-"""The numbers by which a run is judged, and which of two values is the better one."""
+"""The metrics of a run, and the comparison of two values."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def means(name: str, loss: float, correct: float, count: float) -> dict[str, flo
 
 
 def idle(ranks: Mapping[str, np.ndarray]) -> list[float] | None:
-    """Return the fraction of each rank's time that its main thread waited; None for one alone."""
+    """Return the fraction of each rank's time that its main thread waited; None for one rank."""
     waited = ranks["wait_s"] / np.maximum(ranks["wall_s"], 1e-9)
     return waited.round(4).tolist() if waited.size > 1 else None

@@ -1,4 +1,4 @@
-"""How a run ends: whatever happens, its summary tells."""
+"""The summary of a run, written on every exit path, including failures."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ E = TypeVar("E", bound=BaseException)
 
 
 @contextmanager
-def told(journal: Journal) -> Iterator[None]:
-    """See to it that the summary tells how a run ended, also where it ended badly."""
+def summary_on_exit(journal: Journal) -> Iterator[None]:
+    """Write summary.json on every exit path, including failures."""
     journal.world.last_words = partial(_fail_alone, journal)
     try:
         yield
@@ -39,7 +39,7 @@ def told(journal: Journal) -> Iterator[None]:
         journal.finish("failed", error.exit_code, str(error))
         _with_last_lines(error, journal)
         raise
-    except UsageError as error:  # out of a user's code, on this rank: the time to refuse is over
+    except UsageError as error:  # from a user's code, on this rank alone: training has begun
         _fail_alone(journal, error)
         raise _with_last_lines(HpctrainError(str(error)), journal) from error
     except BaseException as error:
@@ -47,7 +47,7 @@ def told(journal: Journal) -> Iterator[None]:
         _with_last_lines(error, journal)
         if (short := shortage(error)) is None:
             raise
-        if not first:  # ranks are often short of memory together: whoever was first speaks
+        if not first:  # ranks are often short of memory together: the first one reports
             time.sleep(SPEAK_FIRST_S)
         raise short from error
     finally:
@@ -55,22 +55,22 @@ def told(journal: Journal) -> Iterator[None]:
 
 
 def _fail_alone(journal: Journal, error: BaseException) -> bool:
-    """Write the summary of a rank that fails while the others know nothing of it.
+    """Write the summary of a rank that fails alone.
 
     Returns whether it was the first to do so, as far as it can tell.
     """
     error, world = shortage(error) or error, journal.world
     journal.end_alone()
-    who = f"rank {world.rank} on {world.host}, step {world.trace.step}"
-    reason = f"{who}: {type(error).__name__}: {error}"
+    place = f"rank {world.rank} on {world.host}, step {world.trace.step}"
+    reason = f"{place}: {type(error).__name__}: {error}"
     facts = {"status": "failed", "exit_code": 1, "reason": reason, "recipe": journal.name}
-    with suppress(OSError):  # a full disk, say: the error itself is to be shown
+    with suppress(OSError):  # a full disk, say: the error itself must still be printed
         return journal.run is None or rundir.write_first_summary(journal.run, facts)
     return True
 
 
 def _with_last_lines(error: E, journal: Journal) -> E:
-    """Let what `error` says end with the run's folder, and the command that resumes it."""
+    """Append the run's folder and the command that resumes it to the message of `error`."""
     if journal.run is not None:
         annotate(error, last_lines(journal.run))
     return error

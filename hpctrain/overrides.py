@@ -1,7 +1,7 @@
-"""What --set changes in the tables of a recipe: `TABLE.KEY=VALUE`, the value as TOML has it.
+"""Changes of a recipe's tables by --set: `TABLE.KEY=VALUE`, with the value in TOML.
 
-Of the same key the last setting counts. Some keys exclude each other, such as epochs and steps: to
-set one takes away the other that stands in the file; two that are both set are refused later.
+The last setting of a key counts. Some keys exclude each other, such as epochs and steps: to set one
+removes the other from the file's table; two that are both set are refused later.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Table = dict[str, Any]
 
 
 def applied(tables: Table, settings: Iterable[str]) -> Table:
-    """Return `tables`, which are written, changed by `settings`; an empty value removes its key.
+    """Change `tables` by `settings` and return them; an empty value removes its key.
 
-    Raises UsageError for what is no setting, and where a table is none.
+    Raises UsageError for an invalid setting, and if a table has another type.
     """
-    given = dict(_setting(one) for one in settings)
-    for (table, key), value in given.items():
+    values = dict(_setting(setting) for setting in settings)
+    for (table, key), value in values.items():
         _set(tables, table, key, value)
-    for (table, key), value in given.items():
+    for (table, key), value in values.items():
         for rival in _rivals(table, key) if value is not None else ():
-            if given.get((table, rival)) is None:
+            if values.get((table, rival)) is None:
                 tables[table].pop(rival, None)
     return tables
 
@@ -48,17 +48,17 @@ def _setting(override: str) -> tuple[tuple[str, str], Any]:
     return (table, key), _value(text.strip(), f"--set {path.strip()}") if text.strip() else None
 
 
-def _value(text: str, where: str) -> Any:
-    """Return the TOML value that `text` is; what is none is a string as it stands."""
+def _value(text: str, place: str) -> Any:
+    """Return `text` as a TOML value; text that is no TOML is a string as it is."""
     try:
-        tables = toml.parsed(f"value = {text}", where)
+        tables = toml.parsed(f"value = {text}", place)
     except toml.SyntaxFault:
         return text
-    return tables["value"] if len(tables) == 1 else text  # lines that go on with other keys
+    return tables["value"] if len(tables) == 1 else text  # further lines with other keys
 
 
 def _set(tables: Table, table: str, key: str, value: Any) -> None:
-    """Set `key` of a table, or take it away if `value` is None; a table left empty goes with it."""
+    """Set `key` of a table, or remove it if `value` is None, and the table if then empty."""
     entries = tables.setdefault(table, {})
     must_be_table(table, entries)
     if value is not None:
@@ -77,6 +77,6 @@ def _rivals(table: str, key: str) -> list[str]:
 
 
 def must_be_table(name: str, table: Any) -> None:
-    """Raise UsageError for a value that stands where a table of a recipe does."""
+    """Raise UsageError for a value in place of a recipe's table."""
     if not isinstance(table, Mapping):
         raise UsageError(f"'{name}' is a table: write [{name}], seen {brief(table)}")

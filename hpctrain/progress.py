@@ -1,8 +1,8 @@
-"""What people see of a run: a bar on a terminal, plain lines in a batch log, a table at the end.
+"""Progress of a run: a bar on a terminal, plain lines in a batch log, a table at the end.
 
-All of it goes to stderr: under mpirun a rank's stdout may look like a terminal though it is not.
-`hpctrain launch` knows better than the ranks whether somebody watches, and says so in
-HPCTRAIN_TERMINAL, as the width in columns.
+All output goes to stderr: under mpirun a rank's stdout may look like a terminal though it is not.
+`hpctrain launch` knows better than the ranks whether stderr is a terminal, and passes its width in
+columns in HPCTRAIN_TERMINAL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def console() -> Console:
-    """Return the console on stderr, as wide as the terminal in front of which somebody sits."""
+    """Return the console on stderr, with the width of the user's terminal."""
     width = os.environ.get(TERMINAL, "")
     if width.isdigit():
         return Console(file=sys.stderr, force_terminal=True, width=int(width))
@@ -33,7 +33,7 @@ def console() -> Console:
 class Bar:
     """A bar with loss, samples/s and ETA; on anything but a terminal it draws nothing."""
 
-    def __init__(self, title: str, done: int, total: int, shown: bool):
+    def __init__(self, title: str, first_step: int, total: int, visible: bool):
         out = console()
         self._progress = Progress(
             TextColumn(f"{title}  epoch {{task.fields[epoch]}}"),
@@ -42,11 +42,11 @@ class Bar:
             TextColumn("loss {task.fields[loss]}  {task.fields[rate]} samples/s  ETA"),
             TimeRemainingColumn(),
             console=out,
-            disable=not (shown and out.is_terminal),
+            disable=not (visible and out.is_terminal),
             auto_refresh=False,  # a thread that draws would take the core from BLAS
         )
         fields: dict[str, Any] = {"epoch": "-", "loss": "-", "rate": "-"}
-        self._task = self._progress.add_task("", total=total, completed=done, **fields)
+        self._task = self._progress.add_task("", total=total, completed=first_step, **fields)
         self._progress.start()
 
     @property
@@ -78,7 +78,7 @@ def line(row: Mapping[str, Any], total_steps: int) -> str:
 
 
 def closing_table(summary: Mapping[str, Any], text: bool = False) -> Table:
-    """Return the table that ends a run; of a `text` it tells bits per byte, as texts are judged."""
+    """Return the table that ends a run; for a `text` with bits per byte, the usual measure."""
     table = Table(title=f"{summary['recipe']}: {summary['status']}", show_header=False)
     wall, ranks = summary["wall_s"] or 1.0, summary["world_size"]
     rows = {
@@ -103,7 +103,7 @@ def closing_table(summary: Mapping[str, Any], text: bool = False) -> Table:
 
 
 def _steps(summary: Mapping[str, Any]) -> str:
-    """Return how many steps the times are of: those of the last part, where a run was resumed."""
+    """Return the steps that the times cover: those of the last part, if a run was resumed."""
     steps, since = summary["steps"], summary.get("since_step", 0)
     return f"the {steps - since} steps after step {since}" if since else f"{steps} steps"
 

@@ -1,14 +1,14 @@
-"""Calls made ready for an array, found by it again for as long as it lives.
+"""Cache of bound all-reduce calls, keyed by array identity; entries die with the array.
 
     checked[id(x)] = (dtype, shape, op, world, call)        x gone: entry gone
     unchecked[id(x)] = ...
 
-To find its call takes an array 0.1 us. To check it, to choose an algorithm and to tell MPI where it
-lies takes ten times that, more than MPI's own all-reduce of a few bytes. While an entry is there,
-`x` lives: its id is its own, and its memory stays where it is, since NumPy refuses to resize what
-is weakly referenced. Its dtype, shape and flags may have been changed meanwhile: these are to be
-compared. A call works on an alias of `x`, which does not hold it, so that nothing lives longer than
-without us.
+A look-up takes 0.1 us. To check the array, to choose an algorithm and to pass its address to MPI
+takes ten times that, more than MPI's own all-reduce of a few bytes. While an entry exists, `x`
+lives: its id is unique, and its memory does not move, since NumPy refuses to resize an array that
+is weakly referenced. Its dtype, shape and flags may have been changed meanwhile: the caller must
+compare these. A call works on an alias of `x`, which does not hold it, so that no array lives
+longer because of the cache.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import Any
 
 import numpy as np
 
-#: What was asked for, and the call. A plain tuple: one with names takes twice as long to unpack.
+#: The arguments, and the call. A plain tuple: a named one takes twice as long to unpack.
 Ready = tuple[np.dtype, tuple[int, ...], str, Any, Callable[[], Any]]
 MOST_MET = 1024
 
-checked: dict[int, Ready] = {}  #: by the id of the array: calls that compare arguments first
+checked: dict[int, Ready] = {}  #: by the id of the array: calls that first compare arguments
 unchecked: dict[int, Ready] = {}
 _alive: dict[int, weakref.ref[np.ndarray]] = {}
-_met: dict[int, weakref.ref[np.ndarray]] = {}  # arrays that came once, and may be gone
+_met: dict[int, weakref.ref[np.ndarray]] = {}  # arrays that were passed once, and may be gone
 
 
 def met_before(x: np.ndarray) -> bool:
-    """Return whether `x` came here before: a call for an array that goes at once gains nothing."""
+    """Return whether `x` was passed before: a cached call for a temporary array gains nothing."""
     before = _met.get(id(x))
     if before is not None and before() is x:
         return True
@@ -43,7 +43,7 @@ def met_before(x: np.ndarray) -> bool:
 
 
 def keep(calls: dict[int, Ready], x: np.ndarray, ready: Ready) -> None:
-    """Find `ready`, which must not hold `x`, under `id(x)` in `calls` until `x` is gone."""
+    """Store `ready`, which must not hold `x`, under `id(x)` in `calls` until `x` is gone."""
     _alive[id(x)] = weakref.ref(x, partial(_drop, id(x)))
     calls[id(x)] = ready
 

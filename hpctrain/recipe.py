@@ -1,6 +1,6 @@
 """Recipes: a whole run as tables of options, read from TOML and checked before anything starts.
 
-Each table is read by the room that it configures; here they are only joined.
+Each table is read by the package that it configures; here they are only joined.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Table = dict[str, Any]
 
 
 def _file_name(name: str) -> str:
-    """Return a run's name, which becomes part of a folder's and is shown on terminals."""
+    """Return a run's name if it is safe in a folder's name and on a terminal."""
     if "/" in name or name.startswith(".") or not name.isprintable():
         raise ValueError("expected a name without '/', control characters and a dot in front")
     return name
@@ -42,9 +42,9 @@ NotFinite = Literal["stop", "skip"]
 
 
 def most_skipped(not_finite: NotFinite, max_skipped: int | None) -> int:
-    """Return how many steps in a row may be skipped; raise UsageError for a number beside "stop".
+    """Return the limit of skipped steps in a row; raise UsageError for a number beside "stop".
 
-    "stop" is none, and "skip" 10, if no number is given.
+    Without a number it is 0 for "stop" and 10 for "skip".
     """
     if not_finite == "skip":
         return 10 if max_skipped is None else max_skipped
@@ -63,8 +63,8 @@ class RunOptions:
     seed: Annotated[int, Field(ge=0, lt=1 << 64)] = 0
     epochs: Positive | None = None
     steps: Positive | None = None
-    interval_steps: Positive | None = None  #: steps per row of metrics; an epoch if not given
-    epoch_samples: Positive | None = None  #: the training set is repeated, or cut, to as many
+    interval_steps: Positive | None = None  #: steps per row of metrics; an epoch if not set
+    epoch_samples: Positive | None = None  #: the training set is repeated, or cut, to this number
     evaluate_epochs: Positive | None = None  #: epochs from one evaluation to the next; 1 if
     evaluate_steps: Positive | None = None  #: neither is given
     callbacks: list[str] = field(default_factory=list)  #: "module:function"s, given each row
@@ -72,7 +72,7 @@ class RunOptions:
     precision: Precision = "float32"
     prefetch: Annotated[int, Field(ge=0)] | None = None  #: batches that a thread reads ahead
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    not_finite: NotFinite = "stop"  #: what becomes of a step with a gradient that is not finite
+    not_finite: NotFinite = "stop"  #: treatment of a step with a gradient that is not finite
     max_skipped: Positive | None = None  #: steps in a row that may be skipped; 10 if not given
 
 
@@ -81,7 +81,7 @@ class BatchOptions:
     """Samples per step: of all ranks together (strong scaling), or per rank (weak scaling).
 
     A rank's share is computed in `micro_batches` pieces, which need less memory. `base_batch`, for
-    weak scaling alone, is the batch that the recipe's rate was found with.
+    weak scaling alone, is the batch for which the recipe's rate was tuned.
     """
 
     batch: Positive | None = None
@@ -94,7 +94,7 @@ class BatchOptions:
         return self.batch or (self.batch_per_rank or 0) * ranks
 
     def rate_factor(self, ranks: int) -> float:
-        """Return what the rate is multiplied by: a batch of k times `base_batch` has k times it.
+        """Return the factor of the rate: k for a batch of k times `base_batch`.
 
         Source: the linear scaling rule of Goyal et al. (2017, section 2.1).
         """
@@ -108,12 +108,12 @@ class CheckpointOptions:
     every_epochs: Positive | None = None
     every_steps: Positive | None = None
     keep: Positive | None = 3
-    keep_best: Metric | None = None  #: the best by this is saved when it is made, and stays
+    keep_best: Metric | None = None  #: the best by this metric is saved at once, and stays
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A run, checked; `tables` is what was read, to be written beside the results."""
+    """A run, checked; `tables` is the recipe as read, to be written beside the results."""
 
     run: RunOptions
     model: Any
@@ -131,13 +131,13 @@ class Recipe:
     tables: Table
 
     def toml(self) -> str:
-        """Return the recipe as it was resolved; training it again repeats the run."""
+        """Return the resolved recipe as TOML; training it again repeats the run."""
         return tomli_w.dumps(self.tables)
 
     def must_fit(self, ranks: int, nodes: int = 1) -> None:
-        """Raise UsageError where `ranks` on so many nodes cannot train this, whatever the data.
+        """Raise UsageError if `ranks` on `nodes` nodes cannot train this, whatever the data.
 
-        Engine, algorithm, batch and planted faults each want a number that fits.
+        Engine, algorithm, batch and planted faults each constrain the number of ranks.
         """
         workers = engines.workers_of(self.engine, ranks)
         engines.must_fit(self.engine, ranks, self.batch.size(workers))
@@ -154,8 +154,8 @@ class Recipe:
 def load(name: str, settings: Iterable[str] = ()) -> Recipe:
     """Return the built-in recipe `name`, or the one in file `name`, changed by `table.key=value`s.
 
-    Of the same key the last counts, and a rival of it in the file is taken away. Raises UsageError
-    that tells every fault of a table, and the nearest name.
+    The last setting of a key counts, and removes an excluded key from the file. Raises UsageError
+    with every fault of a table, and the nearest name.
     """
     folder = Path(name).parent if _is_file(name) else "."
     return check(overrides.applied(read_tables(name), settings), folder)
@@ -168,14 +168,14 @@ def built_in() -> list[str]:
 
 
 def read_tables(name: str) -> Table:
-    """Return the tables of a recipe as they stand in its file."""
+    """Return the tables of a recipe as written in its file."""
     return toml.parsed(_source(name), f"recipe {name}")
 
 
 def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
     """Return the recipe that `tables` spell out; modules that it names lie in `folder`.
 
-    Where [code] names a folder, that counts: it was kept beside the results of a run.
+    If [code] names a folder, that counts: the recipe is then of an earlier run.
     """
     toml.must_be_plain(tables, "recipe")
     tables = dict(tables)
@@ -250,14 +250,14 @@ def _init(path: Any) -> Path | None:
 def _optimizer(table: Table) -> Any:
     options = config.read_kind(optim.OPTIMIZERS, table, "optimizer")
     try:
-        options.build(options.rate)  # which looks at what options say of each other
+        options.build(options.rate)  # which checks options against each other
     except UsageError as error:
         raise UsageError(f"[optimizer] {error}") from None
     return options
 
 
 def _engine(table: Table, wire: Table) -> Any:
-    """Return the engine's options; those that have a wire take the keys of `[wire]` too."""
+    """Return the engine's options; engines with wire options also take the keys of `[wire]`."""
     table = {"kind": "allreduce", **table}
     wire_options = config.read(WireOptions, wire, "wire")
     allreduce_named(wire_options.algorithm)
@@ -266,21 +266,21 @@ def _engine(table: Table, wire: Table) -> Any:
         raise UsageError(f"[engine] {', '.join(sorted(misplaced))}: belongs into [wire]")
     kind = config.pick(engines.ENGINES, table["kind"], "[engine] kind")
     _must_belong(table, kind)
-    known = {option.name for option in fields(kind)}
-    wire_options.must_be_plain(table["kind"], ALLREDUCE_ALONE.keys() - known)
-    keys = {key: value for key, value in wire.items() if key in known}
+    options = {option.name for option in fields(kind)}
+    wire_options.must_be_plain(table["kind"], ALLREDUCE_ALONE.keys() - options)
+    keys = {key: value for key, value in wire.items() if key in options}
     return config.read_kind(engines.ENGINES, table | keys, "engine")
 
 
 def _must_belong(table: Table, kind: Any) -> None:
-    """Raise UsageError for a key of another regime than `kind`, which the table asks for."""
-    known = {"kind"} | {option.name for option in fields(kind)}
-    for key in table.keys() - known:
-        theirs = [n for n, one in engines.ENGINES.items() if key in {f.name for f in fields(one)}]
-        if theirs:
+    """Raise UsageError for a key of another regime than the `kind` of the table."""
+    options = {"kind"} | {option.name for option in fields(kind)}
+    for key in table.keys() - options:
+        owners = [n for n, cls in engines.ENGINES.items() if key in {f.name for f in fields(cls)}]
+        if owners:
             raise UsageError(
-                f"[engine] {key}: belongs to {' and '.join(theirs)}, seen with {table['kind']}; "
-                f"take --engine {theirs[0]}, or remove it"
+                f"[engine] {key}: belongs to {' and '.join(owners)}, seen with {table['kind']}; "
+                f"take --engine {owners[0]}, or remove it"
             )
 
 

@@ -19,7 +19,7 @@ _STARTERS = {"openmpi": "mpirun", "srun": "srun", "flux": "flux run", "jsm": "js
 def last_lines(run: Path) -> list[str]:
     """Return the lines that end a run in folder `run` before its last step."""
     call = f"fit(..., out={str(run)!r}, resume=True)"
-    if (run / rundir.RECIPE).is_file():  # it was no script that made the run
+    if (run / rundir.RECIPE).is_file():  # a run of `hpctrain train`, not of a script
         call = shlex.join(resuming(command_line(), run))
     saved = any((run / "checkpoints").glob("step-*/manifest.json"))
     verb = "resume" if saved else "no checkpoint was written; start again"
@@ -27,25 +27,25 @@ def last_lines(run: Path) -> list[str]:
 
 
 def command_line() -> list[str]:
-    """Return the command line that started this job, as far as its ranks can know it."""
+    """Return the command line that started this job, as far as its ranks know it."""
     if COMMAND in os.environ:
         return shlex.split(os.environ[COMMAND])
-    here = launchers.launched(os.environ)
-    starter = f"{_STARTERS.get(here.name, 'mpiexec')} -n {here.size}" * (here.name != "none")
+    job = launchers.launched(os.environ)
+    starter = f"{_STARTERS.get(job.name, 'mpiexec')} -n {job.size}" * (job.name != "none")
     return [*starter.split(), *_program(), *sys.argv[1:]]
 
 
 def resuming(words: Sequence[str], run: Path) -> list[str]:
-    """Return the command line `words` of a training, which goes on with `run`."""
-    kept: list[str] = []
+    """Return the command line `words` of a training, changed to resume `run`."""
+    arguments: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
         if "--out" not in (before, word) and not word.startswith("--out=") and word != "--resume":
-            kept.append(word)
-    return [*kept, "--out", str(run), "--resume"]
+            arguments.append(word)
+    return [*arguments, "--out", str(run), "--resume"]
 
 
 def _program() -> list[str]:
-    """Return how this program was called: a name on the PATH, a file, or `python -m`."""
+    """Return the first words of this program's call: a name on the PATH, a file, or `python -m`."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     if module is not None:
         return [sys.executable, "-m", module.name.removesuffix(".__main__")]

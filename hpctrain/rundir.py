@@ -1,12 +1,12 @@
-"""The folder of a run: who may write in it, its rows of metrics, its summary.
+"""The folder of a run: its lock, its rows of metrics, its summary.
 
-DIR/recipe.toml      what was run, resolved: training it again repeats the run
+DIR/recipe.toml      the resolved recipe: training it again repeats the run
 DIR/metrics.jsonl    a row per interval
 DIR/checkpoints/     see hpctrain/checkpoint
-DIR/summary.json     how it ended; written last, so a reader never sees half of the truth
-DIR/replay/          what happened in which order, where that matters; see hpctrain/engines/replay
-DIR/trace.json       what each thread did, where that was asked for; see hpctrain/timeline
-DIR/watch/           what each rank is doing, while it runs
+DIR/summary.json     the outcome; written last, so that a reader never sees a part of it
+DIR/replay/          the order of events of an asynchronous run; see hpctrain/engines/replay
+DIR/trace.json       the spans of each thread, if [trace] is enabled; see hpctrain/timeline
+DIR/watch/           the present state of each rank, while it runs
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ log = logging.getLogger(__name__)
 
 SUMMARY, METRICS, RECIPE = "summary.json", "metrics.jsonl", "recipe.toml"
 LOCK = ".lock"
-#: How many steps were done again, by all parts of a run: a part that is lost at once tells nobody.
+#: The number of steps done again by all parts of a run: a part that is killed cannot report it.
 REDONE = ".redone"
-#: Where a job script writes, before it sends the signal, why a run is to stop.
+#: A job script writes the reason to stop there, before it sends the signal.
 WHY = ".why"
-#: Where a job script writes, before it starts the ranks, which job of Slurm it is.
+#: A job script writes its Slurm job there, before it starts the ranks.
 BEGAN = ".began"
 NOTE_BYTES, RECIPE_BYTES, SUMMARY_BYTES = 4096, files.MIB, 16 * files.MIB
 #: The variable in which `hpctrain launch` names a file; rank 0 writes the run's folder there. It
-#: lies in launch's memory, under this name: so it ends with launch, in whatever way.
+#: lies in launch's memory, under this name: it vanishes when launch ends, also when killed.
 ANNOUNCE, NOTE = "HPCTRAIN_ANNOUNCE", "hpctrain-announce"
 
 
 def default_path(recipe_name: str) -> Path:
-    """Return `runs/RECIPE-TIME`, with a number behind it where that is taken."""
+    """Return `runs/RECIPE-TIME`, with a number appended if that exists."""
     path = Path("runs") / f"{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     numbered = (path.with_name(f"{path.name}-{i}") for i in count(2))
     return next(p for p in chain([path], numbered) if not p.exists())
@@ -53,7 +53,7 @@ def default_path(recipe_name: str) -> Path:
 
 @contextmanager
 def claimed(run: Path, resume: bool) -> Iterator[None]:
-    """Make the folder and hold it for this job alone; the kernel gives it back however we end.
+    """Make the folder and lock it for this job; the kernel releases the lock at any exit.
 
     Raises UsageError if another job holds it, if a run lies there and `resume` is not set, or if
     it cannot be written.
@@ -79,7 +79,7 @@ class HeldError(UsageError):
 
 
 def locked(run: Path) -> int:
-    """Hold a folder until what is returned is closed; raise HeldError where another holds it."""
+    """Lock a folder, return the lock's file descriptor; raise HeldError if it is locked already."""
     lock = _opened(run / LOCK)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,7 +97,7 @@ def locked(run: Path) -> int:
 
 
 def _opened(path: Path) -> int:
-    """Open a lock's file, which is written: no link to another one, symbolic or hard."""
+    """Open a lock's file for writing; refuse a link to another file, symbolic or hard."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     status = os.fstat(handle)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
@@ -108,12 +108,12 @@ def _opened(path: Path) -> int:
 
 @contextmanager
 def writable(run: Path) -> Iterator[None]:
-    """Turn OSErrors into UsageError: before training begins there is nothing to be saved."""
+    """Turn OSErrors into UsageError: before training begins there is nothing to save."""
     try:
         yield
     except OSError as error:
-        where = error.filename or run
-        raise UsageError(f"{where} cannot be written: {error.strerror or error}") from None
+        path = error.filename or run
+        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def _names(run: Path) -> str:
@@ -124,32 +124,32 @@ def _names(run: Path) -> str:
 
 
 def begin(run: Path) -> None:
-    """Drop what was said of an earlier part; tell `hpctrain launch`, if it started us, of `run`."""
+    """Remove the summary of an earlier part; announce `run` to `hpctrain launch`, if any."""
     (run / SUMMARY).unlink(missing_ok=True)
     (run / WHY).unlink(missing_ok=True)
     _announce(run)
 
 
 def _announce(run: Path) -> None:
-    """Tell `hpctrain launch` where the run lies, if it started us and still runs on this host."""
+    """Announce the run's folder to `hpctrain launch`, if it started us and runs on this host."""
     file = os.environ.get(ANNOUNCE, "")
     with suppress(OSError):
         if os.readlink(file).startswith(f"/memfd:{NOTE}"):  # not a file of some other process
             Path(file).write_bytes(os.fsencode(run.absolute()))
 
 
-def why(run: Path) -> str:
-    """Return why a job script says that the run is to stop; empty if it says nothing."""
+def stop_reason(run: Path) -> str:
+    """Return the reason to stop that a job script has written; empty if none."""
     return _note(run / WHY)
 
 
 def begun_by(run: Path) -> str:
-    """Return the job of Slurm that was the last to begin with the run; empty if none says so."""
+    """Return the Slurm job that began last with the run; empty if none is recorded."""
     return _note(run / BEGAN)
 
 
 def _note(path: Path) -> str:
-    """Return the text of a file of one line; empty where there is none that can be read."""
+    """Return the text of a file of one line; empty if there is none or it cannot be read."""
     try:
         return files.read_text(path, NOTE_BYTES).strip()
     except FileError:
@@ -157,7 +157,7 @@ def _note(path: Path) -> str:
 
 
 def ended_by(run: Path, job: str) -> bool:
-    """Return whether summary.json tells of `job`: it was the last to begin, and wrote it then."""
+    """Return whether summary.json is of `job`: it began last, and the summary is newer."""
     summary, began = run / SUMMARY, run / BEGAN
     if begun_by(run) != job or not summary.exists():
         return False
@@ -165,7 +165,7 @@ def ended_by(run: Path, job: str) -> bool:
 
 
 def write_recipe(run: Path, text: str) -> None:
-    """Keep the resolved recipe; say which lines a resumed run changes."""
+    """Write the resolved recipe; warn of lines that a resumed run changes."""
     path = run / RECIPE
     try:
         before = set(files.read_text(path, RECIPE_BYTES).splitlines())
@@ -177,22 +177,22 @@ def write_recipe(run: Path, text: str) -> None:
 
 
 def append_row(run: Path, *rows: Mapping[str, Any]) -> None:
-    """Add a row or several to metrics.jsonl, all or none; raise OSError where there is no room."""
+    """Append rows to metrics.jsonl, all or none; raise OSError if that fails."""
     files.append_lines(run / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def appended(run: Path, some: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add rows to metrics.jsonl; return those for which there is no room yet, after a warning."""
+def appended(run: Path, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Append rows to metrics.jsonl; after a failure warn, and return them: they are still due."""
     try:
-        append_row(run, *some)
+        append_row(run, *new)
     except OSError as error:  # as where a checkpoint cannot be saved, training goes on
         log.warning("%s of %s is not written (%s); training goes on", METRICS, run, error.strerror)
-        return some
+        return new
     return []
 
 
 def sync_rows(run: Path) -> None:
-    """Write the rows through to the disk; where that fails, training goes on."""
+    """Write the rows through to the disk; if that fails, warn: training goes on."""
     with suppress(FileNotFoundError):
         try:
             files.sync(run / METRICS)
@@ -201,7 +201,7 @@ def sync_rows(run: Path) -> None:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl; a last line that was cut off by a crash is left out."""
+    """Return the rows of metrics.jsonl, without a last line that a crash cut off."""
     return _log(run).entries
 
 
@@ -213,23 +213,23 @@ def _log(run: Path) -> files.Log[dict[str, Any]]:
 
 
 def cut_rows(run: Path, step: int) -> int:
-    """Drop the rows after `step`, which will be done again; return how many steps they told of."""
+    """Drop the rows after `step`; return the number of steps in them, which will be done again."""
     old = _log(run)
     if old.torn_bytes:
         log.warning("%s ended in half a line, which is dropped", run / METRICS)
-    kept = [row for row in old.entries if row["step"] <= step]
-    if len(kept) < len(old.entries) or old.torn_bytes:
-        atomic.replace(run / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
+    remaining = [row for row in old.entries if row["step"] <= step]
+    if len(remaining) < len(old.entries) or old.torn_bytes:
+        atomic.replace(run / METRICS, "".join(json.dumps(row) + "\n" for row in remaining))
     return max([step, *(row["step"] for row in old.entries)]) - step
 
 
-def go_back(run: Path, step: int, known: int) -> int:
-    """Drop the rows after `step`; return how many steps all parts of the run have to do again.
+def go_back(run: Path, step: int, recorded: int) -> int:
+    """Drop the rows after `step`; return the number of steps that all parts of the run do again.
 
-    `known`: so many of them a checkpoint tells of.
+    `recorded`: that number according to the checkpoint.
     """
     before = _redone(run / REDONE)
-    redone = max(before, known) + max(cut_rows(run, step), 0)
+    redone = max(before, recorded) + max(cut_rows(run, step), 0)
     if redone > before:
         atomic.replace(run / REDONE, f"{redone}\n")
     return redone
@@ -246,12 +246,12 @@ def _redone(path: Path) -> int:
 
 
 def add_missing(run: Path, due: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add those rows that come after all that metrics.jsonl has; return all rows."""
-    there = rows(run)
-    last = there[-1]["step"] if there else 0
+    """Append the rows in `due` later than the last of metrics.jsonl; return all rows."""
+    present = rows(run)
+    last = present[-1]["step"] if present else 0
     if late := [row for row in due if schemas.row(row)["step"] > last]:
         append_row(run, *late)
-    return [*there, *late]
+    return [*present, *late]
 
 
 def write_summary(run: Path, summary: Mapping[str, Any]) -> None:
@@ -260,7 +260,7 @@ def write_summary(run: Path, summary: Mapping[str, Any]) -> None:
 
 
 def write_json(path: Path, table: Mapping[str, Any]) -> None:
-    """Write a file of JSON whole or not at all."""
+    """Write a JSON file whole or not at all."""
     atomic.replace(path, _as_text(table))
 
 
@@ -279,7 +279,7 @@ def write_first_summary(run: Path, summary: Mapping[str, Any]) -> bool:
 
 
 def read_summary(run: Path) -> dict[str, Any] | None:
-    """Return what summary.json says, None where there is none."""
+    """Return the contents of summary.json, None if there is none."""
     path = Path(run) / SUMMARY
     try:
         return schemas.summary(files.read_json_object(path, SUMMARY_BYTES))

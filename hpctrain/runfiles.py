@@ -1,4 +1,4 @@
-"""The files of a run that one rank writes: rows that wait for room, the summary last of all."""
+"""The files of a run that one rank writes: rows, buffered after a failed write, and the summary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 
 class RunFiles:
-    """The files in folder `run`; None for a rank that writes none, and a run that keeps none."""
+    """The files in folder `run`; None for a rank that writes none, and a run without a folder."""
 
     def __init__(self, run: Path | None):
         self.run = run
@@ -24,7 +24,7 @@ class RunFiles:
     def go_back(self, step: int, about: Mapping[str, Any]) -> tuple[list[Row], Row | None]:
         """Drop the rows after `step`; return those before it, and the summary if there is one.
 
-        `about`: what the checkpoint of that step tells. Raises UsageError.
+        `about`: the facts of the checkpoint of that step. Raises UsageError.
         """
         if self.run is None:
             return [], None
@@ -34,7 +34,7 @@ class RunFiles:
             return rundir.add_missing(self.run, about.get("rows_due", [])), summary
 
     def begin(self, recipe: str | None) -> None:
-        """Write what the run is; raise UsageError, and leave the summary, where that fails."""
+        """Write the recipe; raise UsageError, and leave the old summary, if that fails."""
         if self.run is None:
             return
         with rundir.writable(self.run):
@@ -43,19 +43,19 @@ class RunFiles:
             rundir.begin(self.run)
 
     def add(self, row: Row) -> None:
-        """Write a row, and those before it that are due; where that fails, training goes on."""
+        """Write a row, and those before it that are due; if that fails, training goes on."""
         if self.run is not None:
             self.due = rundir.appended(self.run, [*self.due, row])
 
     def sync(self) -> None:
-        """Write the rows through to the disk: no checkpoint is to tell of rows that are lost."""
+        """Write the rows through to the disk before a checkpoint that counts on them."""
         if self.run is not None:
             rundir.sync_rows(self.run)
 
     def end(self, summary: Row) -> str:
-        """Write the rows that are due, then the summary; return what could not be written.
+        """Write the rows that are due, then the summary; return the fault, '' for none.
 
-        A run that lacks rows is not done: then there is no summary that says so.
+        A run that lacks rows is not done: then no summary "done" is written.
         """
         if self.run is None:
             return ""

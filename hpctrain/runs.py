@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 def train(
     spec: Recipe, world: World, out: Path | None, resume: bool, replay: Path | None = None
 ) -> dict[str, Any]:
-    """Train as `spec` says in folder `out` (rank 0 names one if None); return the summary.
+    """Train the recipe `spec` in folder `out` (rank 0 names one if None); return the summary.
 
-    Collective; raises what Trainer.fit raises.
+    Collective; raises the errors of Trainer.fit.
     """
     world.together(lambda: spec.must_fit(world.size, len(world.main.nodes)))
     _agree_on_code(spec, world)
@@ -78,12 +78,12 @@ def train(
         not_finite=spec.run.not_finite,
         max_skipped=spec.run.max_skipped,
     )
-    trainer.close()  # not where a rank failed: closing is collective, and the others are elsewhere
+    trainer.close()  # not after a failure: it is collective, and other ranks do not take part
     return summary
 
 
 def _optimizer(spec: Recipe, ranks: int, steps_per_epoch: int, total_steps: int) -> Optimizer:
-    """Return the optimizer of a recipe, whose schedule counts updates: not each regime's steps."""
+    """Return the optimizer of a recipe; its schedule counts updates, not the regime's steps."""
     rate = spec.optimizer.rate * spec.batch.rate_factor(engines.workers_of(spec.engine, ranks))
     updates = engines.updates_per_step(spec.engine, ranks)
     lengths = (round(steps * updates) for steps in (steps_per_epoch, total_steps))
@@ -102,7 +102,7 @@ def _has_begun(world: World, out: Path | None) -> bool:
 
 
 def _agree_on_code(spec: Recipe, world: World) -> None:
-    """Raise UsageError unless all ranks have the same code; warn where a run's was another."""
+    """Raise UsageError unless all ranks have the same code; warn if it has changed."""
     now, recorded = spec.code.sha256, spec.code.recorded
     world.must_agree(str(sorted(now.items())), "the code that the recipe names (by its SHA-256)")
     changed = [name for name in now.keys() & recorded.keys() if now[name] != recorded[name]]
@@ -111,7 +111,7 @@ def _agree_on_code(spec: Recipe, world: World) -> None:
 
 
 def _callbacks(spec: Recipe) -> list[Any]:
-    """Return what is told of each row: early stop, then the user's own functions."""
+    """Return the callbacks that receive each row: early stop, then the user's own functions."""
     folder, targets = spec.code.folder, spec.run.callbacks
     own = [usercode.find(target, "[run] callbacks", folder) for target in targets]
     return [spec.early_stop, *own] if spec.early_stop else own
@@ -119,8 +119,8 @@ def _callbacks(spec: Recipe) -> list[Any]:
 
 def _fingerprint(samples: Samples) -> str:
     """Return a hash of a few samples, spread over the set: all ranks must have the same."""
-    few = np.unique(np.linspace(0, len(samples) - 1, 16).astype(np.int64))
-    return hashlib.sha256(b"".join(part.tobytes() for part in samples.rows(few))).hexdigest()[:16]
+    rows = np.unique(np.linspace(0, len(samples) - 1, 16).astype(np.int64))
+    return hashlib.sha256(b"".join(part.tobytes() for part in samples.rows(rows))).hexdigest()[:16]
 
 
 def build_model(spec: Recipe, split: Split) -> Any:
@@ -137,13 +137,13 @@ def load(
 ) -> ModelReplica | MixedReplica:
     """Return the model of the run in folder `run`, with the weights of its newest checkpoint.
 
-    With `best`, of the one that `keep_best` kept. `model` is that of a run which a Trainer made
-    without a recipe. It computes on `device`: "cpu", "gpu", or "auto", where `init` has put this
-    process, else on a GPU if there is one; there in the run's precision, on cores in float32 what
-    was trained in fewer bits. No MPI is needed. A model that is a user's own function is called:
-    code that is not this user's, or not what the run was trained with, only with `trust`. Raises
-    UsageError where there is no recipe or no good checkpoint, if the model is another, or if a
-    "gpu" is not to be had.
+    With `best`: those of the checkpoint kept by `keep_best`. `model` is that of a run which a
+    Trainer made without a recipe. It computes on `device`: "cpu", "gpu", or "auto", the device that
+    `init` chose for this process, else a GPU if there is one. On a GPU it has the run's precision,
+    on cores at least float32. No MPI is needed. A model that is a user's own function is called:
+    code that is not this user's, or has changed since the run was trained, only with `trust`.
+    Raises UsageError if there is no recipe or no good checkpoint, if the model is another, or if a
+    "gpu" is not available.
     """
     folder = Path(run)
     if model is None and not (folder / rundir.RECIPE).is_file():
@@ -152,15 +152,15 @@ def load(
             "model of your own Trainer beside it: ht.load(DIR, model=...)"
         )
     if model is not None:
-        found = weights.checkpoint_of(folder, best)
-        precision: Precision = "float64" if found.arrays["param"].itemsize == 8 else "float32"
-        return _holding(to_read(model, 0, precision, _on_gpu(device)), found)
+        loaded = weights.checkpoint_of(folder, best)
+        precision: Precision = "float64" if loaded.arrays["param"].itemsize == 8 else "float32"
+        return _holding(to_read(model, 0, precision, _on_gpu(device)), loaded)
     spec = _recipe_of(folder, trust)
     return with_weights(spec, weights.checkpoint_of(folder, best), _on_gpu(device))
 
 
 def _recipe_of(run: Path, trust: bool) -> Recipe:
-    """Return the recipe of a run, whose code may be run; raise UsageError if it may not."""
+    """Return the recipe of a run; raise UsageError if its code may not be executed."""
     file = run / rundir.RECIPE
     spec = recipe.load(str(file))
     if spec.code.named and not trust:
@@ -169,39 +169,39 @@ def _recipe_of(run: Path, trust: bool) -> Recipe:
 
 
 def with_weights(
-    spec: Recipe, found: checkpoint.Loaded, on_gpu: bool = False
+    spec: Recipe, loaded: checkpoint.Loaded, on_gpu: bool = False
 ) -> ModelReplica | MixedReplica:
-    """Return the model of `spec` with the weights of the checkpoint `found`.
+    """Return the model of `spec` with the weights of the checkpoint `loaded`.
 
-    `on_gpu`: on the device that is current, in the precision of `spec`.
+    `on_gpu`: on the current device, in the precision of `spec`.
     """
-    told = found.about.get("model")
-    if told is None:  # an older checkpoint: the data tell what the model was built for
+    facts = loaded.about.get("model")
+    if facts is None:  # an older checkpoint: the data have the shape and the classes
         model = build_model(spec, spec.data.load(spec.run.seed))
     else:
-        model = spec.model.build(tuple(told["input_shape"]), told["classes"])
-    return _holding(to_read(model, spec.run.seed, spec.run.precision, on_gpu), found)
+        model = spec.model.build(tuple(facts["input_shape"]), facts["classes"])
+    return _holding(to_read(model, spec.run.seed, spec.run.precision, on_gpu), loaded)
 
 
 def _on_gpu(device: Device) -> bool:
-    """Return whether a GPU is to compute; it is current in this thread then."""
+    """Return whether the model computes on a GPU, which is then current in this thread."""
     config.pick(dict.fromkeys(get_args(Device)), device, "device")
     world = worlds.current()
     if world is None or world.gpu is None:
-        here = world is not None and device == "auto"  # where the cores compute
-        return not here and gpus.take(device, launched(os.environ)) is not None
+        on_cores = world is not None and device == "auto"  # as `init` chose
+        return not on_cores and gpus.take(device, launched(os.environ)) is not None
     if device != "cpu":
         gpus.use(world.gpu.ordinal)
     return device != "cpu"
 
 
 def _holding(
-    replica: ModelReplica | MixedReplica, found: checkpoint.Loaded
+    replica: ModelReplica | MixedReplica, loaded: checkpoint.Loaded
 ) -> ModelReplica | MixedReplica:
-    if "weights" in found.about:
-        weights.take(replica.arena, weights.named(found), str(found.path))
+    if "weights" in loaded.about:
+        weights.take(replica.arena, weights.named(loaded), str(loaded.path))
     else:
-        load_into(replica.arena, {}, found.arrays)
+        load_into(replica.arena, {}, loaded.arrays)
     return replica
 
 
@@ -210,7 +210,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return loss, accuracy and number of samples of a run's model on its test set, and its step.
 
-    The newest checkpoint is evaluated, with `best` the one that `keep_best` kept; `device` and
+    The newest checkpoint is evaluated, with `best` the one kept by `keep_best`; `device` and
     `trust`: see `load`.
     """
     folder = Path(run)
@@ -218,11 +218,11 @@ def evaluate(
     split = spec.data.load(spec.run.seed)
     if split.test is None:
         raise UsageError(f"{run}: the data of this run has no test set to evaluate on")
-    found = weights.checkpoint_of(folder, best)
-    model = with_weights(spec, found, _on_gpu(device))
+    loaded = weights.checkpoint_of(folder, best)
+    model = with_weights(spec, loaded, _on_gpu(device))
     sums = sums_over(model, split.test, np.arange(len(split.test)))
     return {
-        "step": found.step,
+        "step": loaded.step,
         "test_loss": sums.loss / sums.count,
         "test_accuracy": sums.correct / sums.count,
         "samples": len(split.test),

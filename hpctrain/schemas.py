@@ -95,8 +95,8 @@ def _checked(model: type[pydantic.BaseModel], entry: dict[str, Any]) -> dict[str
 
 
 def first_fault(error: pydantic.ValidationError, within: str = "") -> str:
-    """Return the first fault that a model found, in a line: the key, what was expected and seen."""
+    """Return the first fault of a validation in a line: key, expected and actual value."""
     first = error.errors(include_url=False)[0]
     key = ".".join(map(str, (*[within] * bool(within), *first["loc"])))
-    seen = "nothing" if first["type"] == "missing" else brief(first["input"])
-    return f"'{brief(key)[1:-1]}': {first['msg'].lower()}, seen {seen}"
+    actual = "nothing" if first["type"] == "missing" else brief(first["input"])
+    return f"'{brief(key)[1:-1]}': {first['msg'].lower()}, seen {actual}"

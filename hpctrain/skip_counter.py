@@ -1,4 +1,4 @@
-"""Counts of the steps and gradients of a run that no rank has taken, and when they are too many."""
+"""Counts of the skipped steps and dropped gradients of a run, and their limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class SkipCounter:
-    """What was skipped or dropped since the first step, also before a resume; every rank has it."""
+    """Steps skipped and gradients dropped since the first step, also before a resume."""
 
     def __init__(self, world: World, engine: Engine):
         self._world, self._check = world, engine.check
@@ -44,30 +44,30 @@ class SkipCounter:
         }
 
     def of_this_rank(self) -> dict[str, float]:
-        """Return what `dropped_gradients` and `state` need of every rank."""
+        """Return this rank's counts for `dropped_gradients` and `state`."""
         dropped = self._check.dropped - self._dropped_at_begin
         return {"dropped": dropped, "own_steps": self._check.own_steps}
 
     def dropped_gradients(
         self, ranks: Mapping[str, np.ndarray], staleness: Staleness | None
     ) -> int | None:
-        """Return how many gradients no rank took, late ones too; None if the regime drops none."""
+        """Return the number of dropped gradients, late ones too; None if the regime drops none."""
         late = staleness.dropped if staleness else None
         if late is None and not ranks["own_steps"].any():
             return None
         return (late or 0) + self._dropped(ranks)
 
     def skip(self, step: int, rank: int, limit: int) -> None:
-        """Count a step that no rank has taken; raise TrainingError after `limit` in a row.
+        """Count a step that all ranks skip; raise TrainingError after `limit` in a row.
 
-        `rank` made a gradient that is not finite; the number of ranks: all of them, together.
-        Collective.
+        `rank`: the source of a gradient that is not finite; the number of ranks stands for
+        all ranks together. Collective.
         """
         size, check = self._world.size, self._check
         texts = self._world.gather(json.dumps([check.fault, check.own_steps]))
         fault, own_steps = json.loads(texts[rank % size])
-        where = f"rank {rank} ({self._world.hosts[rank]})" if rank < size else "all ranks"
-        text = f"{fault} at step {step} on {where}"
+        place = f"rank {rank} ({self._world.hosts[rank]})" if rank < size else "all ranks"
+        text = f"{fault} at step {step} on {place}"
         if own_steps or self.in_a_row >= limit:
             advice = _advice(limit, "gradients that it made" if own_steps else "steps")
             raise TrainingError(f"{text}; no rank has taken its gradient. {advice}")
@@ -80,8 +80,8 @@ class SkipCounter:
         return self._dropped_before_resume + int(ranks["dropped"].sum())
 
 
-def _advice(limit: int, what: str) -> str:
+def _advice(limit: int, subject: str) -> str:
     advice = "Lower the rate or lengthen the warm-up"
     if not limit:
         return f"{advice}, or set [run] not_finite = 'skip'"
-    return f"Nor were the {limit} {what} before. {advice}"
+    return f"Nor were the {limit} {subject} before. {advice}"

@@ -1,12 +1,12 @@
-"""From times of rivals over lengths to the staircase of who is taken: algorithms, or paths.
+"""Size thresholds: from measured times to the candidate for each range of message sizes.
 
     bytes     1 KiB   2 KiB   4 KiB   8 KiB
     native       3       4       8      16  us
     direct       6       6       7       9
-    taken     native  native   ......direct      steps where the lines cross, between 2 and 4 KiB
+    chosen    native  native   ......direct      threshold where the lines cross, 2 to 4 KiB
 
-A step to another rival is taken only for a gain of more than 5 %: less is noise, and so small is
-the loss.
+A candidate is an algorithm, or a path of a message. The choice changes only for a gain of more than
+5 %: smaller differences are noise, and the loss is small.
 """
 
 from __future__ import annotations
@@ -16,44 +16,46 @@ from itertools import pairwise
 
 HYSTERESIS = 1.05
 
-Times = dict[int, dict[str, float]]  #: {bytes, ascending: {rival: seconds}}
-Steps = tuple[tuple[int, str], ...]  #: ((from how many bytes on, rival), ...), first from 0
+Times = dict[int, dict[str, float]]  #: {bytes, ascending: {candidate: seconds}}
+Steps = tuple[tuple[int, str], ...]  #: ((min bytes, candidate), ...), ascending, the first from 0
 
 
-def at(stair: Steps, nbytes: int) -> str:
-    """Return who is taken for `nbytes` bytes."""
-    return [name for start, name in stair if start <= nbytes][-1]
+def at(thresholds: Steps, nbytes: int) -> str:
+    """Return the candidate for a message of `nbytes` bytes."""
+    return [candidate for min_bytes, candidate in thresholds if min_bytes <= nbytes][-1]
 
 
-def steps(times: Times, otherwise: str) -> Steps:
-    """Return where another rival becomes the fastest; `otherwise` where nobody was timed."""
-    taken = taken_at(times)
-    found = [(0, taken[min(taken)] if taken else otherwise)]
-    for a, b in pairwise(taken):
-        if taken[a] != taken[b]:
-            found.append((_crossing(times, a, b, taken[a], taken[b]), taken[b]))
-    return tuple(found)
+def steps(times: Times, default: str) -> Steps:
+    """Return the sizes at which the choice changes; `default` if nothing was timed."""
+    chosen = taken_at(times)
+    result = [(0, chosen[min(chosen)] if chosen else default)]
+    for small, large in pairwise(chosen):
+        if chosen[small] != chosen[large]:
+            result.append(
+                (_crossing(times, small, large, chosen[small], chosen[large]), chosen[large])
+            )
+    return tuple(result)
 
 
 def taken_at(times: Times) -> dict[int, str]:
-    """Return who is taken at each length: the one before unless another is 5 % faster."""
-    taken: dict[int, str] = {}
-    last = ""
+    """Return the candidate chosen at each size: the previous one unless another is 5 % faster."""
+    chosen: dict[int, str] = {}
+    current = ""
     for nbytes, seconds in times.items():
-        best = min(seconds, key=seconds.__getitem__)
-        if seconds.get(last, math.inf) > HYSTERESIS * seconds[best]:
-            last = best
-        taken[nbytes] = last
-    return taken
+        fastest = min(seconds, key=seconds.__getitem__)
+        if seconds.get(current, math.inf) > HYSTERESIS * seconds[fastest]:
+            current = fastest
+        chosen[nbytes] = current
+    return chosen
 
 
-def _crossing(times: Times, a: int, b: int, old: str, new: str) -> int:
-    """Return from how many bytes between `a` and `b` on `new` is faster than `old`.
+def _crossing(times: Times, small: int, large: int, old: str, new: str) -> int:
+    """Return the size in (small, large] from which `new` is faster than `old`.
 
-    Lines between the two lengths, both axes logarithmic; the middle where one was not measured.
+    Log-log interpolation; the geometric middle if one of the four times is missing.
     """
-    share = 0.5
-    if old in times[b] and new in times[a]:
-        before, after = (math.log(times[n][old] / times[n][new]) for n in (a, b))
-        share = min(max(-before / (after - before), 0.0), 1.0) if after > before else 0.0
-    return max(a + 1, round(a * (b / a) ** share))
+    fraction = 0.5
+    if old in times[large] and new in times[small]:
+        before, after = (math.log(times[n][old] / times[n][new]) for n in (small, large))
+        fraction = min(max(-before / (after - before), 0.0), 1.0) if after > before else 0.0
+    return max(small + 1, round(small * (large / small) ** fraction))

@@ -1,4 +1,4 @@
-"""A request to stop, which arrives even while the main thread waits inside a blocking MPI call.
+"""A request to stop by a signal, served even while the main thread blocks in an MPI call.
 
 Python runs its signal handlers between two byte codes of the main thread, and a blocking call has
 none. So the C half of the handler writes the signal's number into a socket, and a thread reads it.
@@ -15,20 +15,20 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-LAST_WORDS_S = 1.0  #: in which a process that ends at once may say where its results are
-ASKED = 1  #: stands for a request that came by no signal, beside their numbers
+LAST_WORDS_S = 1.0  #: given to a process that ends at once, to print the path of its results
+ASKED = 1  #: the number of a request without a signal
 
 
 class StopRequest:
     """Within `with StopRequest() as request`, SIGUSR1, SIGTERM and SIGINT set `request.requested`.
 
-    `signal` is then the name of the first one, `number` what a vote of all ranks says for it. A
+    `signal` is then the name of the first one, `number` its value in a vote of all ranks. A
     second SIGINT ends the process with 130. Outside the main thread (ranks as threads) no signal is
     caught; `ask` works everywhere.
     """
 
     def __init__(self, last_words: Callable[[], str] = str) -> None:
-        """`last_words()` is what that process says before it ends."""
+        """`last_words()`: printed by that process before it ends."""
         self._last_words = last_words
         self.requested, self.signal, self.number = False, "", ASKED
         self._interrupts = 0
@@ -59,7 +59,7 @@ class StopRequest:
 
     def _uninstall(self) -> None:
         for number, handler in self._restore.items():
-            # None: it was not set from Python, so Python cannot set it again.
+            # None: it was not set from Python, so Python cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._wakeup)
         self._restore = {}
@@ -91,7 +91,7 @@ def by_what(number: int) -> str:
 
 def _replace(number: signal.Signals) -> Any:
     old = signal.signal(number, _nothing)
-    # Restart what the signal interrupts: not every C library expects its read to fail half-way.
+    # Restart interrupted calls: not every C library expects its read to fail half-way.
     signal.siginterrupt(number, False)
     return old
 

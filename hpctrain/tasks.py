@@ -1,4 +1,4 @@
-"""The plan of one call of fit, and the tasks that it gives to a worker, read ahead."""
+"""The plan of one call of fit, and the tasks of a worker by that plan, read ahead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpctrain.world import World
 
 @dataclass(frozen=True)
 class Plan:
-    """What one call of fit does: the samples, and every how many steps what is done."""
+    """The plan of one call of fit: the samples, and the periods in steps."""
 
     train: Samples
     test: Samples | None
@@ -32,11 +32,11 @@ class Plan:
     timeout_s: float
     checkpoints: CheckpointOptions
     max_skipped: int  #: steps in a row that may be skipped, since a gradient is not finite; 0: none
-    about: dict[str, Any]  #: what checkpoints keep of the model
+    about: dict[str, Any]  #: facts of the model for checkpoints
 
 
 class _Share(NamedTuple):
-    """What a worker has of a step: its samples, where they begin in the batch, of how many."""
+    """A worker's share of a step: its samples, their offset in the batch, the batch's size."""
 
     step: int
     first: int
@@ -73,22 +73,22 @@ class Tasks:
             )
         with self._world.trace.span("wait for data", "other"):
             while (share := self._shares.next()).step < step:
-                pass  # of a step that the others took without this worker
+                pass  # a step that the other workers took without this one
         samples = len(share.batch.y) if self._engine.asynchronous else share.samples
         scale = 1.0 / max(samples * self._plan.targets, 1)
         key = nn.Key(self._plan.sampler.seed, step, share.first, samples=share.samples)
         return Task(share.batch, scale, key)
 
     def done(self, step: int, sums: nn.Sums) -> None:
-        """Tell the journal."""
+        """Pass the sums of a step to the journal."""
         self._journal.step(step, sums)
 
     def flags(self) -> Flags:
-        """Return whether this rank was asked to stop, and by which signal."""
+        """Return this rank's request to stop, with the number of its signal."""
         return Flags(stop=self._request.number if self._request.requested else 0)
 
     def at(self, step: int) -> None:
-        """Let the watch and the trace know the step."""
+        """Set the step of the watch and of the trace."""
         self._world.trace.step = step
         if self._world.record is not None:
             self._world.record.step = step
@@ -102,7 +102,7 @@ class Tasks:
     def _read(self, step: int) -> _Share:
         """Return this worker's share of a step; called by the thread that reads ahead."""
         sampler, engine = self._plan.sampler, self._engine
-        assert engine.worker is not None  # who only serves asks for no tasks
+        assert engine.worker is not None  # a server has no tasks
         indexes = sampler.batch_indexes(step)
         first, own = share(indexes, engine.worker, engine.workers, self._plan.blocks)
         epoch, _ = sampler.place(step)

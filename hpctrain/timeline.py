@@ -1,11 +1,11 @@
 """The traces of all ranks on one clock: offsets are measured, files written and merged.
 
 DIR/trace/rank-00000.json    a rank's own spans, by rank 0's clock; with offset and uncertainty
-DIR/trace.json               all of them, for chrome://tracing or ui.perfetto.dev
+DIR/trace.json               all ranks, for chrome://tracing or ui.perfetto.dev
 
-Both are in the Trace Event Format, an event per line. The folder is one that all ranks see, as
-that of checkpoints. A resumed run replaces the trace of the part before. What cannot be written is
-a warning: no training fails for its trace.
+Both are in the Trace Event Format, an event per line. All ranks share the folder, as that of
+checkpoints. A resumed run replaces the trace of the part before. A failed write is only a warning:
+no training fails because of its trace.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Timeline:
     """The trace of one run in its folder `run`."""
 
     def __init__(self, world: World, run: Path | None, options: TraceOptions):
-        """Raise UsageError where a trace is wanted but no folder was given."""
+        """Raise UsageError if the trace is enabled but the run has no folder."""
         if options.enabled and run is None:
             raise UsageError("a trace is written into the folder of a run: give fit out=DIR")
         self._world, self._run, self._options = world, run, options
@@ -51,13 +51,13 @@ class Timeline:
         self._readings: tuple[Reading, ...] = ()
 
     def begin(self) -> None:
-        """Begin to record, if that is wanted; collective."""
+        """Begin to record if the trace is enabled; collective."""
         if self._run is None or not self._options.enabled:
             return
         if self._world.rank == 0:
             _forget(self._run)
-        told = self._world.gather(f"{kernel()} {perf_counter()!r}")
-        kernels, clocks = zip(*(one.rsplit(" ", 1) for one in told), strict=True)
+        replies = self._world.gather(f"{kernel()} {perf_counter()!r}")
+        kernels, clocks = zip(*(reply.rsplit(" ", 1) for reply in replies), strict=True)
         self._origin_s = float(clocks[0])
         self._remote = [rank for rank, kernel in enumerate(kernels) if kernel != kernels[0]]
         self._readings = (compared(self._world.link, self._remote),)
@@ -65,7 +65,7 @@ class Timeline:
         self._begun = True
 
     def end(self) -> None:
-        """Write the files, and say it if that fails; collective."""
+        """Write the files; warn if that fails; collective."""
         if not self._begun:
             return
         self._stop()
@@ -75,7 +75,7 @@ class Timeline:
             self._say(faults, _fault_of(self._merge))
 
     def end_alone(self) -> None:
-        """Write what this rank has, and merge what lies there: the others know nothing of it."""
+        """Write this rank's spans and merge the files present; the other ranks do not take part."""
         if self._begun:
             self._stop()
             _fault_of(self._write)
@@ -87,11 +87,13 @@ class Timeline:
 
     def _say(self, faults: list[str], fault: str) -> None:
         hosts = self._world.hosts
-        failed = [f"rank {rank} on {hosts[rank]}: {one}" for rank, one in enumerate(faults) if one]
+        failed = [
+            f"rank {rank} on {hosts[rank]}: {text}" for rank, text in enumerate(faults) if text
+        ]
         failed += [f"{MERGED}: {fault}"] * bool(fault)
         if failed:
-            more = f" (and {len(failed) - 1} more)" * (len(failed) > 1)
-            log.warning("the trace in %s could not be written: %s%s", self._run, failed[0], more)
+            rest = f" (and {len(failed) - 1} more)" * (len(failed) > 1)
+            log.warning("the trace in %s could not be written: %s%s", self._run, failed[0], rest)
         elif dropped := self._world.trace.dropped:
             log.warning(
                 "the trace is not whole: trace.max_spans is %d, and rank 0 had %d more; raise it "
@@ -106,11 +108,11 @@ class Timeline:
         last = self._readings[-1]
         about = {
             "rank": world.rank, "host": world.host, "clock_offset_s": last.offset_s,
-            "clock_uncertainty_s": max(one.uncertainty_s for one in self._readings),
+            "clock_uncertainty_s": max(reading.uncertainty_s for reading in self._readings),
             "dropped_spans": world.trace.dropped,
         }  # fmt: skip
         clock = Clock(self._origin_s, self._readings)
-        # What an engine says of a span may be anything: no run is to end for it.
+        # An engine may attach any object to a span: it must not end the run.
         encode = partial(json.dumps, default=str)
         events = map(encode, world.trace.events(world.rank, world.host, clock))
         (run / FOLDER).mkdir(exist_ok=True)
@@ -122,16 +124,16 @@ class Timeline:
 
 
 def path_of(run: Path, rank: int) -> Path:
-    """Return where the trace of `rank` lies."""
+    """Return the path of the trace of `rank`."""
     return run / FOLDER / f"rank-{rank:05d}.json"
 
 
 def merge(run: Path, size: int) -> None:
-    """Write one trace of those that lie there of `size` ranks, line by line; raise OSError."""
+    """Merge the traces present of `size` ranks into one, line by line; raise OSError."""
     merged: list[Path] = []
-    # Ranks that fail at once merge at once: whoever is last to rename has seen all files.
-    while (there := _files(run, size)) != merged:
-        merged = there
+    # Ranks that fail together merge together: the last one to rename has read all files.
+    while (present := _files(run, size)) != merged:
+        merged = present
         about = {"ranks": [_head(path) for path in merged]}
         _write(run / MERGED, about, chain.from_iterable(map(_lines, merged)))
 
@@ -156,27 +158,29 @@ def compared(
             _answer(link, rank, clock)
     if link.rank not in remote:
         return Reading(clock(), 0.0, 0.0)
-    return min((_ask(link, clock) for _ in range(ROUNDS)), key=lambda one: one.uncertainty_s)
+    return min(
+        (_ask(link, clock) for _ in range(ROUNDS)), key=lambda reading: reading.uncertainty_s
+    )
 
 
 def _ask(link: Link, clock: Callable[[], float]) -> Reading:
-    told = np.empty(1)
+    reply = np.empty(1)
     sent = clock()
-    link.sendrecv(np.empty(1), 0, told, 0)
-    came = clock()
-    middle = (sent + came) / 2
-    return Reading(middle, float(told[0]) - middle, (came - sent) / 2)
+    link.sendrecv(np.empty(1), 0, reply, 0)
+    received = clock()
+    middle = (sent + received) / 2
+    return Reading(middle, float(reply[0]) - middle, (received - sent) / 2)
 
 
 def _answer(link: Link, rank: int, clock: Callable[[], float]) -> None:
-    asked = np.empty(1)
+    request = np.empty(1)
     for _ in range(ROUNDS):
-        link.irecv(asked, rank).wait()
+        link.irecv(request, rank).wait()
         link.isend(np.array([clock()]), rank).wait()
 
 
 def kernel() -> str:
-    """Return what tells kernels apart: all processes on one read the same clock."""
+    """Return an identifier of the kernel: all processes on one kernel read the same clock."""
     try:
         return _KERNEL.read_text().strip()
     except OSError:
@@ -201,7 +205,7 @@ def _fault_of(write: Callable[[], None]) -> str:
 
 
 def _write(path: Path, about: dict[str, Any], events: Iterable[str]) -> None:
-    """Write a trace whole or not at all: a line that tells of it, then a line per event."""
+    """Write a trace whole or not at all: a header line, then a line per event."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}")
     head = json.dumps({"displayTimeUnit": "ms", "otherData": about})
     try:
@@ -219,9 +223,9 @@ def _write(path: Path, about: dict[str, Any], events: Iterable[str]) -> None:
 def _head(path: Path) -> dict[str, Any]:
     with files.open_regular(path) as file:
         line = file.readline(_HEAD_BYTES).rstrip(b",\n") + b"}"
-    where = f"{path}, line 1"
-    head = files.as_object(files.parsed_json(files.decoded(line, where), where), where)
-    return files.as_object(head.get("otherData"), where)
+    place = f"{path}, line 1"
+    head = files.as_object(files.parsed_json(files.decoded(line, place), place), place)
+    return files.as_object(head.get("otherData"), place)
 
 
 def _lines(path: Path) -> Iterator[str]:

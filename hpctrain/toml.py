@@ -1,7 +1,7 @@
-"""TOML as users write it: parsed, and held to the limits that all our tables have.
+"""TOML files of users: parsed, and checked against limits that hold for all tables.
 
-What TOML leaves open is decided here for recipes and for profiles of sites alike: integers have 64
-bits, text is UTF-8 without NUL, which no name of a file can hold, and tables nest only so deep.
+The limits that TOML leaves open are set here for recipes and site profiles alike: integers have 64
+bits, text is UTF-8 without NUL, which no file name can contain, and tables have limited depth.
 """
 
 from __future__ import annotations
@@ -19,38 +19,40 @@ else:
     import tomli as tomllib
 
 LEVELS = 32
-LIMIT_BYTES = 1 << 20  #: of a file: hundreds of times as long as those that people write
+LIMIT_BYTES = 1 << 20  #: of a file: hundreds of times as long as usual ones
 _SMALLEST, _LARGEST = -(1 << 63), (1 << 64) - 1  #: signed, and unsigned for seeds
 _PART = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')"""
-# The parser takes the square of a dotted key's parts: hours for one that fills a file.
+# The parser's time grows with the square of a dotted key's parts: hours for one of a whole file.
 _DEEP_KEY = re.compile(rf"""(?<![\w"'.-])(?:{_PART}[ \t]*\.[ \t]*){{{LEVELS}}}""")
 _LONG_INTEGER = re.compile(r"[0-9_]{1000,}")
 
 
 class SyntaxFault(UsageError):
-    """Text that is no TOML."""
+    """The text is not valid TOML."""
 
 
-def parsed(text: str, where: str) -> dict[str, Any]:
-    """Return the tables of `text`, found at `where`; raise UsageError, which names the line."""
+def parsed(text: str, source: str) -> dict[str, Any]:
+    """Return the tables of `text` from `source`; raise UsageError that names the line."""
     try:
         if (key := _DEEP_KEY.search(text)) is not None:
-            raise UsageError(f"{where}{_line(text, key)}: {_TOO_DEEP}")
+            raise UsageError(f"{source}{_line(text, key)}: {_TOO_DEEP}")
         return tomllib.loads(text)
     except RecursionError:
-        raise UsageError(f"{where}: {_TOO_DEEP}") from None
+        raise UsageError(f"{source}: {_TOO_DEEP}") from None
     except tomllib.TOMLDecodeError as error:
-        raise SyntaxFault(f"{where} is not TOML: {error}") from None
+        raise SyntaxFault(f"{source} is not TOML: {error}") from None
     except UsageError:
         raise
     except ValueError:  # Python's limit for the digits of an integer
-        raise UsageError(f"{where}{_line(text, _LONG_INTEGER.search(text))}: {_TOO_LONG}") from None
+        raise UsageError(
+            f"{source}{_line(text, _LONG_INTEGER.search(text))}: {_TOO_LONG}"
+        ) from None
 
 
-def must_be_plain(tables: Mapping[str, Any], where: str) -> None:
-    """Raise UsageError, which names the key, for a value of `tables` that is beyond our limits."""
+def must_be_plain(tables: Mapping[str, Any], source: str) -> None:
+    """Raise UsageError that names the key for a value of `tables` beyond the limits."""
     for key, fault in _faults(tables):
-        raise UsageError(f"{where}: {key}: {fault}")
+        raise UsageError(f"{source}: {key}: {fault}")
 
 
 _TOO_DEEP = f"expected at most {LEVELS} levels of tables and lists, seen more"

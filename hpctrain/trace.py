@@ -1,7 +1,7 @@
-"""The trace of one rank: which of its threads did what, and when.
+"""The trace of one rank: spans of its threads.
 
-A span is a name, a category and two readings of `time.perf_counter`. Where an engine has the
-readings anyway, `add` takes them and gives back the seconds; elsewhere `span` takes them:
+A span is a name, a category and two readings of `time.perf_counter`. If an engine has the readings
+anyway, `add` records them and returns the seconds; otherwise `span` reads the clock:
 
     self.times.wait_s += trace.add("wait for gradients", "wait", waits, arrived)
 
@@ -40,15 +40,15 @@ def _from_to(steps: list[int]) -> list[int]:
 
 @config.options
 class TraceOptions:
-    """`[trace]`: whether to record where the time goes, in which steps, and how much of it."""
+    """`[trace]`: whether to record spans, in which steps, and how many."""
 
     enabled: bool = False
     steps: Annotated[list[int], AfterValidator(_from_to)] | None = None  #: [first, last); or all
-    max_spans: Annotated[int, Field(ge=1)] = 100_000  #: a rank keeps, of about 180 bytes each
+    max_spans: Annotated[int, Field(ge=1)] = 100_000  #: per rank, of about 180 bytes each
 
 
 class Span(NamedTuple):
-    """What a thread did from `start` to `stop`, readings of this rank's clock in seconds."""
+    """An activity of a thread from `start` to `stop`, readings of this rank's clock in seconds."""
 
     name: str
     category: Category
@@ -60,10 +60,10 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """What one rank records; all its threads may add to it. A new one records nothing."""
+    """The spans of one rank; all its threads may add to it. A new one records nothing."""
 
     def __init__(self) -> None:
-        self.dropped = 0  #: spans that found no room
+        self.dropped = 0  #: spans beyond `max_spans`
         self._spans: list[tuple[Any, ...]] = []  # no Spans: those cost twice the time to make
         self._threads: dict[int, str] = {}
         self._recording, self._step, self._steps, self._room = False, 0, range(0), 0
@@ -97,11 +97,11 @@ class Trace:
         return stop - start
 
     def span(self, name: str, category: Category, **args: Any) -> Running:
-        """Return a context manager that records what it encloses."""
+        """Return a context manager that records the enclosed block."""
         return Running(self, name, category, args)
 
     def spans(self) -> list[Span]:
-        """Return what was recorded, in the order in which it ended."""
+        """Return the recorded spans, in the order of their ends."""
         return list(map(Span._make, self._spans))
 
     def _keep(self, name: str, category: str, start: float, stop: float, args: Args | None) -> None:
@@ -114,11 +114,11 @@ class Trace:
         self._spans.append((name, category, thread, start, stop, self._step, args))
 
     def events(self, rank: int, host: str, clock: Clock) -> Iterator[dict[str, Any]]:
-        """Yield what was recorded as events of the Trace Event Format (Google, 2016).
+        """Yield the recorded spans as events of the Trace Event Format (Google, 2016).
 
         A process is a rank; complete events ("X") are spans, instants ("i") begin a step.
         """
-        # Perfetto takes threads of one number for one thread, also where they are in two processes.
+        # Perfetto merges threads of the same number, even of two processes.
         numbers = {t: rank * THREADS + i for i, t in enumerate(self._threads, start=1)}
         main = rank * THREADS + 1
         yield _about("process_name", rank, main, name=f"rank {rank} ({host})")
@@ -130,12 +130,12 @@ class Trace:
         stops = clock.nanoseconds([span.stop for span in spans])
         step = None
         for span, start, stop in zip(spans, starts.tolist(), stops.tolist(), strict=True):
-            where = {"pid": rank, "tid": numbers[span.thread], "ts": start / 1000}
-            if span.step != step and where["tid"] == main:
+            place = {"pid": rank, "tid": numbers[span.thread], "ts": start / 1000}
+            if span.step != step and place["tid"] == main:
                 step = span.step
-                yield {"name": f"step {step}", "ph": "i", "s": "t", **where}
+                yield {"name": f"step {step}", "ph": "i", "s": "t", **place}
             args = {"step": span.step, **(span.args or {})}
-            yield {"name": span.name, "cat": span.category, "ph": "X", **where,
+            yield {"name": span.name, "cat": span.category, "ph": "X", **place,
                    "dur": (stop - start) / 1000, "args": args}  # fmt: skip
 
 
@@ -158,7 +158,7 @@ class Running:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Read the clock again, and record; an exception ends a span like anything else."""
+        """Read the clock again, and record; an exception also ends the span."""
         stop = perf_counter()
         self.seconds = self._trace.add(self._name, self._category, self._start, stop, self._args)
 
@@ -172,10 +172,10 @@ class Reading(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """The way from this rank's clock to the time since the common start, by rank 0's clock."""
+    """Conversion of this rank's clock to the time since the common start, by rank 0's clock."""
 
     origin_s: float  #: the common start, on rank 0's clock
-    readings: tuple[Reading, ...]  #: in the order of time; between them clocks drift steadily
+    readings: tuple[Reading, ...]  #: in the order of time; linear drift in between
 
     def nanoseconds(self, seconds: list[float]) -> np.ndarray:
         """Return `seconds` of this rank's clock as nanoseconds since the common start, int64.
@@ -189,5 +189,5 @@ class Clock(NamedTuple):
         return np.rint(since).astype(np.int64)
 
 
-def _about(what: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": rank, "tid": thread, "args": args}
+def _about(kind: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": rank, "tid": thread, "args": args}

@@ -26,20 +26,20 @@ from hpctrain.journal import Journal
 from hpctrain.loop import Loop
 from hpctrain.metrics import Metric
 from hpctrain.optim import Optimizer
-from hpctrain.outcome import told
+from hpctrain.outcome import summary_on_exit
 from hpctrain.recipe import CheckpointOptions, NotFinite, Recipe, most_skipped
 from hpctrain.resume import last_lines
 from hpctrain.stop import StopRequest
 from hpctrain.tasks import Plan
 from hpctrain.trace import TraceOptions
 from hpctrain.world import World
-from hpctrain.xp import shortage_told
+from hpctrain.xp import shortage_raised
 
 
 class Trainer:
     """A model, an optimizer and an engine, ready to be trained; every rank makes its own."""
 
-    @shortage_told()
+    @shortage_raised()
     def __init__(
         self,
         model: nn.Model,
@@ -56,11 +56,11 @@ class Trainer:
 
         `engine`: options such as `ht.engines.AllReduce(algorithm="ring")`. `precision`: float32 or
         float64; on a GPU also tf32, bf16 or fp16, see `hpctrain.gradients.precision`. `callbacks`
-        are told of each row of metrics; see `hpctrain.callbacks`. `faults`: what is to slow ranks
-        down; see `hpctrain.faults`. `init`: the folder of a run or a checkpoint, or a .safetensors
-        file, whose weights are taken to begin with. Raises UsageError
-        on all ranks if engine, faults or `init` do not fit, or if ranks have different models, and
-        GpuMemoryError, on the rank itself, where its GPU has too little memory.
+        receive each row of metrics; see `hpctrain.callbacks`. `faults`: planted delays of ranks;
+        see `hpctrain.faults`. `init`: the folder of a run or a checkpoint, or a .safetensors file,
+        with the initial weights. Raises UsageError on all ranks if engine, faults or `init` do not
+        fit, or if ranks have different models, and GpuMemoryError, on the rank itself, if its GPU
+        has too little memory.
         """
         self.world = world or worlds.init()
         self.seed, self.rate, self.callbacks = seed, optimizer.rate, callbacks
@@ -104,12 +104,12 @@ class Trainer:
         Each rank computes its share of a step in `micro_batches` pieces, which need less memory.
         Returns the summary, which also lies in `out`/summary.json if `out` is given, beside
         metrics and checkpoints; `resume` goes on from the newest good checkpoint there. A row of
-        metrics is made every `interval_steps` (an epoch). The `evaluate` set is looked at every
+        metrics is made every `interval_steps` (an epoch). The `evaluate` set is used every
         `evaluate_epochs` (1) or `evaluate_steps`, and at the end. A thread reads `prefetch`
-        batches ahead; if not given, 2, or none where the samples lie in memory. `recipe` is what
-        all this was made from, kept beside the results, and `classes` what its model was built for.
+        batches ahead; if None, 2, or 0 for samples in memory. `recipe` is the
+        source of these arguments, kept beside the results, and `classes` that of its model.
         With `trace` the run leaves a trace.json; see hpctrain.timeline. `replay` is the folder of
-        an asynchronous run, of which the order of events is repeated. With `not_finite` "skip" a
+        an asynchronous run whose order of events is repeated. With `not_finite` "skip" a
         step with a gradient that is not finite is taken by no rank, up to `max_skipped` (10) in a
         row; where workers have steps of their own, each drops such gradients of its own.
 
@@ -125,8 +125,10 @@ class Trainer:
         self._must_be_made(checkpoints.keep_best, evaluate is not None)
         self.replica.micro_batches = self._micro_batches(micro_batches)
         total = steps or (epochs or 0) * sampler.steps_per_epoch
-        said = f"{len(train)} samples in batches of {batch} for {total} steps with seed {self.seed}"
-        self.world.must_agree(f"{said}, {trace}", "the plan of a training")
+        plan_text = (
+            f"{len(train)} samples in batches of {batch} for {total} steps with seed {self.seed}"
+        )
+        self.world.must_agree(f"{plan_text}, {trace}", "the plan of a training")
         with ExitStack() as stack:
             run = self._claim(stack, out, resume, timeout_s)
             journal = Journal(
@@ -154,15 +156,15 @@ class Trainer:
                 loop.resume(run)
             if replay is not None:
                 loop.repeat(Path(replay))
-            # Around the summary: a second signal while that is written must not end the process.
+            # Before the summary: a second signal during its writing must not end the process.
             request = stack.enter_context(StopRequest(partial(self._last_words, run)))
             loop.begin()
-            stack.enter_context(told(journal))
-            with np.errstate(over="ignore", invalid="ignore"):  # the loss is looked at, each step
+            stack.enter_context(summary_on_exit(journal))
+            with np.errstate(over="ignore", invalid="ignore"):  # the loss is checked, each step
                 return loop.run(request)
 
     def _last_words(self, run: Path | None) -> str:
-        """Return what a run says that is interrupted at once; rank 0 speaks."""
+        """Return the last words of a run interrupted at once; those of rank 0 alone."""
         if run is None or self.world.rank > 0:
             return ""
         return "".join(f"{line}\n" for line in last_lines(run))
@@ -182,23 +184,27 @@ class Trainer:
         return Slowed(self.replica, Pace(faults, self.world.rank))
 
     def _warm_start(self, path: Path) -> None:
-        """Take the weights at `path`; every rank reads them, as it does with a checkpoint."""
+        """Load the weights at `path`; every rank reads them, as it does with a checkpoint."""
         arena = self.replica.arena
         self.world.together(lambda: weights.take(arena, weights.read(path), str(path)))
-        taken = params_sha256(arena)
-        self.world.must_agree(taken, f"the SHA-256 of the weights at {path}")
+        sha256 = params_sha256(arena)
+        self.world.must_agree(sha256, f"the SHA-256 of the weights at {path}")
 
     def _sampler(self, train: Samples, batch: int) -> Sampler:
         engines.must_fit(self._options, self.world.size, batch, len(train))
         return Sampler(len(train), batch, self.seed)
 
     def _must_be_made(self, keep_best: Metric | None, tested: bool) -> None:
-        """Raise UsageError where somebody waits for a metric that is never made."""
-        looks = [("early stop", one.metric) for one in self.callbacks if isinstance(one, EarlyStop)]
-        for who, metric in [*looks, ("keep_best", keep_best)]:
+        """Raise UsageError if early stop or keep_best needs a metric that is never evaluated."""
+        looks = [
+            ("early stop", callback.metric)
+            for callback in self.callbacks
+            if isinstance(callback, EarlyStop)
+        ]
+        for user, metric in [*looks, ("keep_best", keep_best)]:
             if metric and metric.startswith("test") and not tested:
                 raise UsageError(
-                    f"{who} looks at {metric}, but there is no test set to evaluate on; "
+                    f"{user} looks at {metric}, but there is no test set to evaluate on; "
                     "give one, or let it look at train_loss"
                 )
 
@@ -213,7 +219,7 @@ class Trainer:
     def _claim(
         self, stack: ExitStack, out: str | Path | None, resume: bool, timeout_s: float
     ) -> Path | None:
-        """Take the run's folder for this job, and let the watch write into it."""
+        """Lock the run's folder for this job, and let the watch write into it."""
         if out is None:
             return None
         run = Path(out)

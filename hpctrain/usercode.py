@@ -1,12 +1,12 @@
-"""Functions that a recipe names, `package.module:function`: where they lie, and whose they are.
+"""User functions that a recipe names, `package.module:function`: import, and check of ownership.
 
 Modules are imported as Python finds them, installed packages first, and then from the folder of the
 recipe: that is appended to sys.path, so a `queue.py` beside the recipe breaks nothing. Functions of
-the standard library, such as `os:system`, are none of a user's and are refused.
+the standard library, such as `os:system`, are no user functions and are refused.
 
-A run's recipe.toml keeps in [code] the folder and the SHA-256 of each module's file. Whoever reads
-a run back is to know that its code is run: `must_be_own` lets only code pass that belongs to this
-user, that nobody else can change, and that is still what the run was trained with.
+A run's recipe.toml keeps in [code] the folder and the SHA-256 of each module's file. Reading a run
+back executes its code: `must_be_own` therefore accepts only code that belongs to this user, that
+no other user can change, and that is unchanged since the run was trained.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ EXPECTED = "expected a function of a module beside the recipe or of an installed
 
 @config.options
 class CodeOptions:
-    """`[code]`: where the modules lie that a recipe names, and the SHA-256 of each one's file."""
+    """`[code]`: the folder of the modules that a recipe names, and the SHA-256 of their files."""
 
     folder: str = ""
     sha256: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.folder and not os.path.isabs(self.folder):
-            seen = files.brief(self.folder)
-            raise UsageError(f"[code] folder: expected an absolute path, seen {seen}")
+            actual = files.brief(self.folder)
+            raise UsageError(f"[code] folder: expected an absolute path, seen {actual}")
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Code:
 
     folder: str
     named: bool = False  #: whether there is any
-    sha256: Mapping[str, str] = field(default_factory=dict)  #: as they are now, those found
-    recorded: Mapping[str, str] = field(default_factory=dict)  #: as the recipe's [code] tells
+    sha256: Mapping[str, str] = field(default_factory=dict)  #: as they are now, where found
+    recorded: Mapping[str, str] = field(default_factory=dict)  #: as recorded in the recipe's [code]
 
     def tables(self) -> dict[str, Any]:
-        """Return what a run's recipe.toml is to keep."""
+        """Return the table [code] of a run's recipe.toml; no table if the recipe names no code."""
         if not self.named:
             return {}
         return {"code": {"folder": os.path.abspath(self.folder), "sha256": dict(self.sha256)}}
@@ -68,30 +68,30 @@ def read(tables: Mapping[str, Any], callbacks: Sequence[str], folder: str) -> Co
     """Return the code that a recipe's `tables` name, in `folder` unless [code] has another.
 
     Nothing is imported: a module that is not found has no hash, and is refused when it is called.
-    Raises UsageError for those that are Python's own.
+    Raises UsageError for modules of Python itself.
     """
-    known = config.read(CodeOptions, tables["code"], "code")
-    folder = known.folder or folder
+    options = config.read(CodeOptions, tables["code"], "code")
+    folder = options.folder or folder
     targets = [("[run] callbacks", target) for target in callbacks]
     called = [name for name in ("data", "model") if is_target(tables[name])]
     targets += [(f"[{name}] kind", tables[name]["kind"]) for name in called]
     if not targets:
         return Code(".")
-    return Code(folder, True, _hashes(targets, folder), known.sha256)
+    return Code(folder, True, _hashes(targets, folder), options.sha256)
 
 
-def call(target: str, where: str, folder: str, *args: Any, **arguments: Any) -> Any:
-    """Return the function `target`, called; faults in finding or calling it are UsageErrors.
+def call(target: str, place: str, folder: str, *args: Any, **arguments: Any) -> Any:
+    """Return the result of function `target`; a fault in finding or calling it is a UsageError.
 
-    `where` is the place that names it, such as "[data] kind". Errors inside the function pass.
+    `place` is the place that names it, such as "[data] kind". Errors inside the function pass.
     """
-    function = find(target, where, folder)
+    function = find(target, place, folder)
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **arguments)
     except TypeError as error:
         hint = _unknown_key(signature, len(args), arguments) or f"{error}; check the keys beside it"
-        raise UsageError(f"{where} '{target}': {hint}") from None
+        raise UsageError(f"{place} '{target}': {hint}") from None
     return function(*args, **arguments)
 
 
@@ -103,14 +103,14 @@ def _unknown_key(signature: inspect.Signature, positional: int, keys: Iterable[s
     parameters = list(signature.parameters.values())
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return ""
-    known = [p.name for p in parameters[:positional] if p.kind is p.KEYWORD_ONLY]
-    known += [
+    names = [p.name for p in parameters[:positional] if p.kind is p.KEYWORD_ONLY]
+    names += [
         p.name
         for p in parameters[positional:]
         if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
     unknown = [key for key in keys if key not in signature.parameters]
-    return config.unknown("key", unknown[0], known) if unknown and known else ""
+    return config.unknown("key", unknown[0], names) if unknown and names else ""
 
 
 def is_target(table: Mapping[str, Any]) -> bool:
@@ -119,15 +119,15 @@ def is_target(table: Mapping[str, Any]) -> bool:
     return isinstance(kind, str) and ":" in kind
 
 
-def find(target: str, where: str, folder: str) -> Callable[..., Any]:
+def find(target: str, place: str, folder: str) -> Callable[..., Any]:
     """Return the function that `target` names, of a module in `folder` or an installed package.
 
-    Raises UsageError, with the nearest name, where there is none or where it is Python's own.
+    Raises UsageError, with the nearest name, if there is none or if it is one of Python's own.
     """
-    at, (module_name, function_name) = _at(where, target), _parts(target, where)
+    at, (module_name, function_name) = _at(place, target), _parts(target, place)
     _must_be_users(module_name, at, folder)
     module = _import(module_name, at, folder)
-    functions = {name: one for name, one in vars(module).items() if inspect.isroutine(one)}
+    functions = {name: value for name, value in vars(module).items() if inspect.isroutine(value)}
     if function_name not in functions:
         hint = config.unknown(f"function in {module_name}:", function_name, functions)
         raise UsageError(f"{at}: {hint}")
@@ -138,7 +138,7 @@ def find(target: str, where: str, folder: str) -> Callable[..., Any]:
 
 
 def source(name: str, folder: str) -> Path | None:
-    """Return the file from which importing `name` would run, None if there is none."""
+    """Return the file that importing `name` would execute, None if there is none."""
     if not _is_name(name) or _is_standard(name):
         return None
     top, *below = name.split(".")
@@ -151,10 +151,10 @@ def source(name: str, folder: str) -> Path | None:
 
 
 def must_be_own(run: Path, recipe: Path, code: Code) -> None:
-    """Raise UsageError unless the code of the run is this user's, and what it was recorded as.
+    """Raise UsageError unless the code of the run is this user's and equals the recorded hashes.
 
-    Others may write neither to `run` and its `recipe` nor to the folders and files of modules; what
-    is installed is trusted to lie where it does.
+    Other users may write neither to `run` and its `recipe` nor to the folders and files of modules;
+    installed packages are trusted.
     """
     own: dict[Path, None] = {run: None, recipe: None}
     faults = []
@@ -176,23 +176,23 @@ def must_be_own(run: Path, recipe: Path, code: Code) -> None:
 
 def _hashes(targets: Sequence[tuple[str, str]], folder: str) -> dict[str, str]:
     """Return the SHA-256 of the file of each module that (place, target)s name."""
-    found = {}
-    for where, target in targets:
-        name = _parts(target, where)[0]
-        _must_be_users(name, _at(where, target), folder)
+    hashes = {}
+    for place, target in targets:
+        name = _parts(target, place)[0]
+        _must_be_users(name, _at(place, target), folder)
         if (file := source(name, folder)) is not None:
-            found[name] = _sha256(file)
-    return found
+            hashes[name] = _sha256(file)
+    return hashes
 
 
-def _at(where: str, target: str) -> str:
-    return f"{where} {files.brief(target)}"
+def _at(place: str, target: str) -> str:
+    return f"{place} {files.brief(target)}"
 
 
-def _parts(target: str, where: str) -> tuple[str, str]:
+def _parts(target: str, place: str) -> tuple[str, str]:
     module, _, function = target.partition(":")
     if not _is_name(module) or not function.isidentifier():
-        raise UsageError(f"{_at(where, target)}: expected 'package.module:function'")
+        raise UsageError(f"{_at(place, target)}: expected 'package.module:function'")
     return module, function
 
 
@@ -205,28 +205,28 @@ def _is_standard(module: str) -> bool:
 
 
 def _origin(function: Any) -> str:
-    """Return the module that a function comes from, also where it goes by another's name."""
+    """Return the module that defines a function, also if another module re-exports it."""
     owner = getattr(function, "__self__", None)
     name = owner.__name__ if isinstance(owner, ModuleType) else type(owner).__module__
     return getattr(function, "__module__", None) or name
 
 
 def _must_be_users(name: str, at: str, folder: str) -> None:
-    """Raise UsageError where Python would take a module of its own, or another package's."""
+    """Raise UsageError if Python would import a module of its own or of another package."""
     top = name.partition(".")[0]
     beside = _beside(top, folder)
-    ours = beside.origin if beside else None
-    rename = f"; rename {ours}" if ours else ""
+    own = beside.origin if beside else None
+    rename = f"; rename {own}" if own else ""
     if _is_standard(name):
         raise UsageError(f"{at}: {EXPECTED}, seen Python's own module {top}{rename}")
-    installed = _installed(top)  # not before: who else answers for Python's modules runs code
-    taken = installed.origin if installed else None
-    if ours and taken and os.path.realpath(ours) != os.path.realpath(taken):
-        raise UsageError(f"{at}: Python takes {taken} for {top}{rename}")
+    installed = _installed(top)  # not before: another finder of Python's modules would run code
+    other = installed.origin if installed else None
+    if own and other and os.path.realpath(own) != os.path.realpath(other):
+        raise UsageError(f"{at}: Python takes {other} for {top}{rename}")
 
 
 def _chosen(installed: ModuleSpec | None, beside: ModuleSpec | None) -> ModuleSpec | None:
-    """Return which of two Python imports: a folder without __init__.py only for want of better."""
+    """Return the spec that Python imports: a folder without __init__.py only as the last choice."""
     if installed and (installed.origin or not (beside and beside.origin)):
         return installed
     return beside
@@ -237,7 +237,7 @@ def _beside(top: str, folder: str) -> ModuleSpec | None:
 
 
 def _installed(top: str) -> ModuleSpec | None:
-    """Return what Python finds under the name `top` before it looks beside the recipe."""
+    """Return the spec of module `top` that Python finds before the recipe's folder."""
     try:
         return importlib.util.find_spec(top)
     except ValueError:  # a module that was made by hand
@@ -260,7 +260,7 @@ def _sha256(file: Path) -> str:
 
 
 def _decisive(file: Path, folder: Path) -> Iterator[Path]:
-    """Yield what decides which code a module of `folder` is; nothing for an installed one."""
+    """Yield the paths that determine the code of a module in `folder`; none if it is installed."""
     if folder in file.parents:
         yield from (path for path in (file, *file.parents) if path.is_relative_to(folder))
         if (cache := file.parent / "__pycache__").is_dir():
@@ -268,7 +268,7 @@ def _decisive(file: Path, folder: Path) -> Iterator[Path]:
 
 
 def _not_own(path: Path) -> str:
-    """Return how somebody else could have made or changed what lies at `path`; '' if not."""
+    """Return how another user could have made or changed `path`; '' if none could."""
     status = os.stat(path)
     if status.st_uid != os.geteuid():
         return f"{path}: expected your own, seen that of {_user(status.st_uid)}"
@@ -294,7 +294,7 @@ def _group(number: int) -> str:
 
 
 def _is_private(group: int) -> bool:
-    """Return whether a group is that of this user alone, of the same name, as many systems have."""
+    """Return whether a group is this user's private group, which has the user's name."""
     try:
         members = grp.getgrgid(group).gr_mem
     except KeyError:

@@ -1,6 +1,6 @@
 """Weights by name: taken from a run to begin another, and written for other frameworks to read.
 
-A checkpoint holds whole planes of the arena; its manifest tells where in them each tensor lies:
+A checkpoint holds whole planes of the arena; its manifest has the place of each tensor in them:
 
     about["weights"] = {"param": {"linear1.weight": {"shape": [64, 256], "offset": 0}, ...},
                         "buffer": {"norm1.mean": {"shape": [16], "offset": 0}, ...}}
@@ -34,23 +34,23 @@ _NONSENSE = (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeErr
 
 
 def layout(arena: Arena) -> dict[str, Any]:
-    """Return where each tensor lies in the planes, as JSON data for a manifest."""
+    """Return the place of each tensor in the planes, as JSON data for a manifest."""
     return {"param": _places(arena.slots), "buffer": _places(arena.buffer_slots)}
 
 
-def named(found: Loaded) -> Tensors:
+def named(loaded: Loaded) -> Tensors:
     """Return the tensors of a checkpoint by name, parameters first: views.
 
-    Raises UsageError if the checkpoint does not tell their names.
+    Raises UsageError if the checkpoint does not have their names.
     """
-    planes = found.about.get("weights")
+    planes = loaded.about.get("weights")
     if planes is None:
         raise UsageError(
-            f"{found.path} does not tell the names of its tensors: an older hpctrain wrote it; "
+            f"{loaded.path} does not tell the names of its tensors: an older hpctrain wrote it; "
             "resume its run for a step with this one"
         )
     return {
-        name: _cut(found.arrays[plane], place["offset"], place["shape"])
+        name: _cut(loaded.arrays[plane], place["offset"], place["shape"])
         for plane, places in planes.items()
         for name, place in places.items()
     }
@@ -59,14 +59,14 @@ def named(found: Loaded) -> Tensors:
 def checkpoint_of(run: Path, best: bool = False) -> Loaded:
     """Return the newest good checkpoint of a run, or the best; a checkpoint's folder is itself.
 
-    No MPI is needed. Raises UsageError where there is none.
+    No MPI is needed. Raises UsageError if there is none.
     """
     if checkpoint.is_one(run):
         return checkpoint.read(run)
-    found = run_ranks(1, lambda link: checkpoint.load(run, link, best))[0]
-    if found is None:
+    loaded = run_ranks(1, lambda link: checkpoint.load(run, link, best))[0]
+    if loaded is None:
         raise UsageError(f"{run} holds no checkpoint")
-    return found
+    return loaded
 
 
 def read(path: Path) -> Tensors:
@@ -77,7 +77,7 @@ def read(path: Path) -> Tensors:
     if path.is_dir():
         return named(checkpoint_of(path))
     try:
-        open_regular(path).close()  # a FIFO would let everybody wait
+        open_regular(path).close()  # to open a FIFO would block all ranks
         return safetensors.numpy.load_file(path)
     except MissingError:
         raise UsageError(
@@ -93,14 +93,14 @@ def read(path: Path) -> Tensors:
 def take(arena: Arena, tensors: Mapping[str, np.ndarray], source: str) -> None:
     """Copy `tensors` into the slots of the same names; floating point of any precision will do.
 
-    Raises UsageError that lists the slots that are missing, of another shape or too many.
+    Raises UsageError that lists missing slots, slots of another shape, and tensors without a slot.
     """
     views = arena.views(arena.param) | arena.views(arena.buffer)
     faults = [fault for name, x in views.items() if (fault := _fault(name, x, tensors.get(name)))]
     faults += [f"'{name}': the model has none" for name in sorted(tensors) if name not in views]
     if faults:
-        more = [f"and {len(faults) - TOLD} more"] if len(faults) > TOLD else []
-        listed = "".join(f"\n  {line}" for line in faults[:TOLD] + more)
+        rest = [f"and {len(faults) - TOLD} more"] if len(faults) > TOLD else []
+        listed = "".join(f"\n  {line}" for line in faults[:TOLD] + rest)
         raise UsageError(f"the weights of {source} do not fit the model:{listed}")
     for name, view in views.items():
         xp.copy(view, tensors[name])
@@ -112,24 +112,24 @@ def export(run: Path, output: Path | None = None, best: bool = False, force: boo
     Without `output` it lies in the run's folder and is named by its step. Whole or not at all;
     an existing file is replaced only with `force`. Raises UsageError.
     """
-    found = checkpoint_of(run, best)
-    file = output or found.path.parent.parent / f"weights-{found.path.name}.safetensors"
+    loaded = checkpoint_of(run, best)
+    file = output or loaded.path.parent.parent / f"weights-{loaded.path.name}.safetensors"
     if file.exists() and not force:
         raise UsageError(f"{file} exists; name another --output, or replace it with --force")
-    tensors = {name: np.ascontiguousarray(x).reshape(x.shape) for name, x in named(found).items()}
+    tensors = {name: np.ascontiguousarray(x).reshape(x.shape) for name, x in named(loaded).items()}
     try:
-        atomic.replace(file, safetensors.numpy.save(tensors, _metadata(found)))
+        atomic.replace(file, safetensors.numpy.save(tensors, _metadata(loaded)))
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}") from error
     return file
 
 
-def _metadata(found: Loaded) -> dict[str, str]:
-    about = {"format": "np", "hpctrain": version("hpctrain"), "step": found.step}
-    told = {key: found.about.get(key) for key in ("recipe", "recipe_sha256", "epoch", "seed")}
-    metrics = found.about.get("metrics") or {}
-    given = {key: value for key, value in {**about, **told, **metrics}.items() if value is not None}
-    return {key: str(value) for key, value in given.items()}
+def _metadata(loaded: Loaded) -> dict[str, str]:
+    about = {"format": "np", "hpctrain": version("hpctrain"), "step": loaded.step}
+    run = {key: loaded.about.get(key) for key in ("recipe", "recipe_sha256", "epoch", "seed")}
+    metrics = loaded.about.get("metrics") or {}
+    table = {key: value for key, value in {**about, **run, **metrics}.items() if value is not None}
+    return {key: str(value) for key, value in table.items()}
 
 
 def _places(slots: tuple[Slot, ...]) -> dict[str, Any]:
@@ -140,11 +140,11 @@ def _cut(plane: np.ndarray, offset: int, shape: list[int]) -> np.ndarray:
     return plane[offset : offset + prod(shape)].reshape(shape)
 
 
-def _fault(name: str, expected: np.ndarray, seen: np.ndarray | None) -> str:
-    if seen is None:
+def _fault(name: str, expected: np.ndarray, tensor: np.ndarray | None) -> str:
+    if tensor is None:
         return f"'{name}': expected shape {expected.shape}, seen none"
-    if seen.shape != expected.shape:
-        return f"'{name}': expected shape {expected.shape}, seen {seen.shape}"
-    if not np.issubdtype(seen.dtype, np.floating):
-        return f"'{name}': expected floating point, seen {seen.dtype}"
+    if tensor.shape != expected.shape:
+        return f"'{name}': expected shape {expected.shape}, seen {tensor.shape}"
+    if not np.issubdtype(tensor.dtype, np.floating):
+        return f"'{name}': expected floating point, seen {tensor.dtype}"
     return ""

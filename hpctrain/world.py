@@ -1,4 +1,4 @@
-"""The World: what `init()` made. Ranks, hosts, device, the main thread's link, what MPI allows.
+"""The World that `init()` returns: ranks, hosts, device, the main thread's link, MPI's abilities.
 
 Order of start, see `init`: bind cores and BLAS, make the GPU current, initialise MPI.
 """
@@ -35,31 +35,33 @@ from hpctrain.watch import Record, Watch, record_path
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 300.0
-Report = Callable[[str], None]  #: is given the text that names the ranks of a hung job
+Report = Callable[[str], None]  #: called with the text that names the ranks of a hung job
 
 
 @dataclass
 class World:
-    """All ranks, seen from one of them."""
+    """All ranks, from the point of view of one of them."""
 
     link: Link  #: the main thread's; others are made by `link_for`
     hosts: tuple[str, ...]  #: of each rank
     local_rank: int = 0
     concurrent: bool = True  #: whether several threads may communicate at once
     transport: str = "local"
-    record: Record | None = None  #: where links write what they wait for; None among threads
+    record: Record | None = None  #: of the link operations that wait; None among threads
     gpu: gpus.Gpu | None = None  #: the one this rank computes on; None: on its cores
     places: tuple[Place, ...] = ()  #: of each rank: its node, and its GPU where it has one
-    verdict: Verdict = STAGED  #: which way GPU memory takes between ranks
-    seats: tuple[Seated, ...] = ()  #: of each rank, as it took it; none among threads
-    trace: Trace = field(default_factory=Trace)  #: where threads note what they did
-    last_words: Callable[[BaseException], Any] | None = None  #: takes down why this rank ends
-    others: dict[str, list[Link]] = field(default_factory=dict)  #: by what they are for
+    verdict: Verdict = STAGED  #: the path of GPU memory between ranks
+    seats: tuple[Seated, ...] = ()  #: of each rank, as bound at the start; none among threads
+    trace: Trace = field(default_factory=Trace)  #: of the spans of all threads
+    last_words: Callable[[BaseException], Any] | None = (
+        None  #: records the reason why this rank ends
+    )
+    others: dict[str, list[Link]] = field(default_factory=dict)  #: by their purpose
     main: Group = field(init=False)  #: all ranks, for the main thread; its scratch is kept
-    memory: Memory = field(init=False)  #: what the ranks of this node see of each other
+    memory: Memory = field(init=False)  #: memory shared by the ranks of this node
 
     def __post_init__(self) -> None:
-        """Find the neighbours, and let rank 0 decide what `auto` takes; collective."""
+        """Find the node's ranks, and let rank 0 decide the choices of `auto`; collective."""
         self.places = self.places or tuple(Place(host, "") for host in self.hosts)
         main = over_nodes(self.link, self.host)
         node = main.links[1]
@@ -67,7 +69,7 @@ class World:
         self.memory = Memory(node, gather)
         gpus_here = [place.gpu for place in self.places if place.node == self.host]
         self.memory.gpu = arenas_of(node, gather, gpus_here)
-        # Ranks that are threads of one process must let each other run.
+        # Ranks that are threads of one process must yield to each other.
         over_mpi = self.transport == "mpi"
         main = replace(main, memory=self.memory, spins=over_mpi)
         self.main = with_choices(main, over_mpi, self.gpus)
@@ -86,29 +88,29 @@ class World:
 
     @property
     def device(self) -> str:
-        """What this rank computes on: "cpu", or "gpu N, UUID" with CUDA's number for it here."""
+        """The device of this rank: "cpu", or "gpu N, UUID" with CUDA's number on this node."""
         return "cpu" if self.gpu is None else str(self.gpu)
 
     @property
     def gpus(self) -> Gpus | None:
-        """Those of all ranks, for `auto`; None unless each has one."""
+        """The GPUs of all ranks, for `auto`; None unless each rank has one."""
         if self.gpu is None or not all(place.gpu for place in self.places):
             return None
-        seen = self.memory.gpu is not None and self.memory.gpu.shares
-        return Gpus(gpus.model(self.gpu.ordinal), self.places, self.verdict, seen)
+        shares = self.memory.gpu is not None and self.memory.gpu.shares
+        return Gpus(gpus.model(self.gpu.ordinal), self.places, self.verdict, shares)
 
     def zeros(self, length: int, dtype: np.typing.DTypeLike = np.float32) -> np.ndarray:
-        """Return zeros (length,) which the node's ranks see: sums over them are fastest.
+        """Return zeros (length,) in memory shared by the node's ranks: sums over them are fastest.
 
-        Collective: all ranks ask for as much, in the same order. Without node memory they are this
-        rank's alone.
+        Collective: all ranks call with the same length, in the same order. Without node memory the
+        array is private to this rank.
         """
         return self.memory.zeros(length, dtype)
 
     def group_for(self, purpose: str, alone: bool = False) -> Group:
         """Return another thread's group of all ranks; collective.
 
-        `alone`: no other thread computes while this one communicates, so it may keep looking.
+        `alone`: no other thread computes while this one communicates, so it may spin.
         """
         group = over_nodes(self.link.split(0, self.rank), self.host)
         self._noted(purpose, *group.links)
@@ -120,11 +122,11 @@ class World:
         return self._noted(purpose, self.link.split(color, self.rank))[0]
 
     def view_for(self, purpose: str, link: Link) -> Link:
-        """Return `link` for a second thread: of the two, one only sends, one only receives."""
+        """Return a view of `link` for a second thread: one of the two sends, one receives."""
         return self._noted(purpose, link.view())[0]
 
     def fail(self, error: BaseException) -> None:
-        """End the job, for a thread beside the main one in which something went wrong."""
+        """End the job because of an error in a thread other than the main one."""
         try:
             if self.last_words is not None:
                 self.last_words(error)
@@ -135,7 +137,7 @@ class World:
                 fail_alone(error)
 
     def _noted(self, purpose: str, *links: Link) -> list[Link]:
-        """Return `links`, which note in the record from now on what one thread waits for."""
+        """Return `links`, which from now on record the operations that a thread waits for."""
         self.others[purpose] = list(links)
         if self.record is not None:
             self._write_into(self.record)
@@ -145,18 +147,18 @@ class World:
         """Return every rank's `text`."""
         return [b.decode() for b in collectives.all_gather_bytes(self.link, text.encode())]
 
-    def must_agree(self, said: str, what: str) -> None:
-        """Raise UsageError on every rank, naming those that differ, unless all `said` the same."""
-        all_said = self.gather(said)
-        wrong = [rank for rank, one in enumerate(all_said) if one != all_said[0]]
+    def must_agree(self, text: str, subject: str) -> None:
+        """Raise UsageError on every rank, naming those that differ, unless all texts are equal."""
+        texts = self.gather(text)
+        wrong = [rank for rank, other in enumerate(texts) if other != texts[0]]
         if wrong:
             raise UsageError(
-                f"{what} must be the same on all ranks; rank 0 has {all_said[0]}, but "
-                + "; ".join(f"rank {rank} has {all_said[rank]}" for rank in wrong[:8])
+                f"{subject} must be the same on all ranks; rank 0 has {texts[0]}, but "
+                + "; ".join(f"rank {rank} has {texts[rank]}" for rank in wrong[:8])
             )
 
     def together(self, function: Callable[[], T]) -> T:
-        """Return `function()`; if it raises one of our errors on any rank, all raise it."""
+        """Return `function()`; if it raises an HpctrainError on any rank, all ranks raise it."""
         try:
             result, fault = function(), ""
         except HpctrainError as error:
@@ -174,9 +176,10 @@ class World:
 
     @contextmanager
     def watched(self, run: Path, timeout_s: float, on_hang: Report | None = None) -> Iterator[None]:
-        """Write what this rank does into the run's folder; when it hangs, end the job.
+        """Record this rank's state in the run's folder; when it hangs, end the job.
 
-        `on_hang`, called on every rank, does so for those who train no steps: none is a first one.
+        `on_hang`, called on every rank, replaces that for jobs without training steps, and so
+        without a longer limit for the first.
         """
         if self.record is None:
             yield
@@ -201,7 +204,7 @@ class World:
             raise UsageError(f"nothing can be written in {directory}: {error.strerror}") from None
 
     def _write_into(self, record: Record) -> None:
-        """Let every thread's link note in `record` what it waits for."""
+        """Let every thread's link record in `record` the operation it waits for."""
         self.record = record
         for thread, links in {"main": self.main.links, **self.others}.items():
             for link in links:
@@ -214,16 +217,16 @@ _world: World | None = None
 def init(device: gpus.Device = "auto", timeout_s: float = DEFAULT_TIMEOUT_S) -> World:
     """Bind cores and GPU, start MPI and return the World; a second call returns the same one.
 
-    `device`: "cpu", "gpu", or "auto", a GPU where CuPy and CUDA find one. `timeout_s`: how long to
+    `device`: "cpu", "gpu", or "auto", a GPU where CuPy and CUDA find one. `timeout_s`: limit of a
     wait for other ranks, at the start and outside of a training run. Without a launcher this is a
     world of one rank. Raises UsageError if the launcher belongs to another MPI than the one
-    that mpi4py loads, or if a "gpu" is not to be had.
+    that mpi4py loads, or if a "gpu" is not available.
     """
     global _world
     if _world is None:
         try:
             _world = _over_mpi(device, timeout_s)
-        except UsageError as error:  # most likely on all ranks: one will tell
+        except UsageError as error:  # most likely on all ranks: one reports it
             sys.excepthook = partial(_uncaught, refused=error)
             raise
         atexit.register(finish)
@@ -236,34 +239,34 @@ def init(device: gpus.Device = "auto", timeout_s: float = DEFAULT_TIMEOUT_S) -> 
 def over_threads(link: Link, hosts: Sequence[str] = ()) -> World:
     """Return the World of a rank that is a thread, see `transport.local.run_ranks`; collective.
 
-    `hosts` of the ranks may be made up: then those on one host are a node.
+    `hosts` of the ranks may be invented: ranks of one host are a node.
     """
     hosts = tuple(hosts) or (socket.gethostname(),) * link.size
     return World(link, hosts, hosts[: link.rank].count(hosts[link.rank]))
 
 
 def current() -> World | None:
-    """Return what `init()` made, None before."""
+    """Return the World of `init()`, None before that call."""
     return _world
 
 
 def finish() -> None:
-    """End MPI when every rank has come here; a script that called `init` does so at its end."""
+    """Finalize MPI once every rank has called this; a script that called `init` does so at exit."""
     if _world is None:
         return
     from hpctrain.transport import mpi
 
     if mpi.running():
-        _world.link.barrier()  # on our own link: the watch sees who is missing
+        _world.link.barrier()  # on our own link: the watch names the missing ranks
         mpi.finalize()
 
 
 def fail_alone(error: BaseException) -> None:
-    """Show where this rank failed, and end the job: the others wait for it."""
+    """Print this rank's error, and abort the job: the other ranks wait for this one."""
     if _world is None:
-        who = ends.refuser(error) if isinstance(error, UsageError) else ""
-        if who is not None:
-            ends.say(error, f"{who}, before MPI was started".removeprefix(", "))
+        prefix = ends.refuser(error) if isinstance(error, UsageError) else ""
+        if prefix is not None:
+            ends.say(error, f"{prefix}, before MPI was started".removeprefix(", "))
         return
     ends.say(error, f"rank {_world.rank} on {_world.host}", _world.rank, _world.size)
     if _world.size > 1:
@@ -276,9 +279,9 @@ def _uncaught(
     trace: object,
     refused: BaseException | None = None,
 ) -> None:
-    """Show an error that nobody caught; end with its exit code, also where one rank is all.
+    """Print an uncaught error; exit with its code, also in a world of one rank.
 
-    What `init` has `refused` needs no traceback: it is no fault of the script.
+    An error that `init` has `refused` needs no traceback: the script is not at fault.
     """
     if error is refused:
         ends.refuse(error, str(error))
@@ -292,8 +295,8 @@ def _over_mpi(device: gpus.Device, timeout_s: float) -> World:
     from hpctrain.transport.probe import knows_pmix, loaded_mpi
 
     launched = launchers.launched(os.environ)
-    taken = seat.take(launched, device)
-    mpi_is = loaded_mpi()  # says what is missing where there is no MPI
+    own_seat = seat.take(launched, device)
+    mpi_is = loaded_mpi()  # its error names what is missing without MPI
     no_pmix = launchers.pmix_alone(os.environ) and not knows_pmix(mpi_is)
     daemons = launchers.of_daemons(os.environ)
     if wrong := launchers.unstartable(launched, mpi_is.vendor, mpi_is.libmpi, no_pmix, daemons):
@@ -305,15 +308,15 @@ def _over_mpi(device: gpus.Device, timeout_s: float) -> World:
     link = mpi.start(record.entry("main"), timeout_s)
     segments.announce()
     if wrong := launchers.mismatch(launched, link.size, mpi_is.vendor, mpi_is.libmpi):
-        if link.size == 1:  # where several were mixed up, some would wait for each other for ever
+        if link.size == 1:  # several ranks of different jobs would wait for each other for ever
             mpi.finalize()
         raise UsageError(wrong)
     gather = partial(collectives.all_gather_bytes, link)
     host = seat.node(gather, link.rank)
-    places, verdict, seats = seat.told(link, gather, host, taken)
-    hosts, several = tuple(one.host for one in seats), mpi.concurrent()
+    places, verdict, seats = seat.told(link, gather, host, own_seat)
+    hosts, several = tuple(seated.host for seated in seats), mpi.concurrent()
     local = hosts[: link.rank].count(host)
-    world = World(link, hosts, local, several, "mpi", record, taken.gpu, places, verdict, seats)
+    world = World(link, hosts, local, several, "mpi", record, own_seat.gpu, places, verdict, seats)
     tell = partial(ends.hung, link.rank, None)
-    Watch(record, None, timeout_s, tell, first_step_factor=1)  # no steps are told here
+    Watch(record, None, timeout_s, tell, first_step_factor=1)  # no steps are recorded yet
     return world

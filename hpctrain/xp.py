@@ -1,8 +1,8 @@
 """Which library an array belongs to; the one place outside the wire that knows CuPy exists.
 
-All that is done to arrays is written once, for NumPy and CuPy alike, by the functions that
-`namespace` returns. What only a device has (streams, kernels of one's own, another memory) has a
-word here that does nothing to arrays of the host.
+Array code is written once, for NumPy and CuPy alike, with the functions of the module that
+`namespace` returns. Features of devices alone (streams, own kernels, another memory) have functions
+here that do nothing to arrays of the host.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import numpy as np
 from hpctrain.errors import GpuMemoryError
 
 Array = Any  #: a numpy.ndarray or a cupy.ndarray; no type says "either" without importing CuPy
-Event = Any  #: how far a device has come with its work, as `event` returns it; None: no device
+Event = Any  #: a point in a stream, as `event` returns it; None: no device
 
 
 def namespace(x: Array) -> Any:
     """Return the module, `numpy` or `cupy`, whose functions take the array `x`."""
-    # Whoever holds a CuPy array has imported CuPy already, so looking is enough: an import here
+    # A caller with a CuPy array has imported CuPy already, so sys.modules is enough: an import
     # would cost every CPU run a second and start CUDA before a device is chosen.
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(x, cupy.ndarray):
@@ -54,7 +54,7 @@ def to_host(x: Array, out: np.ndarray | None = None) -> np.ndarray:
 def like(x: Array, values: Any, dtype: Any = None) -> Array:
     """Return `values`, of the host or of a device, as an array where `x` is, of `dtype` or `x`'s.
 
-    What is there already in that dtype is returned itself.
+    An array already in that memory and dtype is returned itself.
     """
     xp, dtype = namespace(x), np.dtype(x.dtype if dtype is None else dtype)
     if xp is np:
@@ -117,40 +117,40 @@ def _raw_kernel(cupy: Any, source: str, name: str) -> Callable[..., None]:
 
 
 def fetch(x: Array) -> Callable[[], np.ndarray]:
-    """Begin to bring small `x` to the host; return what waits for it and for nothing behind it."""
+    """Begin to copy small `x` to the host; return a function that waits for the copy alone."""
     if not on_device(x):
         return lambda: x
     stream, host = namespace(x).cuda.get_current_stream(), pinned_like(x)
     x.get(out=host, blocking=False)
-    there = stream.record()
+    copied = stream.record()
 
     def arrived() -> np.ndarray:
-        there.synchronize()
+        copied.synchronize()
         return host
 
     return arrived
 
 
 def pinned_like(x: Array) -> np.ndarray:
-    """Return memory of the host for `x` of a device, whose copies to it hold up nobody."""
+    """Return pinned memory of the host for `x` of a device: copies to it are asynchronous."""
     return np.frombuffer(pinned(x.nbytes), x.dtype, x.size).reshape(x.shape)
 
 
 def event(x: Array) -> Event:
-    """Take note of how far this thread's stream has come; None if `x` is of the host."""
+    """Record an event in this thread's stream; None if `x` is of the host."""
     return namespace(x).cuda.get_current_stream().record() if on_device(x) else None
 
 
 def wait_for(event: Event) -> None:
-    """Let what this thread's stream does from now on come after `event`; the host goes on."""
+    """Order later work of this thread's stream after `event`; the host does not wait."""
     if event is not None:
         sys.modules["cupy"].cuda.get_current_stream().wait_event(event)
 
 
 def finish(x: Array) -> None:
-    """Return once this thread's stream has done all it was given, if `x` is on a device.
+    """Wait for all work of this thread's stream, if `x` is on a device.
 
-    Before that, whoever takes the address of `x` (MPI, a neighbour) may find what was there before.
+    Before that, a reader by the address of `x` (MPI, another rank) may find its old contents.
     """
     if on_device(x):
         namespace(x).cuda.get_current_stream().synchronize()
@@ -159,16 +159,16 @@ def finish(x: Array) -> None:
 def own_stream(x: Array) -> AbstractContextManager[Any]:
     """Give this thread a stream of its own, on the device of `x`, within the block.
 
-    A thread begins with the first device and its common stream: whatever it does with arrays on a
+    A thread begins with the first device and its default stream: all its work with arrays on a
     device belongs in such a block.
     """
     return _own_stream(x) if on_device(x) else nullcontext()
 
 
 def another_stream(x: Array) -> AbstractContextManager[Any]:
-    """Return a stream of this thread's, on the device of `x`; within the block it is the current.
+    """Return a new stream on the device of `x`; within the block it is the current one.
 
-    It can be entered again and again.
+    It can be entered any number of times.
     """
     with x.device:
         stream: AbstractContextManager[Any] = namespace(x).cuda.Stream(non_blocking=True)
@@ -188,11 +188,11 @@ def _own_stream(x: Array) -> Iterator[None]:
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Say whether the current device may make products of float32 of 10 bits of mantissa.
+    """Set whether the current device may multiply float32 with 10 bits of mantissa.
 
-    It holds for all that this process multiplies from now on. CUPY_TF32 would not: CuPy reads it
-    at its first product. A device older than Ampere has no such products; there CuPy warns, and
-    makes them of all bits.
+    It applies to all later products of this process. CUPY_TF32 would not: CuPy reads it at its
+    first product. A device older than Ampere has no such products; there CuPy warns, and uses all
+    bits.
     """
     products = sys.modules["cupy"]._core._routines_linalg
     kind = products.COMPUTE_TYPE_TF32 if allowed else products.COMPUTE_TYPE_DEFAULT
@@ -207,7 +207,7 @@ def zeros(length: int, dtype: Any) -> Array:
 def pinned(nbytes: int) -> Any:
     """Return memory of the host, at least a byte, that a device copies from and to by itself.
 
-    Raises GpuMemoryError where there is none left.
+    Raises GpuMemoryError if there is none left.
     """
     cupy = sys.modules["cupy"]
     try:
@@ -223,33 +223,33 @@ def pinned(nbytes: int) -> Any:
         ) from error
 
 
-#: What CuPy, CUDA and cuBLAS say where a device has too little memory.
+#: The messages of CuPy, CUDA and cuBLAS about a lack of device memory.
 _SHORT = re.compile(
     r"Out of memory allocating ([\d,]+) bytes"
     r"|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|CUBLAS_STATUS_ALLOC_FAILED"
 )
 
 
-def shortage(error: BaseException, asked: int | None = None) -> GpuMemoryError | None:
-    """Return what is to be said of an `error` for want of memory on a device; None of any other.
+def shortage(error: BaseException, nbytes: int | None = None) -> GpuMemoryError | None:
+    """Convert a CUDA out-of-memory error to GpuMemoryError; return None for other errors.
 
-    `asked`: how many bytes, where CUDA does not tell.
+    `nbytes`: the bytes requested, in case CUDA does not report them.
     """
     if isinstance(error, GpuMemoryError):
         return error
-    found = _SHORT.search(str(error))
-    if found is None or "cupy" not in sys.modules:
+    match = _SHORT.search(str(error))
+    if match is None or "cupy" not in sys.modules:
         return None
-    wanted = found[1] or ("a number of" if asked is None else f"{asked:,}")
+    amount = match[1] or ("a number of" if nbytes is None else f"{nbytes:,}")
     return GpuMemoryError(
-        f"{_room()}: {wanted} bytes asked. Take a smaller batch or more [optimizer] "
+        f"{_room()}: {amount} bytes asked. Take a smaller batch or more [optimizer] "
         "micro_batches, [run] precision = 'bf16', or fewer ranks per GPU"
     )
 
 
 @contextmanager
-def shortage_told() -> Iterator[None]:
-    """Raise GpuMemoryError for what CuPy or CUDA raises for want of memory within the block."""
+def shortage_raised() -> Iterator[None]:
+    """Raise GpuMemoryError for an out-of-memory error of CuPy or CUDA within the block."""
     try:
         yield
     except Exception as error:
@@ -259,12 +259,12 @@ def shortage_told() -> Iterator[None]:
 
 
 def _room() -> str:
-    """Return how much memory the current device has left, and how much of it is this process's."""
+    """Return a sentence on the free memory of the current device, and on that of this process."""
     cupy = sys.modules["cupy"]
     try:
         device, (free, whole) = cupy.cuda.runtime.getDevice(), cupy.cuda.runtime.memGetInfo()
-    except cupy.cuda.runtime.CUDARuntimeError:  # no room for what CUDA itself needs
+    except cupy.cuda.runtime.CUDARuntimeError:  # too little memory for CUDA itself
         return "out of memory on a GPU that does not tell how much is free"
     held = cupy.get_default_memory_pool().total_bytes()
-    told = f"{free:,} of {whole:,} bytes free now, {held:,} held by this rank's arrays"
-    return f"GPU {device} is out of memory ({told})"
+    usage = f"{free:,} of {whole:,} bytes free now, {held:,} held by this rank's arrays"
+    return f"GPU {device} is out of memory ({usage})"

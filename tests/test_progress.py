@@ -12,7 +12,7 @@ from hpctrain.cluster import launch
 @pytest.mark.parametrize(("terminal", "drawn"), [("100", True), ("", False)])
 def test_the_bar_is_drawn_where_launch_says_somebody_watches(monkeypatch, capsys, terminal, drawn):
     monkeypatch.setenv(progress.TERMINAL, terminal)
-    bar = progress.Bar("digits", 0, 720, shown=True)
+    bar = progress.Bar("digits", 0, 720, visible=True)
     bar.show(360, 30, 0.1234, 56_789.0)
     bar.close(720)
     said = capsys.readouterr().err
@@ -23,7 +23,7 @@ def test_the_bar_is_drawn_where_launch_says_somebody_watches(monkeypatch, capsys
 
 def test_ranks_that_do_not_speak_draw_nothing(monkeypatch, capsys):
     monkeypatch.setenv(progress.TERMINAL, "100")
-    bar = progress.Bar("digits", 0, 720, shown=False)
+    bar = progress.Bar("digits", 0, 720, visible=False)
     bar.show(360, 30, 0.1234, 56_789.0)
     bar.close(720)
     assert capsys.readouterr().err == ""
