@@ -1,4 +1,4 @@
-"""Which samples exist, and which rank reads which of them."""
+"""Data sets, and the assignment of their samples to ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = [
 
 
 class Source(Protocol):
-    """Options that know how to load what they describe."""
+    """Options of a data set, which load it."""
 
     def load(self, seed: int) -> Split:
         """Return the data set; raise UsageError if it cannot be read."""

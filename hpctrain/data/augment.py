@@ -1,6 +1,6 @@
-"""Images moved and mirrored by chance: other ones in each epoch, the same on any number of ranks.
+"""Images shifted and mirrored at random: anew in each epoch, the same on any number of ranks.
 
-What happens to a sample is a function of (seed, epoch, its index in the set): word number `index`
+The change of a sample is a function of (seed, epoch, its index in the set): word number `index`
 of a Philox stream keyed by (seed, epoch) (Salmon et al., 2011). No rank draws for another, and
 there is no state to save.
 
@@ -18,15 +18,15 @@ from hpctrain import config
 from hpctrain.data.dataset import Samples, Split
 from hpctrain.errors import UsageError
 
-# Keeps this stream apart from that of `sampler.order`, which has the same key.
+# Separates this stream from that of `sampler.order`, which has the same key.
 _STREAM = (0, 0, 0, 2)
 
 
 class Augmented:
-    """`samples`, images (h, w) or (h, w, channels), changed by chance when read."""
+    """`samples`, images (h, w) or (h, w, channels), changed at random when read."""
 
     def __init__(self, samples: Samples, seed: int, shift: int, flip: bool) -> None:
-        """Move each image by up to `shift` pixels in both directions; `flip` left-right by half."""
+        """Shift each image by up to `shift` pixels in both directions; `flip` half of them."""
         if len(samples.sample_shape) not in (2, 3):
             raise UsageError(
                 "[data] shift and flip: expected images (h, w) or (h, w, channels), seen samples "
@@ -65,9 +65,9 @@ def words(seed: int, epoch: int, n: int) -> np.ndarray:
 
 
 def shifted(x: np.ndarray, down: np.ndarray, right: np.ndarray, middle: int) -> np.ndarray:
-    """Return images x (n, h, w, ...) moved by (down - middle, right - middle), each its own way.
+    """Return images x (n, h, w, ...) shifted by (down - middle, right - middle), per image.
 
-    What comes in at the border is 0.
+    Pixels from beyond the border are 0.
     """
     edges = [(0, 0), (middle, middle), (middle, middle), *[(0, 0)] * (x.ndim - 3)]
     windows = np.lib.stride_tricks.sliding_window_view(np.pad(x, edges), x.shape[1:3], (1, 2))

@@ -1,6 +1,6 @@
-"""What training and evaluation read from: samples with their labels.
+"""Data sets of training and evaluation: samples with their labels.
 
-`Dataset` holds them in memory and checks them once when made; classes beside it read files.
+`Dataset` holds them in memory and checks them once when made; other modules read files.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 
 from hpctrain.errors import UsageError
 
-PIECE = 1024  #: samples read at once where all of them are wanted, one after the other
-LABELS = 1 << 20  #: labels looked at once: they may lie in a file
+PIECE = 1024  #: samples read at once in a pass over all of them
+LABELS = 1 << 20  #: labels checked at once: they may lie in a file
 
 
 @runtime_checkable
 class Samples(Protocol):
-    """A data set, wherever it lies; a user's own class may be one."""
+    """A data set, in memory or in files; a user's own class may be one."""
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
@@ -31,8 +31,8 @@ class Samples(Protocol):
     def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Return new arrays (x, y) of the samples at `indexes`, and read no others.
 
-        `epoch` is for sets that change their samples by chance: each time by another. Both must
-        be a function of the arguments alone. Called by one thread, not always the main one.
+        `epoch` is for sets that change their samples at random, anew in each epoch. Both must be a
+        function of the arguments alone. Called by one thread, not always the main one.
         """
 
 
@@ -40,7 +40,7 @@ class Samples(Protocol):
 class Dataset:
     """Samples `x` (n, ...), real and finite, and their labels `y`, int64 (n,), from 0.
 
-    Raises UsageError when lengths, dtypes or values are not as said.
+    Raises UsageError if lengths, dtypes or values differ from that.
     """
 
     x: np.ndarray
@@ -92,7 +92,7 @@ def split(train: Samples, test: Samples | None, source: str, classes: int | None
     """Return the Split; `classes` is one more than the largest training label unless given.
 
     Raises UsageError, which begins with `source`, when samples of the two sets have different
-    shapes, or a label of a Dataset is beyond the classes: others see to that when they read.
+    shapes, or a label of a Dataset is beyond the classes: other Samples check that when they read.
     """
     if classes is None:
         if not isinstance(train, Dataset):
@@ -110,7 +110,7 @@ def split(train: Samples, test: Samples | None, source: str, classes: int | None
 
 
 def beyond(y: np.ndarray, classes: int) -> str | None:
-    """Return what is said of the first label that is not in 0 .. classes - 1; None if all are."""
+    """Return a message about the first label that is not in 0 .. classes - 1; None if all are."""
     for start in range(0, len(y), LABELS):
         block = y[start : start + LABELS].astype(np.int64)
         wrong = (block < 0) | (block >= classes)
@@ -124,7 +124,7 @@ def beyond(y: np.ndarray, classes: int) -> str | None:
 
 
 def faults_of(x: np.ndarray, y: np.ndarray) -> str | None:
-    """Return what is wrong with the shapes and dtypes of samples and labels; None for nothing."""
+    """Return the first fault in the shapes and dtypes of samples and labels; None if valid."""
     if not isinstance(x, np.ndarray) or x.ndim < 2:
         return f"x is {_kind(x)}; expected an array (samples, ...) of 2 dims or more"
     if x.dtype.kind not in "fiub":
@@ -142,12 +142,14 @@ def _values_of(x: np.ndarray, y: np.ndarray) -> str | None:
     if not np.isfinite(x).all():
         first = np.argwhere(~np.isfinite(x))[0]
         return f"x holds {x[tuple(first)]} in sample {first[0]}; expected finite numbers: clean it"
-    # Seen as int64, as it will be used: labels of uint64 beyond 2**63 show here too.
+    # As int64, as in use: labels of uint64 beyond 2**63 are negative, too.
     if y.astype(np.int64).min() < 0:
         bad = int(np.argmax(y.astype(np.int64) < 0))
         return f"y holds label {y[bad]} in sample {bad}; expected labels from 0: number them anew"
     return None
 
 
-def _kind(seen: object) -> str:
-    return f"of shape {seen.shape}" if isinstance(seen, np.ndarray) else f"a {type(seen).__name__}"
+def _kind(value: object) -> str:
+    return (
+        f"of shape {value.shape}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+    )

@@ -36,9 +36,9 @@ class IdxOptions(AugmentOptions):
     test_labels: str | None = None
 
     def load(self, seed: int) -> Split:
-        """Return the sets; bytes are handed out as float32 in 0 .. 1, other numbers as they are.
+        """Return the sets; bytes are returned as float32 in 0 .. 1, other numbers unchanged.
 
-        Raises UsageError, which names the file, what was expected and what was seen.
+        Raises UsageError with the file, the expected and the actual contents.
         """
         if (self.test_images is None) != (self.test_labels is None):
             raise UsageError("[data] expected test_images and test_labels, seen one of them")
@@ -58,7 +58,7 @@ def _stored(images: str, labels: str, y: np.ndarray, classes: int) -> Stored:
 
 
 def _labels(name: str) -> np.ndarray:
-    """Return the labels of a file, all read: of a byte each they take no room."""
+    """Return all labels of a file, in memory: usually a byte each."""
     y = read(name)
     if y.ndim != 1 or y.dtype.kind not in "iu" or not len(y):
         raise UsageError(
@@ -73,7 +73,7 @@ def _labels(name: str) -> np.ndarray:
 def read(name: str) -> np.ndarray:
     """Return the array of an IDX file, in the file's dtype; mapped where it is not gzipped.
 
-    Raises UsageError, which says what was seen instead.
+    Raises UsageError with the actual contents.
     """
     path = expanded(name)
     with open_regular(path) as file:
@@ -108,7 +108,7 @@ def _header(path: Path, file: Stream) -> tuple[np.dtype, tuple[int, ...]]:
 
 
 def _looks(start: bytes) -> str:
-    """Return the beginning of a file in words: whether it is text shows at once."""
+    """Return the beginning of a file for a message: as text if it is ASCII, else as bytes."""
     try:
         text = start[:60].decode("ascii")
     except UnicodeDecodeError:

@@ -41,7 +41,7 @@ class NpyOptions(AugmentOptions):
     classes: Annotated[int, pydantic.Field(ge=1)]
 
     def load(self, seed: int) -> Split:
-        """Return sets that read when asked; UsageError names the file, what it expected and saw."""
+        """Return sets that read their files lazily; UsageError names the file and the fault."""
         if (self.x_test is None) != (self.y_test is None):
             raise UsageError("[data] expected x_test and y_test, seen one of them")
         train, test = self._stored(self.x, self.y), None
@@ -66,22 +66,22 @@ def _mapped(name: str) -> np.ndarray:
         return mapped(file, path, dtype, shape, file.tell())
 
 
-def header(file: IO[bytes], where: str, hint: str) -> tuple[tuple[int, ...], bool, np.dtype]:
+def header(file: IO[bytes], prefix: str, hint: str) -> tuple[tuple[int, ...], bool, np.dtype]:
     """Return shape, Fortran order and dtype of the array whose bytes then follow in `file`.
 
-    Raises UsageError, which begins with `where`, for what is no header, or not one of numbers.
+    Raises UsageError, which begins with `prefix`, for an invalid header, or one not of numbers.
     """
     try:
         shape, fortran, dtype = _parsed(file)
-    except Exception as error:  # NumPy promises none; RecursionError and MemoryError come too
-        seen = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(f"{where}, seen: {seen}; {hint}") from None
+    except Exception as error:  # NumPy documents none; RecursionError and MemoryError occur, too
+        fault = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(f"{prefix}, seen: {fault}; {hint}") from None
     if dtype.hasobject:
-        raise UsageError(f"{where} of numbers, seen Python objects; {hint}")
+        raise UsageError(f"{prefix} of numbers, seen Python objects; {hint}")
     if dtype.names or dtype.subdtype or not dtype.itemsize:
-        raise UsageError(f"{where} of numbers, seen {brief(dtype)}; {hint}")
+        raise UsageError(f"{prefix} of numbers, seen {brief(dtype)}; {hint}")
     if any(dim < 0 for dim in shape):
-        raise UsageError(f"{where} with dims of 0 or more, seen {brief(shape)}; {hint}")
+        raise UsageError(f"{prefix} with dims of 0 or more, seen {brief(shape)}; {hint}")
     return tuple(map(int, shape)), fortran, dtype
 
 
@@ -101,7 +101,7 @@ def _parsed(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 def _retried(parse: Callable[..., Any], text: bytes) -> Any:
-    """Return `parse` of `text`, tried again where CPython 3.11 fails for no fault of the text.
+    """Return `parse` of `text`, retried because of a bug in CPython 3.11.
 
     It miscounts the depth of an expression while two threads parse one each (gh-106905).
     """

@@ -24,12 +24,12 @@ _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  #: those that NumPy write
 
 @config.options
 class NpzOptions(AugmentOptions):
-    """`[data] kind = "npz"`: the file at `path`, seen from where the job was started."""
+    """`[data] kind = "npz"`: the file at `path`, relative to the job's start folder."""
 
     path: str
 
     def load(self, seed: int) -> Split:
-        """Return what the file holds; UsageError names the file, what was expected and seen."""
+        """Return the arrays of the file as sets; UsageError names the file and the fault."""
         arrays = _read(expanded(self.path))
         train = _pair(arrays, "x", "y", self.path)
         test = _pair(arrays, "x_test", "y_test", self.path) if "x_test" in arrays else None
@@ -43,21 +43,21 @@ def _pair(arrays: dict[str, np.ndarray], x: str, y: str, path: str) -> Dataset:
 def _read(path: Path) -> dict[str, np.ndarray]:
     with open_regular(path) as file:
         try:
-            if file.read(4) not in _MAGIC:  # zipfile would take any bytes in front
+            if file.read(4) not in _MAGIC:  # zipfile accepts any bytes in front
                 raise zipfile.BadZipFile("it does not begin as a zip file does")
             with zipfile.ZipFile(file) as archive:
                 names = {name.removesuffix(".npy"): name for name in archive.namelist()}
                 return {key: _array(path, archive, names[key]) for key in _keys(path, list(names))}
         except UsageError:
             raise
-        except Exception as error:  # zipfile and zlib promise none for bytes changed at random
+        except Exception as error:  # zipfile and zlib document none for damaged bytes
             raise UsageError(
                 f"{path}: expected a whole .npz file, seen: {error}; copy it again, or {_HINT}"
             ) from None
 
 
 def _array(path: Path, archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """Return an array of the archive, of which no more is unpacked than its header tells."""
+    """Return an array of the archive; no more is unpacked than its header announces."""
     if archive.getinfo(name).compress_type not in _METHODS:
         raise UsageError(f"{path}: expected '{name}' stored or deflated, seen otherwise; {_HINT}")
     with archive.open(name) as stream:
@@ -67,19 +67,19 @@ def _array(path: Path, archive: zipfile.ZipFile, name: str) -> np.ndarray:
         return unpacked(stream, f"{path}: {name}", dtype, shape[::-1]).transpose()
 
 
-def _keys(path: Path, seen: list[str]) -> list[str]:
-    # Half a test set is a slip, so one of its arrays asks for the other.
-    test = ["x_test", "y_test"] if {"x_test", "y_test"} & set(seen) else []
+def _keys(path: Path, names: list[str]) -> list[str]:
+    # Half a test set is a mistake, so one of its arrays requires the other.
+    test = ["x_test", "y_test"] if {"x_test", "y_test"} & set(names) else []
     keys = ["x", "y", *test]
     for key in keys:
-        if key not in seen:
-            raise UsageError(_missing(path, key, seen))
+        if key not in names:
+            raise UsageError(_missing(path, key, names))
     return keys
 
 
-def _missing(path: Path, key: str, seen: list[str]) -> str:
-    folded = {name.casefold(): name for name in seen if name not in _KEYS}
-    near = difflib.get_close_matches(key, folded, n=1, cutoff=0.2)
-    hint = f"is it '{folded[near[0]]}'? then rename that" if near else _HINT
-    listed = ", ".join(seen[:10]) + f" and {len(seen) - 10} more" * (len(seen) > 10)
+def _missing(path: Path, key: str, names: list[str]) -> str:
+    folded = {name.casefold(): name for name in names if name not in _KEYS}
+    nearest = difflib.get_close_matches(key, folded, n=1, cutoff=0.2)
+    hint = f"is it '{folded[nearest[0]]}'? then rename that" if nearest else _HINT
+    listed = ", ".join(names[:10]) + f" and {len(names) - 10} more" * (len(names) > 10)
     return f"{path}: expected an array '{key}', seen: {listed or 'none'}; {hint}"

@@ -1,7 +1,7 @@
-"""Reading ahead: a thread reads the batches to come while the present one is computed.
+"""Prefetching: a thread reads the next batches during the compute of the present one.
 
-It changes nothing but the time: batches come in the order of the steps, each read once, and what
-goes wrong is raised where the batch would have been used.
+It changes nothing but the time: batches come in the order of the steps, each is read once, and an
+error is raised at the use of its batch.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hpctrain.errors import HpctrainError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-AHEAD = 2  #: one being used up, one ready: more only take memory
-JOIN_S = 5.0  #: how long an end waits for a read that is under way
+AHEAD = 2  #: one in use, one ready: more only take memory
+JOIN_S = 5.0  #: limit of the wait for a read under way, at the end
 
 
 def worth_reading_ahead(samples: Samples) -> int:
-    """Return how many batches to read ahead: none where all lie in memory."""
-    # There a thread takes turns with the main one for nothing: with two ranks on two cores a step
+    """Return the number of batches to read ahead: none for samples in memory."""
+    # In memory a second thread only competes with the main one: with two ranks on two cores a step
     # of 1.4 ms on the digits took 3.1 ms.
     return 0 if _in_memory(samples) else AHEAD
 
@@ -45,7 +45,7 @@ class _Read(NamedTuple):
 class Prefetch(Generic[T]):
     """The results of `read(step)` for `steps` in order, at most `ahead` of them made but unused.
 
-    With `ahead` 0 they are made when asked for, in the calling thread. A context manager: on
+    With `ahead` 0 they are made on request, in the calling thread. A context manager: on
     leaving it no thread reads on.
     """
 
@@ -62,7 +62,7 @@ class Prefetch(Generic[T]):
             self._thread.start()
 
     def next(self) -> T:
-        """Return the result of the next step; raise what `read` raised, or HpctrainError.
+        """Return the result of the next step; raise the error of `read`, or HpctrainError.
 
         StopIteration is raised past the last step.
         """
@@ -76,7 +76,7 @@ class Prefetch(Generic[T]):
                 "answering?"
             ) from None
         if read.error is not None:
-            self._done.put(read)  # asked again, it says the same
+            self._done.put(read)  # the next call raises it again
             raise read.error
         self._room.release()
         item: T = read.item
@@ -109,7 +109,7 @@ class Prefetch(Generic[T]):
             self._done.put(read)
 
     def _reads(self) -> Iterator[_Read]:
-        """Yield what is read, as there is room, until the end or an error."""
+        """Yield the results of `read` as places get free, until the end or an error."""
         while self._room.acquire() and not self._over:
             try:
                 item = self._read(next(self._steps))

@@ -1,9 +1,9 @@
-"""A set of another length: for epochs that are longer, or shorter, than the samples at hand.
+"""A set of another length: for epochs longer or shorter than the set of samples.
 
     samples a b c, epoch_samples = 5      a b c a b, then shuffled as any epoch
 
-A run that is timed wants full batches and no end of an epoch in between, whatever the batch and
-the number of ranks.
+A timed run needs full batches and no end of an epoch in between, whatever the batch and the number
+of ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which samples make up which batch: a function of (seed, epoch, global index) and nothing else.
+"""The samples of each batch: a function of (seed, epoch, global index) alone.
 
-The number of ranks only cuts a batch into shares, so any number of ranks sees the same batches and
+The number of ranks only cuts a batch into shares, so any number of ranks has the same batches and
 a job may be resumed with another number. The last batch of an epoch is short when `batch` does
 not divide the samples, and a share is empty when a batch has fewer samples than there are ranks.
 
@@ -14,15 +14,15 @@ import numpy as np
 
 from hpctrain.errors import UsageError
 
-# Keeps this stream apart from others that use Philox with a key of (seed, small number).
+# Separates this stream from others that use Philox with a key of (seed, small number).
 _STREAM = (0, 0, 0, 1)
 
 
 def order(seed: int, epoch: int, n: int) -> np.ndarray:
     """Return the order of `n` samples in `epoch`: a permutation, int64 (n,).
 
-    Sorts the raw Philox stream keyed by (seed, epoch) (Salmon et al., 2011): NumPy promises these
-    bits for good, while `Generator.permutation` may change with its version.
+    Sorts the raw Philox stream keyed by (seed, epoch) (Salmon et al., 2011): NumPy guarantees these
+    bits, while `Generator.permutation` may change with its version.
     """
     key = np.array([seed, epoch], dtype=np.uint64)
     return np.argsort(np.random.Philox(key=key, counter=_STREAM).random_raw(n), kind="stable")
@@ -34,7 +34,8 @@ def share(
     """Return (first, own): the contiguous cut of a batch that `rank` of `size` ranks works on.
 
     `first` is the place of `own[0]` in the batch; shares differ by one sample at most. With
-    `blocks` it is these that are alike, as many for any number of ranks, and a share is whole ones.
+    `blocks` that holds for the blocks, of which any number of ranks has as many, and a share is
+    made of whole blocks.
     """
     parts = blocks or size
     first, end = (len(indexes) * (r * parts // size) // parts for r in (rank, rank + 1))

@@ -1,7 +1,7 @@
-"""Samples that stay in their files: mapped to memory, so that only rows asked for are read.
+"""Samples that stay in their files: mapped to memory, so that only requested rows are read.
 
 Nothing but the header and the labels is read when a run starts: a set may be larger than the memory
-of all ranks together. What the samples hold is checked as they come.
+of all ranks together. The values of samples are checked when they are read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCK = 1 << 20  #: bytes unpacked at once
 
 
 class Stream(Protocol):
-    """What bytes are read from in order, unpacked or not."""
+    """A source of bytes in order, decompressed or not."""
 
     def read(self, size: int, /) -> bytes:
         """Return `size` bytes, fewer at the end alone."""
@@ -32,41 +32,41 @@ class Stream(Protocol):
 def mapped(
     file: BinaryIO, path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int
 ) -> np.ndarray:
-    """Return the array that begins at byte `offset` of a file, read when it is looked at.
+    """Return the array that begins at byte `offset` of a file, mapped: read at its use.
 
-    Raises UsageError if the file is not as long as that takes.
+    Raises UsageError if the file has another length.
     """
-    expected, seen = offset + nbytes(dtype, shape), file.seek(0, 2)
-    if seen != expected:
+    expected, actual = offset + nbytes(dtype, shape), file.seek(0, 2)
+    if actual != expected:
         raise UsageError(
-            f"{path}: expected {expected} bytes, as its header says ({dtype}, {_shown(shape)}), "
-            f"seen {seen}; copy it again"
+            f"{path}: expected {expected} bytes, as its header says ({dtype}, {_brief(shape)}), "
+            f"seen {actual}; copy it again"
         )
     if not prod(shape):  # there is nothing to map
         return shaped(path, np.empty(0, dtype), shape)
     memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(memory, "madvise"):
-        memory.madvise(mmap.MADV_RANDOM)  # or the neighbours of each row, others' rows, come along
+        memory.madvise(mmap.MADV_RANDOM)  # else neighbours of a row, rows of other ranks, are read
     return shaped(path, np.frombuffer(memory, dtype, prod(shape), offset), shape)
 
 
 def unpacked(
     stream: Stream, path: Path | str, dtype: np.dtype, shape: tuple[int, ...]
 ) -> np.ndarray:
-    """Return the array that follows in `stream`, which unpacks; no byte more than that is unpacked.
+    """Return the array that follows in decompressing `stream`, which is read no further.
 
-    A header can promise any number: memory is taken as bytes arrive. Raises UsageError if there are
+    A header can announce any size: memory grows as bytes arrive. Raises UsageError if there are
     fewer or more, or if memory cannot hold them.
     """
     expected, free, data = nbytes(dtype, shape), available_bytes(), bytearray()
-    promise = f"{path}: expected {expected} bytes, as its header says ({dtype}, {_shown(shape)})"
+    promise = f"{path}: expected {expected} bytes, as its header says ({dtype}, {_brief(shape)})"
     if free is not None and expected > free:
         raise UsageError(f"{promise}; only {free} bytes of memory are available")
     while len(data) < expected and (block := stream.read(min(BLOCK, expected - len(data)))):
         data += block
     if len(data) < expected or stream.read(1):  # at the end checksums are compared
-        seen = f"{len(data)} bytes" if len(data) < expected else "more"
-        raise UsageError(f"{promise}, seen {seen}; copy it again")
+        actual = f"{len(data)} bytes" if len(data) < expected else "more"
+        raise UsageError(f"{promise}, seen {actual}; copy it again")
     return shaped(path, np.frombuffer(data, dtype), shape)
 
 
@@ -76,16 +76,16 @@ def nbytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
 
 
 def shaped(path: Path | str, numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return `numbers` in the shape that a header tells; UsageError for one that no array has."""
+    """Return `numbers` in the shape of a header; raise UsageError for an impossible one."""
     try:
         return numbers.reshape(shape)
     except (ValueError, OverflowError, MemoryError) as error:
         raise UsageError(
-            f"{path}: expected the shape of an array, seen {_shown(shape)}: {error}"
+            f"{path}: expected the shape of an array, seen {_brief(shape)}: {error}"
         ) from None
 
 
-def _shown(shape: tuple[int, ...]) -> str:
+def _brief(shape: tuple[int, ...]) -> str:
     return brief(shape) if len(shape) < 100 else f"{len(shape)} dims"
 
 
@@ -93,8 +93,8 @@ def _shown(shape: tuple[int, ...]) -> str:
 class Stored:
     """Samples `x` (n, ...) and labels `y` (n,) in 0 .. classes - 1, arrays or mapped files.
 
-    With `divisor` samples are handed out as float32, divided by it. Raises UsageError, which
-    begins with `source`, if shapes, dtypes or labels are not as said; `rows` does for values.
+    With `divisor` samples are returned as float32, divided by it. Raises UsageError, which begins
+    with `source`, if shapes, dtypes or labels differ from that; `rows` does so for values.
     """
 
     x: np.ndarray
@@ -104,7 +104,7 @@ class Stored:
     divisor: float | None = None
 
     def __post_init__(self) -> None:
-        """Check what can be checked without reading samples."""
+        """Check shapes, dtypes and labels, without reading samples."""
         fault = faults_of(self.x, self.y) or beyond(self.y, self.classes)
         if fault:
             raise UsageError(f"{self.source}: {fault}")

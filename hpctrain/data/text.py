@@ -1,6 +1,6 @@
-"""Text as bytes, for models that foretell the next byte.
+"""Text as bytes, for models that predict the next byte.
 
-The files, one behind the other, are cut into windows; the byte behind a window is the last target:
+The files, one after the other, are cut into windows; the byte behind a window is the last target:
 
     text       t h e   c a t   s a t           length = 4
     window 0   t h e _        targets   h e _ c
@@ -25,7 +25,7 @@ from hpctrain.errors import UsageError
 from hpctrain.files import expanded, unreadable
 
 BYTES = 256
-#: Folders beside the standard library proper: not everywhere there, or not of Python.
+#: Folders beside the standard library proper: not in every installation, or not of Python.
 _NOT_PYTHON = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -64,9 +64,9 @@ class TextOptions:
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Windows `first` .. `first + count - 1` of a text in files, read when asked for.
+    """Windows `first` .. `first + count - 1` of a text in files, read on request.
 
-    `ends`: where in the text each file ends, int64 (files,).
+    `ends`: the end of each file in the text, int64 (files,).
     """
 
     paths: Sequence[Path]
@@ -86,14 +86,14 @@ class Windows:
 
     def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Return the windows at `indexes`, uint8 (n, length), and their targets, int64 alike."""
-        both = np.empty((len(indexes), self.length + 1), np.uint8)
-        for row, index in zip(both, indexes, strict=True):
+        windows = np.empty((len(indexes), self.length + 1), np.uint8)
+        for row, index in zip(windows, indexes, strict=True):
             data = self._read((self.first + int(index)) * self.length, self.length + 1)
             row[:] = np.frombuffer(data, np.uint8)
-        return both[:, :-1], both[:, 1:].astype(np.int64)
+        return windows[:, :-1], windows[:, 1:].astype(np.int64)
 
     def _read(self, start: int, size: int) -> bytes:
-        """Return `size` bytes of the text from `start` on, which may lie in several files."""
+        """Return `size` bytes of the text from `start`, possibly of several files."""
         data = b""
         while len(data) < size:
             at = start + len(data)
@@ -101,12 +101,12 @@ class Windows:
             try:
                 with open(self.paths[i], "rb", buffering=0) as file:
                     file.seek(at - (int(self.ends[i - 1]) if i else 0))
-                    more = file.read(min(size - len(data), int(self.ends[i]) - at))
+                    block = file.read(min(size - len(data), int(self.ends[i]) - at))
             except OSError as error:
                 raise unreadable(self.paths[i], error) from None
-            if not more:
+            if not block:
                 raise UsageError(f"{self.paths[i]} has become shorter since the start of the run")
-            data += more
+            data += block
         return data
 
 
@@ -119,11 +119,11 @@ def standard_library() -> list[Path]:
 
 def _matching(patterns: Sequence[str]) -> list[Path]:
     """Return the files that `patterns` name, each once: in their order, then in order of name."""
-    found: dict[Path, None] = {}
+    matches: dict[Path, None] = {}
     for pattern in patterns:
         names = sorted(glob.glob(str(expanded(pattern)), recursive=True))
         files = [path for path in map(Path, names) if path.is_file()]
         if not files:
             raise UsageError(f"[data] files: expected a file, seen none that is named {pattern!r}")
-        found |= dict.fromkeys(files)
-    return list(found)
+        matches |= dict.fromkeys(files)
+    return list(matches)
