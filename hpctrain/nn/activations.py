@@ -10,7 +10,7 @@ from typing import Any
 from hpctrain.nn.layer import Key, Parameter, Shape
 from hpctrain.xp import Array, fused, namespace, narrow, on_device, wide
 
-BLOCK = 32_768  #: elements handled at once on the host: all that is made of them stays in the cache
+BLOCK = 32_768  #: elements handled at once on the host: all temporaries stay in the cache
 A, B = sqrt(2 / pi), 0.044715
 
 
@@ -67,7 +67,7 @@ class GELU:
 
 
 def _gelu(xp: Any, x: Array, y: Array, slope: Array | None) -> None:
-    """Write y and, while tanh is at hand, dy/dx: then nothing else need be kept."""
+    """Write y and, from the same tanh, dy/dx: then nothing else needs to be saved."""
     square = x * x
     t = square * (A * B)
     t += A

@@ -4,8 +4,8 @@
 
 The heads are views of one product, and of each head the products are views of those: nothing is
 transposed or copied. Samples go one by one through scores and softmax: heads * length^2 numbers
-stay in the cache on the way, and are kept for the way back. A device takes all samples at once:
-there it is the number of calls that costs.
+stay in the cache, and are saved for backward. A device takes all samples at once: there the number
+of calls is the cost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpctrain.xp import Array, namespace, narrow, on_device, wide
 
 
 class Saved(NamedTuple):
-    """What the way back needs; rows are those of all samples."""
+    """The values saved for backward; rows are those of all samples."""
 
     x: Array  #: (rows, width)
     qkv: Array  #: (n, length, 3, heads, width / heads)
@@ -35,7 +35,7 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class CausalAttention:
-    """Let every place look at itself and at those before it: (length, width) -> the same.
+    """Attention of every place to itself and to those before it: (length, width) -> the same.
 
     `qkv_weight` is (width, 3 width), `out_weight` (width, width), with a bias each. `spread` is the
     standard deviation of `out_weight` at the start. Raises UsageError unless heads divide width.
@@ -149,5 +149,5 @@ def _softmax(scores: Array, factor: float) -> None:
 
 @cache
 def _mask(xp: Any, length: int, dtype: str) -> Array:
-    """Return what is added to the scores: minus infinity where a place would see what comes."""
+    """Return the mask added to the scores: minus infinity for later places, else 0."""
     return xp.asarray(np.triu(np.full((length, length), -np.inf, dtype), 1))

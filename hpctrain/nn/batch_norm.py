@@ -1,11 +1,12 @@
 """Batch normalization over all ranks: every channel, over all samples and pixels of a step.
 
-Each way exchanges one small vector per layer: P ranks see the statistics of the whole batch, as
-one rank would. Counts and sums travel, never means, so shares may be uneven or empty.
+Forward and backward each sum one small vector per layer over the ranks: P ranks use the statistics
+of the whole batch, as one rank would. Counts and sums travel, never means, so shares may be uneven
+or empty.
 
     forward    [n, sum x, sum x^2]      backward    [sum dy, sum dy * normal]     added over ranks
 
-On a GPU both ways are kernels of our own; see channels.py.
+On a GPU both are kernels of our own; see channels.py.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hpctrain.xp import Array, like, namespace, narrow, on_device, to_host, wide
 
 
 class Saved(NamedTuple):
-    """What the way back needs on the host."""
+    """The values saved for backward on the host."""
 
     normal: np.ndarray  #: (rows, channels), mean 0 and variance 1 over all ranks
     scale: np.ndarray  #: (channels,), 1 / sqrt(variance + epsilon)
@@ -31,8 +32,8 @@ class Saved(NamedTuple):
     sum_over_ranks: SumOverRanks | None
 
 
-class SavedThere(NamedTuple):
-    """What the way back needs on a device."""
+class SavedOnDevice(NamedTuple):
+    """The values saved for backward on a device."""
 
     normal: channels.Normal
     rows: float  #: of all ranks
@@ -67,30 +68,32 @@ class BatchNorm:
 
     def forward(
         self, p: Mapping[str, Array], x: Array, key: Key | None
-    ) -> tuple[Array, Saved | SavedThere | None]:
+    ) -> tuple[Array, Saved | SavedOnDevice | None]:
         if key is None:
             scale = p["weight"] / namespace(x).sqrt(p["variance"] + self.epsilon)
             y = wide(x) * scale
             y += p["bias"] - p["mean"] * scale
             return narrow(y, x), None
-        return (self._train_there if on_device(x) else self._train)(p, x, key)
+        return (self._train_on_device if on_device(x) else self._train)(p, x, key)
 
-    def _train_there(self, p: Mapping[str, Array], x: Array, key: Key) -> tuple[Array, SavedThere]:
-        """Do what `_train` does on a device."""
+    def _train_on_device(
+        self, p: Mapping[str, Array], x: Array, key: Key
+    ) -> tuple[Array, SavedOnDevice]:
+        """Compute `_train` on a device."""
         add, flat = key.sum_over_ranks, namespace(x).ascontiguousarray(rows_of(x))
         total, rows = channels.sums_of_values(flat), float(len(flat))
-        if add is not None:  # ranks exchange it by way of the host: a few numbers
+        if add is not None:  # summed over ranks through the host: a few numbers
             numbers = add(np.concatenate([np.array([rows]), to_host(total)]))
             total, rows = like(total, numbers[1:]), float(numbers[0])
         running, note = (p["mean"], p["variance"]), rows > 0 and not key.again
         normal = channels.normal_of(flat, total, rows, running, note, self.momentum, self.epsilon)
         y = channels.normalized(normal, p["weight"], p["bias"])
-        return y.reshape(x.shape), SavedThere(normal, rows, add)
+        return y.reshape(x.shape), SavedOnDevice(normal, rows, add)
 
     def _train(
         self, p: Mapping[str, np.ndarray], x: np.ndarray, key: Key
     ) -> tuple[np.ndarray, Saved]:
-        """Normalize `x` of the host, by the statistics of all ranks; take note of them."""
+        """Normalize `x` of the host by the statistics of all ranks; update the running ones."""
         add = key.sum_over_ranks
         flat = rows_of(wide(x))
         centre = _mean_of(flat)
@@ -120,12 +123,12 @@ class BatchNorm:
         self,
         p: Mapping[str, Array],
         g: Mapping[str, Array],
-        saved: Saved | SavedThere,
+        saved: Saved | SavedOnDevice,
         dy: Array,
         want_dx: bool,
     ) -> Array | None:
-        if isinstance(saved, SavedThere):
-            return _back_there(p["weight"], g, saved, dy, want_dx)
+        if isinstance(saved, SavedOnDevice):
+            return _back_on_device(p["weight"], g, saved, dy, want_dx)
         normal, scale, rows, add = saved
         flat = wide(dy).reshape(normal.shape)
         product = flat * normal
@@ -145,10 +148,10 @@ class BatchNorm:
         return narrow(dx, dy).reshape(dy.shape)
 
 
-def _back_there(
-    weight: Array, g: Mapping[str, Array], saved: SavedThere, dy: Array, want_dx: bool
+def _back_on_device(
+    weight: Array, g: Mapping[str, Array], saved: SavedOnDevice, dy: Array, want_dx: bool
 ) -> Array | None:
-    """Do what `BatchNorm.backward` does on a device."""
+    """Compute `BatchNorm.backward` on a device."""
     normal, rows, add = saved
     flat = namespace(dy).ascontiguousarray(dy).reshape(normal.x.shape)
     total = channels.sums_of_gradients(normal, flat, g["bias"], g["weight"])

@@ -18,15 +18,15 @@ class CallOptions:
 
     target: str
     arguments: dict[str, Any] = field(default_factory=dict)
-    folder: str = "."  #: where modules lie that are not installed
+    folder: str = "."  #: of modules that are not installed
 
     def build(self, input_shape: Shape | None, classes: int | None) -> Model:
-        """Return the Model that the function returns; raise UsageError if it is none."""
-        where = "[model] kind"
+        """Return the Model of the function; raise UsageError if it returns another type."""
+        place = "[model] kind"
         model = usercode.call(
-            self.target, where, self.folder, input_shape, classes, **self.arguments
+            self.target, place, self.folder, input_shape, classes, **self.arguments
         )
         if not isinstance(model, Model):
-            seen = type(model).__name__
-            raise UsageError(f"{where} '{self.target}': expected hpctrain.nn.Model, seen {seen}")
+            kind = type(model).__name__
+            raise UsageError(f"{place} '{self.target}': expected hpctrain.nn.Model, seen {kind}")
         return model

@@ -1,4 +1,4 @@
-"""Layers made of layers: in a row, beside a shortcut, or computed twice to keep less.
+"""Layers made of layers: in a row, with a shortcut, or recomputed to save memory.
 
     Chain       x -> a -> b -> c -> y
     Residual    x -> body -> (+) -> y       He et al. (2016), "Deep residual learning"
@@ -19,32 +19,32 @@ from hpctrain.errors import UsageError
 from hpctrain.nn.layer import Key, Layer, Parameter, Shape
 from hpctrain.xp import Array
 
-LAYERS = 1 << 16  #: more than a chain has: keeps the random numbers of nested layers apart
+LAYERS = 1 << 16  #: more than a chain has: separates the random numbers of nested layers
 
 
 def shapes(layers: Mapping[str, Layer], shape: Shape) -> list[Shape]:
     """Return the shape of a sample before each layer and after the last.
 
-    Raises UsageError, with the names of both layers, where one does not fit the one before.
+    Raises UsageError, with the names of both layers, if one does not fit the previous one.
     """
-    found, before = [shape], "the input"
+    result, before = [shape], "the input"
     for name, layer in layers.items():
         this = f"'{name}' ({type(layer).__name__})"
         try:
-            found.append(layer.output_shape(found[-1]))
+            result.append(layer.output_shape(result[-1]))
         except UsageError as error:
             raise UsageError(f"layer {this} cannot follow {before}: {error}") from None
         before = this
-    return found
+    return result
 
 
 def named(name: str, own: Mapping[str, Parameter]) -> dict[str, Parameter]:
-    """Return the parameters of a layer under the path that leads to them."""
-    return {f"{name}.{word}": one for word, one in own.items()}
+    """Return the parameters of layer `name` by their paths, `name.parameter`."""
+    return {f"{name}.{word}": parameter for word, parameter in own.items()}
 
 
 def within(arrays: Mapping[str, Array], name: str) -> dict[str, Array]:
-    """Return the arrays of the inner layer `name` by its own words."""
+    """Return the arrays of the inner layer `name` by its own names."""
     start = f"{name}."
     return {path[len(start) :]: x for path, x in arrays.items() if path.startswith(start)}
 
@@ -59,12 +59,12 @@ class Chain:
         return shapes(self.layers, shape)[-1]
 
     def parameters(self, shape: Shape) -> dict[str, Parameter]:
-        found: dict[str, Parameter] = {}
-        for (name, layer), one in zip(
+        result: dict[str, Parameter] = {}
+        for (name, layer), inner_shape in zip(
             self.layers.items(), shapes(self.layers, shape), strict=False
         ):
-            found |= named(name, layer.parameters(one))
-        return found
+            result |= named(name, layer.parameters(inner_shape))
+        return result
 
     def forward(
         self, p: Mapping[str, Array], x: Array, key: Key | None
@@ -86,8 +86,10 @@ class Chain:
     ) -> Array | None:
         tape = list(saved)
         while tape:
-            layer, name, one = tape.pop()
-            inner = layer.backward(within(p, name), within(g, name), one, dy, want_dx or bool(tape))
+            layer, name, inner_saved = tape.pop()
+            inner = layer.backward(
+                within(p, name), within(g, name), inner_saved, dy, want_dx or bool(tape)
+            )
             dy = inner
         return dy
 
@@ -96,7 +98,7 @@ class Chain:
 class Residual:
     """y = body(x) + shortcut(x); without layers, the shortcut is x itself.
 
-    Raises UsageError where the two ways end in different shapes.
+    Raises UsageError if the two branches have outputs of different shapes.
     """
 
     body: Mapping[str, Layer]
@@ -106,10 +108,12 @@ class Residual:
         return Chain(self.body), Chain(self.shortcut)
 
     def output_shape(self, shape: Shape) -> Shape:
-        one, other = (way.output_shape(shape) for way in self._ways())
-        if one != other:
-            raise UsageError(f"the body ends in {one} but the shortcut in {other}; expected alike")
-        return one
+        body, shortcut = (way.output_shape(shape) for way in self._ways())
+        if body != shortcut:
+            raise UsageError(
+                f"the body ends in {body} but the shortcut in {shortcut}; expected alike"
+            )
+        return body
 
     def parameters(self, shape: Shape) -> dict[str, Parameter]:
         body, shortcut = (way.parameters(shape) for way in self._ways())
@@ -117,10 +121,10 @@ class Residual:
 
     def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Any]:
         body, shortcut = self._ways()
-        y, one = body.forward(p, x, key)
+        y, body_saved = body.forward(p, x, key)
         inner = key and key._replace(layer=(key.layer + 1) * LAYERS - 1)
-        z, other = shortcut.forward(within(p, "shortcut"), x, inner)
-        return y + z, (one, other)
+        z, shortcut_saved = shortcut.forward(within(p, "shortcut"), x, inner)
+        return y + z, (body_saved, shortcut_saved)
 
     def backward(
         self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Array, want_dx: bool
@@ -135,7 +139,7 @@ class Residual:
 
 @dataclass(frozen=True)
 class Recompute:
-    """The same as `inner`, bit for bit, for less memory and a second forward pass."""
+    """`inner` with the same result, bit for bit, less memory and a second forward pass."""
 
     inner: Layer
 

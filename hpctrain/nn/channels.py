@@ -1,4 +1,4 @@
-"""BatchNorm on a GPU: seven kernels for both ways, in place of some fifty.
+"""BatchNorm on a GPU: seven kernels for forward and backward, instead of about fifty.
 
     x (rows, c)   sums_of_values, totals_of_values        [sum x, sum x^2] of each channel
                   ( added over ranks by way of the host, a few numbers )
@@ -10,7 +10,7 @@
 
 Sums are made in float64. Each block of threads adds some rows of x - x_0, x_0 being the first row:
 squares of values far from zero would cancel. Blocks depend on the shape alone, and so does the
-order of additions. What is kept for the way back is x itself, the means and the scales.
+order of additions. Saved for backward: x itself, the means and the scales.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from hpctrain.kernels import THREADS, launch, written
 from hpctrain.xp import Array, namespace, raw_kernel
 
-MOST_BLOCKS, PER_BLOCK = 512, 4096  #: blocks that add, and elements that one is worth
+MOST_BLOCKS, PER_BLOCK = 512, 4096  #: blocks that add, and the least elements per block
 #: One block adds two numbers per channel: threads side by side take channels, then rows in turn.
 ADD = """
 extern "C" __global__
@@ -129,7 +129,7 @@ void back(T* dx, const T* dy, const T* x, const double* mean, const REAL* scale,
 
 
 class Normal(NamedTuple):
-    """What tells (x - mean) / deviation of each element again."""
+    """The data to compute (x - mean) / deviation of each element again."""
 
     x: Array  #: (rows, channels), contiguous
     mean: Array  #: (channels,) float64, over all ranks
@@ -173,7 +173,7 @@ def sums_of_gradients(normal: Normal, dy: Array, bias: Array, weight: Array) -> 
 
 
 def totals_of_gradients(x: Array, total: Array, part: Array, bias: Array, weight: Array) -> None:
-    """Write what blocks have added, of gradients for `x`, into `total`, `bias` and `weight`."""
+    """Write the totals of the blocks' sums of gradients into `total`, `bias` and `weight`."""
     end = (total, part, np.int32(len(part)), bias, weight, np.int32(x.shape[1]))
     _alone("totals_of_gradients", x, end)
 
@@ -182,16 +182,16 @@ def normal_of(
     x: Array, total: Array, rows: float, running: tuple[Array, Array], note: bool,
     momentum: float, epsilon: float,
 ) -> Normal:  # fmt: skip
-    """Return what normalizes `x` by the sums over `rows` of all ranks.
+    """Return the normalization of `x` by the sums over `rows` of all ranks.
 
     With `note` the `running` mean and variance are moved towards those of this batch.
     """
     xp, c = namespace(x), x.shape[1]
-    found = Normal(x, xp.empty(c, np.float64), xp.empty(c, running[0].dtype))
+    normal = Normal(x, xp.empty(c, np.float64), xp.empty(c, running[0].dtype))
     numbers = (np.float64(rows), np.float64(momentum), np.float64(epsilon), np.int32(note))
-    args = (found.mean, found.scale, *running, total, *numbers, np.int32(c))
+    args = (normal.mean, normal.scale, *running, total, *numbers, np.int32(c))
     launch(x, _source(x), "statistics", c, args)
-    return found
+    return normal
 
 
 def normalized(normal: Normal, weight: Array, bias: Array) -> Array:
@@ -220,7 +220,7 @@ def _source(x: Array) -> str:
 
 
 def rooms(x: Array) -> tuple[Array, Array]:
-    """Return room for the totals, zeros where nothing is added, and for those of each block."""
+    """Return buffers for the totals, zeros if `x` is empty, and for the sums of each block."""
     xp, c = namespace(x), x.shape[1]
     blocks = min(-(-x.size // PER_BLOCK), MOST_BLOCKS)
     total = (xp.empty if x.size else xp.zeros)(2 * c, np.float64)
@@ -228,7 +228,7 @@ def rooms(x: Array) -> tuple[Array, Array]:
 
 
 def add(code: str, name: str, part: Array, args: tuple) -> None:
-    """Let each block of a kernel add its rows into its row of `part`."""
+    """Launch a kernel whose blocks each add rows into their row of `part`."""
     kernel = raw_kernel(part, code, name)
     kernel((len(part), 1), (THREADS,), (part, *args, np.int32(part.shape[2])))
 

@@ -7,8 +7,8 @@ Every window of the image becomes a row, and the kernel a matrix:
 
 With channels last, a row of a window is one run of memory, y leaves the product in its final
 order, and no array is transposed on either way. The price: `columns` is kernel^2 / stride^2 times
-as large as x, and is kept for the way back. A GPU makes it, and takes it apart, in one kernel each;
-see windows.py.
+as large as x, and is saved for backward. A GPU gathers it, and scatters its gradient, in one kernel
+each; see windows.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def image_shape(shape: Shape, window: int, stride: int, padding: int = 0) -> tup
 
 
 def places(window: int, stride: int, oh: int, ow: int) -> Iterator[tuple[int, int, tuple]]:
-    """Yield (i, j, index): x[index] is what place (i, j) of every window sees, (n, oh, ow, c)."""
+    """Yield (i, j, index): x[index] is pixel (i, j) of every window, (n, oh, ow, c)."""
     for i in range(window):
         for j in range(window):
             rows = slice(i, i + stride * (oh - 1) + 1, stride)
@@ -106,8 +106,8 @@ class Conv2d:
             x = _pad(x, self.padding)
         a, b, d, e = x.strides
         strides = (a, b * self.stride, d * self.stride, b, d, e)
-        seen = np.lib.stride_tricks.as_strided(x, (n, oh, ow, k, k, c), strides)
-        return seen.reshape(n * oh * ow, k * k * c)
+        view = np.lib.stride_tricks.as_strided(x, (n, oh, ow, k, k, c), strides)
+        return view.reshape(n * oh * ow, k * k * c)
 
     @property
     def _is_product(self) -> bool:
@@ -115,14 +115,14 @@ class Conv2d:
         return (self.kernel, self.stride, self.padding) == (1, 1, 0)
 
     def _image(self, weight: Array, dy: Array, shape: Shape) -> Array:
-        """Add to each pixel of dx what every window that saw it sends back."""
+        """Return dx: in each pixel the sum of the gradients of all windows that contain it."""
         (n, h, w, c), q = shape, self.padding
         oh, ow, _ = self.output_shape(shape[1:])
         if on_device(dy):  # one large product instead of many
-            every = dy @ weight.reshape(-1, self.outputs).T
+            products = dy @ weight.reshape(-1, self.outputs).T
             if self._is_product:
-                return every.reshape(shape)
-            return windows.image(every, shape, (oh, ow), self.kernel, self.stride, q)
+                return products.reshape(shape)
+            return windows.image(products, shape, (oh, ow), self.kernel, self.stride, q)
         x = np.zeros((n, h + 2 * q, w + 2 * q, c), np.float32 if dy.itemsize == 2 else dy.dtype)
         part = np.empty((len(dy), c), dy.dtype)
         # One product per place of the kernel: the part is still in the cache when it is added,

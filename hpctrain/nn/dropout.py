@@ -1,4 +1,4 @@
-"""Dropout whose mask belongs to the sample, not to the rank that happens to hold it.
+"""Dropout with a mask that depends on the sample, not on the rank that holds it.
 
 Philox is a counter-based generator (Salmon et al., 2011): it gives the n-th number without the
 n - 1 before it. Each sample owns a fixed range of counters, and samples that follow each other own
@@ -22,11 +22,11 @@ from hpctrain.nn.layer import Key, Parameter, Shape
 from hpctrain.nn.philox import DRAWS, dropped
 from hpctrain.xp import Array, on_device
 
-STREAM = 1 << 63  #: keeps clear of the initial values, whose keys are (seed, index)
+STREAM = 1 << 63  #: separate from the initial values, whose keys are (seed, index)
 
 
 def keep_mask(key: Key, rows: int, features: int, rate: float) -> np.ndarray:
-    """Return the bool array (rows, features) that is true where a value is kept.
+    """Return the bool array (rows, features) that is true for the values kept.
 
     Row i is a function of (key.seed, key.step, key.layer, key.first + i, features, rate) alone.
     """
@@ -69,8 +69,8 @@ class Dropout:
             return x, None
         if on_device(x):
             return self._drop(x, key), key
-        kept = keep_mask(key, len(x), math.prod(x.shape[1:]), self.rate)
-        factor = kept.reshape(x.shape).astype(x.dtype)
+        mask = keep_mask(key, len(x), math.prod(x.shape[1:]), self.rate)
+        factor = mask.reshape(x.shape).astype(x.dtype)
         factor *= 1 / (1 - self.rate)
         return x * factor, factor
 
@@ -87,5 +87,5 @@ class Dropout:
         return self._drop(dy, saved) if isinstance(saved, Key) else dy * saved
 
     def _drop(self, x: Array, key: Key) -> Array:
-        """Return what is left of `x` on a device; the mask is drawn again each time."""
+        """Return `x` of a device after dropout; the mask is drawn again each time."""
         return dropped(x, self.rate, *_numbers(key, math.prod(x.shape[1:])))

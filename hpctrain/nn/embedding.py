@@ -44,12 +44,12 @@ class Embedding:
 
     def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Array]:
         rows = x.astype("int64")
-        if not on_device(x):  # else the model has looked, before they left the host
+        if not on_device(x):  # else the model has checked them on the host
             self.check(rows)
         return p["table"][rows], rows
 
     def check(self, x: np.ndarray) -> None:
-        """Raise UsageError for samples of the host that are no rows of the table."""
+        """Raise UsageError for samples on the host that are not indices of the table."""
         if x.size and not 0 <= x.min() <= x.max() < self.entries:
             raise UsageError(
                 f"Embedding: expected numbers in 0 .. {self.entries - 1}, "
@@ -62,7 +62,7 @@ class Embedding:
         if on_device(dy):
             _by_product(g["table"], saved.reshape(-1), rows_of(dy))
             return None  # numbers have no gradient
-        # Sorted, the rows of one entry lie together and are added in one order, always the same.
+        # Sorted, the rows of one entry are adjacent and are always added in the same order.
         xp, table = namespace(dy), g["table"]
         order = saved.reshape(-1).argsort(kind="stable")
         rows = saved.reshape(-1)[order]
@@ -126,13 +126,13 @@ class Unembedding:
 
 
 def _by_product(table: Array, rows: Array, dy: Array) -> None:
-    """Write into each row of `table` the sum of those of `dy` (n, width) that `rows` (n,) name.
+    """Write into row i of `table` the sum of the rows of `dy` (n, width) where `rows` (n,) is i.
 
-    As a product with a matrix of zeros and ones: what a device is best at, and always the same.
+    As a product with a matrix of zeros and ones: fast on a device, and reproducible.
     """
     xp = namespace(dy)
     step = max(1, ONES_BYTES // max(1, dy.itemsize * len(dy)))
     for first in range(0, len(table), step):
-        some = table[first : first + step]
-        entries = xp.arange(first, first + len(some))[:, None]
-        xp.matmul((entries == rows).astype(dy.dtype), dy, out=some)
+        part = table[first : first + step]
+        entries = xp.arange(first, first + len(part))[:, None]
+        xp.matmul((entries == rows).astype(dy.dtype), dy, out=part)

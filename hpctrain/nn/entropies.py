@@ -1,10 +1,10 @@
-"""Softmax cross-entropy on a GPU: one kernel and a sum, in place of some twenty kernels.
+"""Softmax cross-entropy on a GPU: one kernel and a sum, instead of about twenty kernels.
 
     z (rows, c), labels (rows,)   entropies   told: loss, right, wrong of each row
-                                              dz = scale (softmax z - 1 at the label), if asked for
+                                              dz = scale (softmax z - 1 at the label), if requested
 
-A block of threads works on one row after the other, adding in float64. A label that is none is
-told as wrong, and nothing is read or written by it.
+A block of threads works on one row after the other, adding in float64. An invalid label is
+counted as wrong, and never used as an index.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ def source(dtype: str) -> str:
 def entropies(z: Array, labels: Array, scale: float | None) -> tuple[Array, Array | None]:
     """Return the sums (3,) of loss, right answers and wrong labels, float64; and dz, if a scale.
 
-    `z` is (rows, c), contiguous; `labels` (rows,), of any integers. Nothing is waited for.
+    `z` is (rows, c), contiguous; `labels` (rows,), of any integers. Asynchronous.
     """
     xp = namespace(z)
-    z, told = xp.ascontiguousarray(z), xp.empty((3, len(z)), np.float64)
+    z, numbers = xp.ascontiguousarray(z), xp.empty((3, len(z)), np.float64)
     dz = None if scale is None else xp.empty_like(z)
-    numbers = np.float64(scale or 0), np.int32(dz is not None)
-    args = (told, z if dz is None else dz, z, labels.astype(np.int64), *numbers)
+    scalars = np.float64(scale or 0), np.int32(dz is not None)
+    args = (numbers, z if dz is None else dz, z, labels.astype(np.int64), *scalars)
     launch_rows(z, source(z.dtype.name), "entropies", args)
-    return told.sum(axis=1), dz
+    return numbers.sum(axis=1), dz

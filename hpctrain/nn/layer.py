@@ -1,8 +1,8 @@
-"""What a layer is: the contract between the layers and the model that chains them.
+"""The interface of layers: the contract between them and the model that chains them.
 
 A layer is a frozen description: sizes and options, no arrays. Parameters, gradients and the values
-saved for the way back all come and go as arguments, so that one layer object can serve any number
-of ranks and threads, and the arrays may live wherever the caller wants them.
+saved for the way back all come and go as arguments, so that any number of ranks and
+threads can share a layer object, and the caller chooses the memory of the arrays.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from hpctrain.errors import UsageError
 from hpctrain.xp import Array, namespace
 
-MOST_LAYERS = 10_000  #: of a kind in a model: a larger number is a slip, and takes all memory
+MOST_LAYERS = 10_000  #: of a kind in a model: a larger number is a mistake, and takes all memory
 Shape = tuple[int, ...]
 Init = Callable[[np.random.Generator, Shape], np.ndarray]
 
@@ -27,7 +27,7 @@ SumOverRanks = Callable[[np.ndarray], np.ndarray]
 
 
 class Key(NamedTuple):
-    """What a layer is told of a step; the first four alone name its random numbers."""
+    """The facts of a step for a layer; the first four alone determine its random numbers."""
 
     seed: int
     step: int
@@ -36,7 +36,9 @@ class Key(NamedTuple):
     sum_over_ranks: SumOverRanks | None = None  #: None: this share is the whole batch
     again: bool = False  #: a forward pass made once more; nothing may be counted twice
     samples: int = 0  #: in the global batch of the step
-    on_need: Callable[[str], None] | None = None  #: told of a parameter before its first use
+    on_need: Callable[[str], None] | None = (
+        None  #: called with a parameter's name before its first use
+    )
 
 
 @dataclass(frozen=True)
@@ -59,15 +61,15 @@ class Layer(Protocol):
     """One step of a model; shapes are those of one sample, arrays have the batch in front."""
 
     def output_shape(self, shape: Shape) -> Shape:
-        """Return the shape a sample of `shape` leaves with; raise UsageError if it cannot enter."""
+        """Return the output shape for samples of `shape`; raise UsageError if they do not fit."""
 
     def parameters(self, shape: Shape) -> dict[str, Parameter]:
-        """Return the arrays needed when samples of `shape` enter, in a fixed order."""
+        """Return the parameters and buffers for samples of `shape`, in a fixed order."""
 
     def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Any]:
-        """Return the output and what `backward` needs; `key` None means evaluation.
+        """Return the output and the values saved for `backward`; `key` None means evaluation.
 
-        `x` is never written, and of `p` nothing but buffers, where there is a key. Arrays are in
+        `x` is never written, and of `p` only the buffers, if there is a key. Arrays are in
         the dtype of the parameters.
         """
 
@@ -76,7 +78,7 @@ class Layer(Protocol):
     ) -> Array | None:
         """Write (not add) the gradients into the contiguous arrays `g`; return dL/dx.
 
-        `dy` is dL/dy and never written. Without `want_dx` the result means nothing.
+        `dy` is dL/dy and never written. Without `want_dx` the result is undefined.
         """
 
 
@@ -101,11 +103,11 @@ def zeros(generator: np.random.Generator, shape: Shape) -> np.ndarray:
 
 
 def at_least(layer: object, **limits: tuple[int, int]) -> None:
-    """Raise UsageError for the first `name=(value, least)` whose value is below `least`."""
-    for name, (value, least) in limits.items():
-        if value < least:
+    """Raise UsageError for the first `name=(value, minimum)` whose value is below `minimum`."""
+    for name, (value, minimum) in limits.items():
+        if value < minimum:
             kind = type(layer).__name__
-            raise UsageError(f"{kind}: {name} must be at least {least}, seen {value}")
+            raise UsageError(f"{kind}: {name} must be at least {minimum}, seen {value}")
 
 
 def rows_of(x: Array) -> Array:

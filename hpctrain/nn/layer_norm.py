@@ -1,6 +1,6 @@
-"""Layer normalization: each vector on its own, so nothing passes between samples or ranks.
+"""Layer normalization: of each vector alone, so without data of other samples or ranks.
 
-On a GPU both ways are kernels of our own; see vectors.py.
+On a GPU forward and backward are kernels of our own; see vectors.py.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class LayerNorm:
         self, p: Mapping[str, Array], x: Array, key: Key | None
     ) -> tuple[Array, tuple[np.ndarray, np.ndarray] | vectors.Normal]:
         if on_device(x):
-            there, saved = vectors.normalized(rows_of(x), p["weight"], p["bias"], self.epsilon)
-            return there.reshape(x.shape), saved
+            out, saved = vectors.normalized(rows_of(x), p["weight"], p["bias"], self.epsilon)
+            return out.reshape(x.shape), saved
         full = wide(x)
         normal = full - full.mean(axis=-1, keepdims=True)
         scale = _mean_product(normal, normal)
@@ -63,7 +63,7 @@ class LayerNorm:
             flat = namespace(dy).ascontiguousarray(rows_of(dy))
             vectors.sums(saved, flat, g["bias"], g["weight"])
             return vectors.back(saved, flat, p["weight"]).reshape(dy.shape) if want_dx else None
-        (normal, scale), given = saved, dy
+        (normal, scale), incoming = saved, dy
         dy = wide(dy)
         sum_rows(rows_of(dy), out=g["bias"])
         product = dy * normal
@@ -71,12 +71,12 @@ class LayerNorm:
         if not want_dx:
             return None
         dx = np.multiply(dy, p["weight"], out=product)
-        # What would move the mean or the variance of a vector is taken out of its gradient.
+        # The parts along the mean and the variance of a vector are removed from its gradient.
         along = _mean_product(dx, normal)
         dx -= dx.mean(axis=-1, keepdims=True)
         dx -= normal * along
         dx *= scale
-        return narrow(dx, given)
+        return narrow(dx, incoming)
 
 
 def _mean_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:

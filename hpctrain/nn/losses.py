@@ -1,4 +1,4 @@
-"""Losses: how wrong the outputs are, as sums over samples, and which way is better."""
+"""Losses: sums over samples of the error of outputs, and its gradient."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class Sums(NamedTuple):
 
     loss: float
     correct: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
+    count: int  # type: ignore[assignment]  # hides tuple.count, which is not used
 
 
 class Coming(NamedTuple):
-    """Sums that a device computes: its numbers are on their way to the host."""
+    """Sums computed on a device, with an asynchronous copy to the host under way."""
 
     numbers: Callable[[], np.ndarray]  #: waits for loss, right answers, wrong labels; float64
     count: int  # type: ignore[assignment]
-    refuse: Callable[[], None]  #: raises, where there are wrong labels
+    refuse: Callable[[], None]  #: raises UsageError for wrong labels
 
     def sums(self) -> Sums:
-        """Return the sums once they are there; raise UsageError for labels that are none."""
+        """Wait for the sums and return them; raise UsageError for invalid labels."""
         loss, correct, wrong = self.numbers().tolist()
         if wrong:
             self.refuse()
         return Sums(loss, int(correct), self.count)
 
 
-#: (outputs, labels, scale) -> (Sums, gradient of scale * Sums.loss); scale None asks no gradient.
+#: (outputs, labels, scale) -> (Sums, gradient of scale * Sums.loss); scale None: no gradient.
 Loss = Callable[[Array, Array, "float | None"], "tuple[Sums | Coming, Array | None]"]
 
 
@@ -49,7 +49,7 @@ def add(a: Sums, b: Sums) -> Sums:
 
 
 def arrived(sums: Sums | Coming) -> Sums:
-    """Return `sums` as numbers of the host; of a device, this waits for no more than the loss."""
+    """Return `sums` on the host; those of a device are waited for, and nothing else."""
     return sums.sums() if isinstance(sums, Coming) else sums
 
 
@@ -74,7 +74,7 @@ def cross_entropy(
         numbers, gradient = entropies(logits, labels, scale)
         sums = Coming(fetch(numbers), len(logits), refuse)
         return sums, gradient if gradient is None else gradient.reshape(shape)
-    # Numbers from the end would be taken for labels below 0, and train something.
+    # Labels below 0 would index from the end, and train a wrong class.
     if ((labels < 0) | (labels >= shape[-1])).any():
         refuse()
     rows = np.arange(len(logits))
@@ -84,8 +84,8 @@ def cross_entropy(
     own = powers[rows, labels]
     np.exp(powers, out=powers)
     totals = powers.sum(axis=1)
-    each = np.log(totals) - own
-    loss = Sums(float(each.sum(dtype="float64")), int(correct), len(logits))
+    losses = np.log(totals) - own
+    loss = Sums(float(losses.sum(dtype="float64")), int(correct), len(logits))
     if scale is None:
         return loss, None
     powers *= (scale / totals)[:, None]
@@ -94,30 +94,30 @@ def cross_entropy(
 
 
 def mean_squared_error(
-    outputs: Array, wanted: Array, scale: float | None = None
+    outputs: Array, target: Array, scale: float | None = None
 ) -> tuple[Sums | Coming, Array | None]:
     """Return the squared error, a mean over the last axis, and the gradient of `scale` times it.
 
-    Both are (n, ..., features), or `wanted` is (n, ...) for one feature; a target is one vector of
+    Both are (n, ..., features), or `target` is (n, ...) for one feature; a target is one vector of
     features, and none is `correct`. Raises UsageError if the shapes do not fit.
     """
     features = outputs.shape[-1]
-    one = features == 1 and wanted.shape == outputs.shape[:-1]
-    if outputs.ndim < 2 or not (one or wanted.shape == outputs.shape):
+    single = features == 1 and target.shape == outputs.shape[:-1]
+    if outputs.ndim < 2 or not (single or target.shape == outputs.shape):
         raise UsageError(
-            f"mean_squared_error: expected {outputs.shape} as the outputs have, seen {wanted.shape}"
+            f"mean_squared_error: expected {outputs.shape} as the outputs have, seen {target.shape}"
         )
-    error = outputs - wanted.reshape(outputs.shape)
+    error = outputs - target.reshape(outputs.shape)
     total = (error * error).sum(dtype="float64") / features
-    sums = _told(total, outputs.size // features)
+    sums = _sums_of(total, outputs.size // features)
     if scale is None:
         return sums, None
     error *= 2 * scale / features
     return sums, error
 
 
-def _told(loss: Array, count: int) -> Sums | Coming:
-    """Return the Sums of a loss, of shape (), in which no target is right or wrong."""
+def _sums_of(loss: Array, count: int) -> Sums | Coming:
+    """Return the Sums of a loss, of shape (), without right or wrong targets."""
     if not on_device(loss):
         return Sums(float(loss), 0, count)
     xp = namespace(loss)
@@ -127,7 +127,7 @@ def _told(loss: Array, count: int) -> Sums | Coming:
 
 
 def _refuse(labels: Array, classes: int) -> None:
-    """Raise UsageError that names a label which is none."""
+    """Raise UsageError that names an invalid label."""
     labels = to_host(labels)
     wrong = labels[(labels < 0) | (labels >= classes)]
     raise UsageError(

@@ -26,7 +26,7 @@ class Model:
     """Layers in a row: a description without arrays, shared freely by ranks and threads.
 
     `layers` maps names to layers, first layer first; `input_shape` is that of one sample, without
-    the batch. Raises UsageError where a layer cannot take what the one before it gives.
+    the batch. Raises UsageError if the output of a layer does not fit the next one.
     """
 
     def __init__(
@@ -36,23 +36,23 @@ class Model:
         self.input_shape = tuple(input_shape)
         self.loss = loss
         self._first = next(iter(self.layers.values()), None)
-        seen = shapes(self.layers, self.input_shape)
-        self.output_shape = seen[-1]
+        sample_shapes = shapes(self.layers, self.input_shape)
+        self.output_shape = sample_shapes[-1]
         self.parameters: dict[str, Parameter] = {}
         self.buffers: dict[str, Parameter] = {}
-        self._names: list[dict[str, str]] = []  # per layer: its own word for each, and the model's
-        for (name, layer), shape in zip(self.layers.items(), seen, strict=False):
+        self._names: list[dict[str, str]] = []  # per layer: {its name: the model's name}
+        for (name, layer), shape in zip(self.layers.items(), sample_shapes, strict=False):
             self._names.append(self._take(name, layer.parameters(shape)))
         if not self.parameters:
             raise UsageError("a model needs a layer with parameters, seen none")
-        #: What tells the dtype of samples
+        #: The parameter whose dtype is that of samples
         self._leading = next((n for n, p in self.parameters.items() if not p.wide),
                              next(iter(self.parameters)))  # fmt: skip
         self._uses = Counter(name for names in self._names for name in names.values())
 
     @property
     def targets(self) -> int:
-        """How many targets, which `Sums` counts, one sample has: vectors in what the model says."""
+        """The number of targets per sample, as `Sums` counts them: vectors of the output."""
         return prod(self.output_shape[:-1])
 
     def gradient(
@@ -72,7 +72,7 @@ class Model:
         dtype, float32 or float64; or float32 where they are `wide`, and 16 bits elsewhere. Buffers
         are written. `grads` must be contiguous and is overwritten, also by a batch of no samples
         (with zeros); with `more` it is added to.
-        `x` is (n, *input_shape) in any real dtype, `y` what the loss wants, mostly (n,) integers;
+        `x` is (n, *input_shape) in any real dtype, `y` the loss's targets, mostly (n,) integers;
         neither is written. `on_ready(name)` is called once per parameter, directly after its last
         write, the last layer's first; `key.on_need(name)` before a layer reads a parameter or
         buffer, and for all of them before backward begins. Raises UsageError if samples have
@@ -86,24 +86,24 @@ class Model:
                     key.on_need(name)
             x, saved = layer.forward(self._own(i, params), x, key._replace(layer=i))
             tape.append(saved)
-        # Of a device, the sums come to the host while it goes on: backward waits for nothing.
+        # On a device, the sums are copied asynchronously: backward does not wait for them.
         sums, dy = self.loss(wide(x), like(x, y, y.dtype), scale)
         self._backward(params, grads, tape, narrow(dy, x), on_ready, more)
         return arrived(sums)
 
     def evaluate(self, params: Mapping[str, Array], x: Array, y: Array) -> Sums:
-        """Return the sums of a data set; arrays as in `gradient`, with nothing dropped out."""
+        """Return the sums of a data set; arrays as in `gradient`, without dropout."""
         sums = Sums(0.0, 0, 0)
         rows = max(1, min(EVALUATION_ROWS, EVALUATION_TARGETS // self.targets))
         for start in range(0, len(x), rows):
             piece = slice(start, start + rows)
             outputs = self.outputs(params, x[piece])
-            told, _ = self.loss(wide(outputs), like(outputs, y[piece], y.dtype), None)
-            sums = add(sums, arrived(told))
+            piece_sums, _ = self.loss(wide(outputs), like(outputs, y[piece], y.dtype), None)
+            sums = add(sums, arrived(piece_sums))
         return sums
 
     def outputs(self, params: Mapping[str, Array], x: Array) -> Array:
-        """Return what the last layer says of `x`, (n, *output_shape), with nothing dropped out."""
+        """Return the outputs of the last layer for `x`, (n, *output_shape), without dropout."""
         z = self._samples(params, x)
         for i, layer in enumerate(self.layers.values()):
             z, _ = layer.forward(self._own(i, params), z, None)
@@ -116,12 +116,12 @@ class Model:
         tape: list[Any],
         dy: Array,
         on_ready: Callable[[str], None],
-        more: bool,
+        accumulate: bool,
     ) -> None:
-        # Below the first layer with parameters nobody needs a gradient.
+        # Below the first layer with parameters no gradient is needed.
         lowest = next(i for i, names in enumerate(self._names) if names)
         layers, uses = list(self.layers.values()), Counter(self._uses)
-        written = set(self.parameters) if more else set()
+        written = set(self.parameters) if accumulate else set()
         for i in range(len(layers) - 1, lowest - 1, -1):
             names = {w: name for w, name in self._names[i].items() if name in self.parameters}
             # Layers write; a second contribution is written aside and added.
@@ -137,21 +137,23 @@ class Model:
                     on_ready(name)
 
     def _take(self, layer: str, own: Mapping[str, Parameter]) -> dict[str, str]:
-        """Take in the parameters and buffers of a layer; return its words with the model's."""
+        """Add the parameters and buffers of a layer; return {its name: the model's name}."""
         names = {}
-        for name, one in named(layer, own).items():
-            target = one.same_as or name
+        for name, parameter in named(layer, own).items():
+            target = parameter.same_as or name
             names[name.removeprefix(f"{layer}.")] = target
-            if one.same_as:
-                self._must_be(layer, target, one)
+            if parameter.same_as:
+                self._must_be(layer, target, parameter)
             else:
-                (self.parameters if one.trained else self.buffers)[name] = one
+                (self.parameters if parameter.trained else self.buffers)[name] = parameter
         return names
 
-    def _must_be(self, layer: str, name: str, one: Parameter) -> None:
-        seen = self.parameters[name].shape if name in self.parameters else "none before it"
-        if seen != one.shape:
-            raise UsageError(f"layer '{layer}' shares '{name}': expected {one.shape}, seen {seen}")
+    def _must_be(self, layer: str, name: str, parameter: Parameter) -> None:
+        earlier = self.parameters[name].shape if name in self.parameters else "none before it"
+        if earlier != parameter.shape:
+            raise UsageError(
+                f"layer '{layer}' shares '{name}': expected {parameter.shape}, seen {earlier}"
+            )
 
     def _own(self, i: int, arrays: Mapping[str, Array]) -> dict[str, Array]:
         return {word: arrays[name] for word, name in self._names[i].items()}
@@ -162,12 +164,12 @@ class Model:
                 f"the model expects samples of shape {self.input_shape}, "
                 f"seen {tuple(x.shape[1:])}; give the data that shape or build the model for it"
             )
-        one = params[self._leading]
-        if isinstance(self._first, Embedding):  # whole numbers, which 16 bits may not hold
-            if on_device(one) and not on_device(x):
+        leading = params[self._leading]
+        if isinstance(self._first, Embedding):  # integers, which 16-bit floats may not represent
+            if on_device(leading) and not on_device(x):
                 self._first.check(x)
-            return like(one, x, x.dtype)
-        return like(one, x)
+            return like(leading, x, x.dtype)
+        return like(leading, x)
 
 
 def initial_values(parameters: Mapping[str, Parameter], seed: int) -> dict[str, np.ndarray]:
@@ -176,8 +178,10 @@ def initial_values(parameters: Mapping[str, Parameter], seed: int) -> dict[str, 
     Each has a random stream of its own, so that a change of one shape moves no other value.
     """
     return {
-        name: one.init(np.random.Generator(np.random.Philox(key=_words(seed, i))), one.shape)
-        for i, (name, one) in enumerate(parameters.items())
+        name: parameter.init(
+            np.random.Generator(np.random.Philox(key=_words(seed, i))), parameter.shape
+        )
+        for i, (name, parameter) in enumerate(parameters.items())
     }
 
 

@@ -1,4 +1,4 @@
-"""Dropout in one kernel of a GPU, which draws the mask where it is used: NumPy's, bit for bit.
+"""Dropout in one kernel of a GPU, which draws the mask itself: NumPy's, bit for bit.
 
 Philox4x64-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011)
 makes of a counter of four words and a key of two, by ten rounds,

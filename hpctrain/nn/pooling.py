@@ -1,4 +1,4 @@
-"""Pooling: one number for each window of an image, or for all of it; channels last."""
+"""Pooling: one number for each window of an image, or for the whole image; channels last."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class MaxPool2d:
     def forward(
         self, p: Mapping[str, Array], x: Array, key: Key | None
     ) -> tuple[Array, tuple[Array, Array]]:
-        first, *others = (index for _, _, index in self._places(x))
+        first, *rest = (index for _, _, index in self._places(x))
         y = x[first].copy()
-        for index in others:
+        for index in rest:
             namespace(x).maximum(y, x[index], out=y)
         return y, (x, y)
 

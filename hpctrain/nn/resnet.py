@@ -31,8 +31,8 @@ Count = Annotated[int, pydantic.Field(gt=0)]
 class ResNetOptions:
     """ResNet-20 as it stands; `blocks` per group and the `channels` of the groups make others.
 
-    Images are channels last: (h, w) or (h, w, c). With `recompute` the blocks keep their input
-    alone, and compute the rest again on the way back.
+    Images are channels last: (h, w) or (h, w, c). With `recompute` the blocks save their input
+    alone, and compute the rest again in backward.
     """
 
     blocks: Annotated[int, pydantic.Field(gt=0, le=MOST_LAYERS)] = 3
@@ -66,8 +66,8 @@ class ResNetOptions:
         for i, channels in enumerate(self.channels, 1):
             for j in range(1, self.blocks + 1):
                 stride = 2 if i > 1 and j == 1 else 1
-                one = block(before, channels, stride)
-                layers[f"group{i}_block{j}"] = Recompute(one) if self.recompute else one
+                layer = block(before, channels, stride)
+                layers[f"group{i}_block{j}"] = Recompute(layer) if self.recompute else layer
                 before = channels
         return layers
 

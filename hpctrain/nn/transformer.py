@@ -1,4 +1,4 @@
-"""A transformer that reads bytes and says at each place which byte comes next.
+"""A transformer that reads bytes and predicts at each place the next byte.
 
     bytes - table - places - [norm - attention (+) norm - linear - GELU - linear (+)] x layers
           - norm - the same table, transposed
@@ -35,7 +35,7 @@ Rate = Annotated[float, pydantic.Field(ge=0, lt=1)]
 class TransformerOptions:
     """`layers` blocks of `width` with `heads`; `length` bytes are read at once, as the data says.
 
-    With `recompute` the blocks keep their input alone, and compute the rest again on the way back.
+    With `recompute` the blocks save their input alone, and compute the rest again in backward.
     """
 
     layers: Annotated[int, pydantic.Field(gt=0, le=MOST_LAYERS)]
@@ -78,11 +78,11 @@ class TransformerOptions:
         narrow = Linear(self.width, places=True, spread=spread)
         drop = Dropout(self.dropout)
         mix: dict[str, Layer] = {"norm1": LayerNorm(), "attention": attention, "dropout1": drop}
-        each: dict[str, Layer] = {
+        mlp: dict[str, Layer] = {
             "norm2": LayerNorm(),
             "wide": wide,
             "gelu": GELU(),
             "narrow": narrow,
             "dropout2": drop,
         }
-        return Chain({"mix": Residual(mix), "each": Residual(each)})
+        return Chain({"mix": Residual(mix), "each": Residual(mlp)})

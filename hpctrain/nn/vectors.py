@@ -1,11 +1,11 @@
-"""LayerNorm on a GPU: one kernel forward, three back, in place of some twenty.
+"""LayerNorm on a GPU: one kernel forward, three backward, instead of about twenty.
 
     x (rows, c)   normalize_rows   y = (x - mean) scale weight + bias; mean and scale of each row
     dy            back_of_rows     dx = (d - mean d - normal (mean d normal)) scale, d = dy weight
                   sums_of_rows, totals_of_gradients        [sum dy, sum dy normal] of each column
 
-A block of threads works on one row after the other, adding in float64. What is kept for the way
-back is x itself and two numbers of each row.
+A block of threads works on one row after the other, adding in float64. Saved for backward:
+x itself and two numbers of each row.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ void back_of_rows(T* dx, const T* dy, const T* x, const REAL* mean, const REAL* 
 
 
 class Normal(NamedTuple):
-    """What tells (x - mean) / deviation of each element again."""
+    """The data to compute (x - mean) / deviation of each element again."""
 
     x: Array  #: (rows, c), contiguous
     mean: Array  #: (rows,), in the dtype of the weights
@@ -89,7 +89,7 @@ def source(dtype: str) -> str:
 
 
 def normalized(x: Array, weight: Array, bias: Array, epsilon: float) -> tuple[Array, Normal]:
-    """Return what LayerNorm makes of the rows of `x` (rows, c), and what its way back needs."""
+    """Return LayerNorm of the rows of `x` (rows, c), and the values saved for backward."""
     xp = namespace(x)
     x = xp.ascontiguousarray(x)
     y, mean, scale = xp.empty_like(x), *(xp.empty(len(x), weight.dtype) for _ in range(2))

@@ -94,22 +94,22 @@ def image(
     rows: Array, shape: tuple[int, ...], windows: tuple[int, int], kernel: int, stride: int,
     padding: int,
 ) -> Array:  # fmt: skip
-    """Return images of `shape` (n, h, w, c): in each pixel the sum of what `rows` have of it."""
+    """Return images of `shape` (n, h, w, c): in each pixel the sum of its values in `rows`."""
     dx = namespace(rows).empty(shape, rows.dtype)
     _launch("image", dx, rows, shape, (*windows, kernel, stride, padding))
     return dx
 
 
 def _launch(
-    name: str, out: Array, given: Array, shape: tuple[int, ...], numbers: tuple[int, ...]
+    name: str, out: Array, values: Array, shape: tuple[int, ...], numbers: tuple[int, ...]
 ) -> None:
     if not out.size:
         return
     _, h, w, c = shape
     width = PACK_BYTES // out.itemsize
-    if c % width or any(a.data.ptr % PACK_BYTES for a in (out, given)):
+    if c % width or any(a.data.ptr % PACK_BYTES for a in (out, values)):
         width = 1
     count = out.size // width
     about = [np.int32(n) for n in (h, w, c // width, *numbers)]
-    code = source(out.dtype.name, width, max(out.size, given.size) >> 31 > 0)
-    launch(out, code, name, count, (out, given, *about, np.int64(count)))
+    code = source(out.dtype.name, width, max(out.size, values.size) >> 31 > 0)
+    launch(out, code, name, count, (out, values, *about, np.int64(count)))
