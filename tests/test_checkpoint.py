@@ -307,10 +307,10 @@ def test_all_ranks_go_back_when_one_cannot_read_and_nothing_is_renamed(tmp_path,
 
     here = threading.local()
 
-    def read(path, wanted):
+    def read(path, with_arrays):
         if here.rank == 2 and "step-00000002" in path.name:
             raise OSError(5, "Input/output error", str(path))
-        return genuine(path, wanted)
+        return genuine(path, with_arrays)
 
     def rank(link):
         here.rank = link.rank
