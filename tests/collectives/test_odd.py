@@ -97,12 +97,20 @@ def must_be_right(world: World, name: str, dtype: str, step: int) -> int:
                 arrays.allreduce(x, op, name, world, check=False)
                 faults += [(op, form, i) for i in odd.wrong(x.reshape(-1), case)[:3]]
             one_result = case.exact or not by_mpi
+            # `auto` may take MPI's own, whose sums of NaNs have any payload on any rank.
+            x = with_one_nan(x) if name == "auto" and op in LACKING else x
             digests.append((op, form, crc32(x.tobytes()) if one_result else 0))
     told = all_gather_bytes(world.link, np.array([one[2] for one in digests], np.int64).tobytes())
     first, own = (np.frombuffer(one, np.int64) for one in (told[0], told[world.rank]))
     faults += [(*digests[i][:2], "unlike rank 0") for i in np.flatnonzero(first != own)]
     assert not faults, faults[:10]  # pytest takes minutes to compare long lists
     return len(digests)
+
+
+def with_one_nan(x: np.ndarray) -> np.ndarray:
+    """Return `x`, every NaN with the same bits."""
+    parts = x.reshape(-1).view(f"f{x.itemsize // 2}") if x.dtype.kind == "c" else x
+    return np.where(parts == parts, parts, np.array(np.nan, np.float32).astype(parts.dtype))
 
 
 LACKING = ("sum", "prod", "mean")  # of 16-bit floats in MPI
