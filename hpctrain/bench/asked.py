@@ -1,4 +1,4 @@
-"""What `hpctrain bench predict` was asked for: from words to a machine, a step, and rows."""
+"""Options of `hpctrain bench predict`: from words to a machine, a step, and rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.tuning.loggp import Cluster, Wire
 from hpctrain.tuning.steps import Step, even
 
-#: What is taken where neither a flag nor a measurement says otherwise.
+#: Defaults without a flag or a measurement.
 LINK, LATENCY, NODE_LINK, NODE_LATENCY = "100Gbit", "2us", "10GB/s", "1us"
 MEMORY = "100GB/s"
 Words = Mapping[str, Any]
@@ -24,7 +24,7 @@ Words = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Answer:
-    """Rows, the machine that they are of, and that machine in words."""
+    """Predicted rows, their machine, and that machine in words."""
 
     rows: list[dict[str, Any]]
     machine: Cluster
@@ -32,7 +32,7 @@ class Answer:
 
 
 def answer(words: Words) -> Answer:
-    """Return what the options `words` ask for; raise UsageError."""
+    """Return the predictions for the options `words`; raise UsageError."""
     for option in ("ranks_per_node", "cards"):
         if words[option] < 1:
             name = option.replace("_", "-")
@@ -40,42 +40,42 @@ def answer(words: Words) -> Answer:
     per_node = words["ranks_per_node"]
     layouts = [predict.Layout(ranks, per_node) for ranks in quantities.ranks(words["ranks"])]
     names, lengths = predict.chosen(words["algorithms"], layouts), sizes.parse(words["sizes"])
-    seen = measured.read(words["measured"]) if words["measured"] else None
-    machine = _machine(words, seen)
+    measurements = measured.read(words["measured"]) if words["measured"] else None
+    machine = _machine(words, measurements)
     step = _step(words) if words["step"] else None
-    rows = list(predict.compared(seen, machine)) if seen else []
+    rows = list(predict.compared(measurements, machine)) if measurements else []
     rows += predict.allreduce_rows(machine, layouts, names, lengths)
     if step:
         rows += predict.step_rows(machine, layouts, names, step, words["mode"])
-    return Answer(rows, machine, _said(machine, per_node))
+    return Answer(rows, machine, _machine_text(machine, per_node))
 
 
-def _machine(words: Words, seen: measured.Measured | None) -> Cluster:
-    """Return the machine: what flags say goes before what was measured, and that before guesses."""
-    known = seen or measured.Measured([], 1)
-    inside = _wire(words, "node_", known.inside, (NODE_LINK, NODE_LATENCY))
-    between = _wire(words, "", known.between, (LINK, LATENCY))
-    per_node, told = words["ranks_per_node"], words["memory_bandwidth"]
-    memory = quantities.speed(told or MEMORY, "--memory-bandwidth")
+def _machine(words: Words, measurements: measured.Measured | None) -> Cluster:
+    """Return the machine: flags override measurements, and measurements override defaults."""
+    fitted = measurements or measured.Measured([], 1)
+    inside = _wire(words, "node_", fitted.inside, (NODE_LINK, NODE_LATENCY))
+    between = _wire(words, "", fitted.between, (LINK, LATENCY))
+    per_node, bandwidth = words["ranks_per_node"], words["memory_bandwidth"]
+    memory = quantities.speed(bandwidth or MEMORY, "--memory-bandwidth")
     machine = predict.cluster(inside, between, memory, per_node, words["cards"])
-    return machine if told or known.gamma is None else replace(machine, gamma=known.gamma)
+    return machine if bandwidth or fitted.gamma is None else replace(machine, gamma=fitted.gamma)
 
 
-def _wire(words: Words, where: str, found: Wire | None, guess: tuple[str, str]) -> Wire:
-    link, latency = words[f"{where}link"], words[f"{where}latency"]
-    option = where.replace("_", "-")
+def _wire(words: Words, prefix: str, fitted: Wire | None, guess: tuple[str, str]) -> Wire:
+    link, latency = words[f"{prefix}link"], words[f"{prefix}latency"]
+    option = prefix.replace("_", "-")
     speed = quantities.speed(link or guess[0], f"--{option}link")
     seconds = quantities.seconds(latency or guess[1], f"--{option}latency")
-    said = predict.wire(speed, seconds)
-    if found is None:
-        return said
-    short = said if latency else found
-    long = said if link else found
+    nominal = predict.wire(speed, seconds)
+    if fitted is None:
+        return nominal
+    short = nominal if latency else fitted
+    long = nominal if link else fitted
     return replace(short, per_byte=long.per_byte, both_ways=long.both_ways)
 
 
 def _step(words: Words) -> Step:
-    """Return the step that `--step` describes, measured here if it is a recipe's."""
+    """Return the step of `--step`, measured here if it names a recipe."""
     bucket = sizes.parse(words["bucket"])[-1]
     compute, comma, nbytes = words["step"].partition(",")
     if comma:
@@ -84,7 +84,7 @@ def _step(words: Words) -> Step:
 
 
 def of_recipe(name: str, bucket_bytes: int) -> Step:
-    """Return what one step of recipe `name` computes on one rank, measured in this process."""
+    """Return one rank's computation in a step of recipe `name`, measured in this process."""
     spec = recipe.load(name)
     split = spec.data.load(spec.run.seed)
     replica = ModelReplica(runs.build_model(spec, split), spec.run.seed, master(spec.run.precision))
@@ -95,7 +95,7 @@ def of_recipe(name: str, bucket_bytes: int) -> Step:
     return profile(replica, spec.optimizer.build(lambda step: 0.0), task, bucket_bytes)
 
 
-def _said(machine: Cluster, per_node: int) -> str:
+def _machine_text(machine: Cluster, per_node: int) -> str:
     """Return the machine in words."""
     between, inside = (
         f"{8e-9 / max(wire.per_byte, 1e-15):.4g} Gbit/s, "

@@ -1,7 +1,7 @@
-"""Random data of which the right result is known, of floats in float64, whatever the length.
+"""Random test data with a known reduction, computed in float64 for floats, at any length.
 
 Each rank has a block of a prime number of random values, repeated to the length of the vector: so
-a chunk that lands in the wrong place is seen, and no rank needs the vectors of the others.
+a chunk in the wrong place is detected, and no rank needs the vectors of the others.
 
     rank 0   [ a a' a'' ... ][ a a' a'' ... ][ a a'       the sum of the blocks, in float64, is
     rank 1   [ b b' b'' ... ][ b b' b'' ... ][ b b'       the block of the sum
@@ -18,7 +18,7 @@ from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.operations import ufunc_of
 
 PERIOD = 65_537  # a prime: no chunk's place is a multiple of it
-BFLOAT16_EPS = 2.0**-7  # NumPy's finfo does not know it
+BFLOAT16_EPS = 2.0**-7  # absent from NumPy's finfo
 
 
 def block(rank: int, dtype: np.dtype) -> np.ndarray:
@@ -39,20 +39,20 @@ def wide(values: np.ndarray) -> np.ndarray:
 
 def fill(x: np.ndarray, values: np.ndarray, start: int = 0) -> None:
     """Write block `values` into flat `x`, which begins at element `start` of the vector."""
-    for here, there in _places(start, x.size):
-        x[here] = values[there]
+    for in_array, in_block in _places(start, x.size):
+        x[in_array] = values[in_block]
 
 
-def agrees(x: np.ndarray, wanted: np.ndarray, margin: np.ndarray, start: int = 0) -> bool:
-    """Return whether each element of `x` lies within `margin` of `wanted`, blocks as of `wide`."""
+def agrees(x: np.ndarray, expected: np.ndarray, margin: np.ndarray, start: int = 0) -> bool:
+    """Return whether each element of `x` lies within `margin` of `expected`, blocks of `wide`."""
     return all(
-        bool(np.all(np.abs(wide(x[here]) - wanted[there]) <= margin[there]))
-        for here, there in _places(start, x.size)
+        bool(np.all(np.abs(wide(x[in_array]) - expected[in_block]) <= margin[in_block]))
+        for in_array, in_block in _places(start, x.size)
     )
 
 
 def reduced(op: str, ranks: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Return the block of the reduction over `ranks`, as of `wide`, and its margin, float64.
+    """Return the block of the reduction over `ranks`, in `wide` dtype, and its margin, float64.
 
     A sum of P values has at most P - 1 roundings on the way of each value, in any order: an error
     of (P - 1) u sum|v| (Higham 2002, section 4.2), here with the whole spacing for u, for slack. So
@@ -60,13 +60,13 @@ def reduced(op: str, ranks: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarra
     """
     values = [wide(block(rank, dtype)) for rank in range(ranks)]
     ufunc = ufunc_of(operation(op, dtype))
-    wanted = ufunc.reduce(values)
+    expected = ufunc.reduce(values)
     if dtype.kind in "biu":  # what overflows wraps around
-        return wide(wanted.astype(dtype)), np.zeros(PERIOD)
+        return wide(expected.astype(dtype)), np.zeros(PERIOD)
     if op in ("min", "max"):
-        return wanted, np.zeros(PERIOD)
+        return expected, np.zeros(PERIOD)
     factor = np.sqrt(5) if op == "prod" and dtype.kind == "c" else 1.0
-    return wanted, factor * ranks * eps(dtype) * ufunc.reduce(np.abs(values))
+    return expected, factor * ranks * eps(dtype) * ufunc.reduce(np.abs(values))
 
 
 def eps(dtype: np.dtype) -> float:
@@ -82,7 +82,7 @@ def gathered(ranks: int, length: int, dtype: np.dtype) -> Iterator[tuple[int, in
 
 
 def _places(start: int, length: int) -> Iterator[tuple[slice, slice]]:
-    """Yield (where in the array, where in the block) for elements `start` .. of the vector."""
+    """Yield (slice of the array, slice of the block) for elements `start` .. of the vector."""
     at = 0
     while at < length:
         phase = (start + at) % PERIOD

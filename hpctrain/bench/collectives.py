@@ -1,4 +1,4 @@
-"""`hpctrain bench allreduce` and its like: from what was typed to a table, JSON and a plot."""
+"""`hpctrain bench allreduce` and similar commands: from options to a table, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MATPLOTLIB = "--plot needs matplotlib; run: pip install 'hpctrain[report]'"
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asked for, checked; MPI is not needed for that."""
+    """Options of the command line, validated; this needs no MPI."""
 
     plan: sweep.Plan
     rivals: tuple[str, ...]
@@ -54,10 +54,10 @@ def check(
     json: Path | None,
     plot: Path | None,
 ) -> Asked:
-    """Return what was asked for; raise UsageError that names what was expected, and the nearest."""
+    """Return the validated options; raise UsageError with the expected and the nearest value."""
     collective = COLLECTIVES[operation]
-    wanted = list(listed(algorithms))
-    for name in wanted:
+    names = list(listed(algorithms))
+    for name in names:
         config.pick(dict.fromkeys(collective.names), name, "algorithm")
     kind = dtype_named(dtype)
     config.pick(dict.fromkeys(OPERATIONS), op, "op")
@@ -65,27 +65,27 @@ def check(
     plan = sweep.Plan(
         collective,
         sizes.parse(sizes_text),
-        wanted,
+        names,
         kind,
         op,
         rounds_of("--iterations", iterations, 1),
         rounds_of("--warm-up", warm_up, 0),
         config.pick(BUFFERS, buffers, "--buffers"),
     )
-    others = rivals.names(rivals_text)
-    if not wanted and not others:
+    rival_names = rivals.names(rivals_text)
+    if not names and not rival_names:
         raise UsageError(f"--algorithms: choose some of {', '.join(collective.names)}")
     must_draw(plot)
-    return Asked(plan, tuple(others), json, plot)
+    return Asked(plan, tuple(rival_names), json, plot)
 
 
-def run(world: World, asked: Asked) -> list[dict[str, Any]]:
-    """Measure, and show and keep what was found; return the rows. Collective."""
-    plan = asked.plan
-    room.check(world, max(plan.sizes), bool(asked.rivals))
-    output.must_be_writable(world, asked.json, asked.plot)
-    joined, skipped = rivals.join(world, asked.rivals)
-    able = {name: one for name, one in joined.items() if _offered(plan, one)}
+def run(world: World, options: Asked) -> list[dict[str, Any]]:
+    """Measure, show and save the rows, and return them. Collective."""
+    plan = options.plan
+    room.check(world, max(plan.sizes), bool(options.rivals))
+    output.must_be_writable(world, options.json, options.plot)
+    joined, skipped = rivals.join(world, options.rivals)
+    able = {name: library for name, library in joined.items() if _offered(plan, library)}
     skipped |= _impossible(plan) | {n: _offers_not(plan) for n in joined if n not in able}
     plan = replace(plan, algorithms=[name for name in plan.algorithms if name not in skipped])
     about = rivals.about(able, skipped)
@@ -93,31 +93,31 @@ def run(world: World, asked: Asked) -> list[dict[str, Any]]:
     title = _title(world, plan)
     try:
         teller = output.Teller(world, title, output.COLLECTIVE, len(plan.sizes))
-        rows = teller.each(sweep.run(world, plan, able))
+        rows = teller.show_all(sweep.run(world, plan, able))
     finally:
         for library in joined.values():
             library.close()
-    kept = output.report(world, rows, buffers=_buffers(world, plan), timed=TIMED, rivals=about)
-    output.write(world, asked.json, kept)
-    if asked.plot is not None and world.rank == 0:
-        import_module("hpctrain.bench.plot").draw(rows, title, asked.plot)
+    report = output.report(world, rows, buffers=_buffers(world, plan), timed=TIMED, rivals=about)
+    output.write(world, options.json, report)
+    if options.plot is not None and world.rank == 0:
+        import_module("hpctrain.bench.plot").draw(rows, title, options.plot)
     return rows
 
 
 def listed(text: str) -> Iterable[str]:
-    """Return the words that `text` lists, each once."""
+    """Return the comma-separated words of `text` without duplicates."""
     return dict.fromkeys(word.strip() for word in text.split(",") if word.strip())
 
 
-def rounds_of(flag: str, number: int, least: int) -> int:
-    """Return `number`; raise UsageError if it is less than `least`."""
-    if number < least:
-        raise UsageError(f"{flag}: expected at least {least}, seen {number}")
+def rounds_of(flag: str, number: int, minimum: int) -> int:
+    """Return `number`; raise UsageError if it is less than `minimum`."""
+    if number < minimum:
+        raise UsageError(f"{flag}: expected at least {minimum}, seen {number}")
     return number
 
 
 def dtype_named(name: str) -> np.dtype:
-    """Return the dtype that people call `name`; bfloat16 needs the package ml_dtypes."""
+    """Return the dtype called `name`; bfloat16 needs the package ml_dtypes."""
     config.pick(dict.fromkeys(DTYPES), name, "dtype")
     if name != "bfloat16":
         return np.dtype(name)
@@ -140,7 +140,7 @@ def must_draw(plot: Path | None) -> None:
 
 
 def _impossible(plan: sweep.Plan) -> dict[str, str]:
-    """Return why MPI's own collective is left out, where its operation is another one, or none."""
+    """Return {algorithm: reason} of MPI's own collective where it lacks the same operation."""
     if reduced_by_mpi(np.empty(0, plan.dtype), collectives.operation(plan.op, plan.dtype)):
         return {}
     natives = [name for name in (NATIVE, NATIVE_PLAIN) if name in plan.algorithms]
@@ -148,8 +148,8 @@ def _impossible(plan: sweep.Plan) -> dict[str, str]:
 
 
 def _offered(plan: sweep.Plan, library: rivals.Rival) -> bool:
-    known = plan.op in RIVALS_OPERATIONS and plan.dtype.name in RIVALS_DTYPES
-    return known and library.offers(plan.collective.name, plan.dtype)
+    supported = plan.op in RIVALS_OPERATIONS and plan.dtype.name in RIVALS_DTYPES
+    return supported and library.offers(plan.collective.name, plan.dtype)
 
 
 def _offers_not(plan: sweep.Plan) -> str:
@@ -163,6 +163,6 @@ def _buffers(world: World, plan: sweep.Plan) -> str:
 
 def _title(world: World, plan: sweep.Plan) -> str:
     nodes = len(world.main.nodes)
-    where = "1 node" if nodes == 1 else f"{nodes} nodes"
+    on_nodes = "1 node" if nodes == 1 else f"{nodes} nodes"
     reduced = f", {plan.op}" if plan.collective.name in ("allreduce", "reduce-scatter") else ""
-    return f"{plan.collective.name} of {plan.dtype.name}{reduced}, {world.size} ranks on {where}"
+    return f"{plan.collective.name} of {plan.dtype.name}{reduced}, {world.size} ranks on {on_nodes}"

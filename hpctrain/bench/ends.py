@@ -1,4 +1,4 @@
-"""Two ranks and the link between them, seen from any rank."""
+"""Two ranks and the link between them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hpctrain.tuning.measure import Line
 
 @dataclass(frozen=True)
 class Ends:
-    """Two ranks, seen from any: `peer` is None where this rank looks on."""
+    """A pair of ranks; `peer` is None on ranks outside of the pair."""
 
     link: Line
     source: int
     to: int
-    path: str = "host"  #: which way messages take
+    path: str = "host"  #: of the messages
 
     @property
     def peer(self) -> int | None:

@@ -1,8 +1,8 @@
-"""What the machine could do at best, measured in the same run: the share of it tells what is left.
+"""Roofline measured in the same run; results are reported as a fraction of it.
 
 On one node the floor is memory: all ranks stream `a += b` over private arrays, which moves 3n bytes
-each. On several it is the link: one message goes one way between two of them. Where arrays fit
-into the caches, so do those of the floor.
+each. On several it is the link: one message goes one way between two of them. If arrays fit into
+the caches, so do those of the floor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STREAMED = 3  #: bytes moved per byte of `a += b`: two reads, one write
 
 @dataclass(frozen=True)
 class Floor:
-    """A call to be timed with the rivals, and how many bytes it moves in one node or link."""
+    """A call to time beside the rivals, and the bytes that it moves in one node or link."""
 
     kind: str
     call: Callable[[], Any]
@@ -33,14 +33,14 @@ def of(group: Group, x: np.ndarray) -> Floor:
     """Return the floor for vectors like flat `x`: of memory on one node, else of a link."""
     if len(group.nodes) <= 1:
         a, b = aligned_zeros(x.size, x.dtype), aligned_zeros(x.size, x.dtype)
-        b.fill(0)  # pages that were never written are all one page, and that one is in the cache
+        b.fill(0)  # untouched pages all map to one page, which stays in the cache
         return Floor("memory", partial(np.add, a, b, a), STREAMED * x.nbytes * group.link.size)
     first, second = group.nodes[0][0], group.nodes[1][0]
     return Floor("link", one_way(group, x, first, second), x.nbytes)
 
 
 def one_way(group: Group, x: np.ndarray, source: int, to: int) -> Callable[[], None]:
-    """Return a call in which rank `source` sends `x` to rank `to`, and the others do nothing."""
+    """Return a call in which rank `source` sends `x` to rank `to`; other ranks do nothing."""
     link = group.link
 
     def send() -> None:

@@ -1,8 +1,8 @@
-"""What was measured, read for predictions: `hpctrain bench --json` or a table of `hpctrain tune`.
+"""Measurements for predictions: a file of `hpctrain bench --json` or a table of `hpctrain tune`.
 
-Ranks that all lie on one host tell of wires inside a node; ranks that each have a host, of wires
-between nodes. Where several ranks lie on each of several hosts, both play a part: all-reduces there
-are compared with predictions, and nothing is fitted to them.
+Ranks that all lie on one host measure wires inside a node; ranks on a host each, wires between
+nodes. With several ranks on each of several hosts both kinds mix: all-reduces there are compared
+with predictions, and nothing is fitted to them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Positive = Annotated[int, pydantic.Field(gt=0, le=1 << 60)]
 
 @dataclass(frozen=True)
 class Row:
-    """The median seconds of an operation on so many bytes and ranks."""
+    """The median seconds of an operation by bytes and ranks."""
 
     operation: str
     algorithm: str
@@ -61,47 +61,49 @@ _READER = pydantic.TypeAdapter(_Bench)
 
 
 def read(path: Path) -> Measured:
-    """Return what file `path` tells; raise UsageError if it is damaged or of another version."""
+    """Return the measurements in file `path`; raise UsageError if damaged or of another version."""
     try:
         text = files.read_text(path, table.LIMIT_BYTES)
-        told = files.as_object(files.parsed_json(text, str(path)), str(path))
+        content = files.as_object(files.parsed_json(text, str(path)), str(path))
     except files.FileError as error:
         raise UsageError(f"--measured {error}; {AGAIN}") from None
-    read_as = _from_table if "fingerprint" in told else _from_bench
+    read_as = _from_table if "fingerprint" in content else _from_bench
     return read_as(path, text.encode())
 
 
 def _from_table(path: Path, text: bytes) -> Measured:
     try:
-        found = table.parsed(text)
+        tuning_table = table.parsed(text)
     except table.Unfit as error:
         raise UsageError(f"--measured {path}: {error}") from None
-    layout = re.match(r"(\d{1,9}) ranks on (\d{1,9}) node", found.fingerprint.layout)
+    layout = re.match(r"(\d{1,9}) ranks on (\d{1,9}) node", tuning_table.fingerprint.layout)
     if layout is None:
-        seen = files.brief(found.fingerprint.layout)
-        raise UsageError(f"--measured {path}: expected a layout 'N ranks on M nodes', seen {seen}")
+        actual = files.brief(tuning_table.fingerprint.layout)
+        raise UsageError(
+            f"--measured {path}: expected a layout 'N ranks on M nodes', seen {actual}"
+        )
     ranks, hosts = map(int, layout.groups())
     rows = [
-        Row("allreduce", one.algorithm, one.bytes, ranks, one.seconds)
-        for one in found.rows
-        if one.in_memory
+        Row("allreduce", row.algorithm, row.bytes, ranks, row.seconds)
+        for row in tuning_table.rows
+        if row.in_memory
     ]
-    known = found.node or found.across
-    gamma = known.gamma if known else None
-    return Measured(rows, hosts, _wire(found.node), _wire(found.across), gamma)
+    machine = tuning_table.node or tuning_table.across
+    gamma = machine.gamma if machine else None
+    return Measured(rows, hosts, _wire(tuning_table.node), _wire(tuning_table.across), gamma)
 
 
 def _from_bench(path: Path, text: bytes) -> Measured:
     try:
-        found = _READER.validate_json(text)
+        bench = _READER.validate_json(text)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        place = ".".join(map(str, first["loc"]))
         raise UsageError(
-            f"--measured {path}: damaged or of another version: {where}: {first['msg'].lower()}; "
+            f"--measured {path}: damaged or of another version: {place}: {first['msg'].lower()}; "
             f"{AGAIN}"
         ) from None
-    hosts, rows = found.machine.hosts, found.rows
+    hosts, rows = bench.machine.hosts, bench.rows
     apart = hosts > 1 and all(row.ranks == hosts for row in rows)
     machine = _fitted(rows) if hosts == 1 or apart else None
     wire = _of_messages(rows) or _wire(machine)
@@ -116,7 +118,7 @@ def _wire(machine: cost.Machine | None) -> Wire | None:
 
 
 def _of_messages(rows: Sequence[Row]) -> Wire | None:
-    """Return the wire that `hpctrain bench p2p` measured; it takes two hosts if there are two."""
+    """Return the wire measured by `hpctrain bench p2p`, between two hosts if there are two."""
     one_way, there_and_back = (
         [(row.bytes, row.median_s) for row in rows if row.algorithm == way]
         for way in ("one-way", "ping-pong")
@@ -127,10 +129,10 @@ def _of_messages(rows: Sequence[Row]) -> Wire | None:
 
 
 def _fitted(rows: Sequence[Row]) -> cost.Machine | None:
-    """Return the machine on which our algorithms would take their times; None if too few tell."""
-    ours = [
+    """Return the machine fitted to the times of our algorithms; None if there are too few."""
+    timings = [
         (cost.ALLREDUCE[row.algorithm](row.bytes, row.ranks), row.median_s)
         for row in rows
         if row.operation == "allreduce" and row.algorithm in cost.ALLREDUCE and row.ranks > 1
     ]
-    return fit.machine(ours) if len({path.bytes for path, _ in ours}) > 2 else None
+    return fit.machine(timings) if len({path.bytes for path, _ in timings}) > 2 else None

@@ -1,14 +1,14 @@
-"""The collectives that are measured: who has what before and after, and what counts as bandwidth.
+"""The collectives under measurement: input and output of each rank, and the factor of busbw.
 
-`bytes` is the length of the longest array of a rank, as in nccl-tests: of reduce-scatter what goes
-in, of all-gather what comes out. busbw is algbw times a factor, so that with the best algorithm it
-is the speed of one rank's link, whatever the number of ranks. In a node, so many bytes have to be
-read or written at least: each once that is needed, each once that changes.
+`bytes` is the length of the longest array of a rank, as in nccl-tests: the input of reduce-scatter,
+the output of all-gather. busbw is algbw times a factor, so that with the best algorithm it is the
+speed of one rank's link, whatever the number of ranks. The bytes in memory are the least that a
+node must read or write: each needed byte once, each changed byte once.
 
     operation        busbw/algbw    bytes in memory, over n    chunk r is
     allreduce        2(P-1)/P       2P; P+1 if shared
     reduce-scatter   (P-1)/P        P+1                        the result on rank r
-    all-gather       (P-1)/P        P                          what rank r has before
+    all-gather       (P-1)/P        P                          the input of rank r
     broadcast        1              P
 
 Source of the factors: nccl-tests, doc/PERFORMANCE.md.
@@ -37,7 +37,7 @@ Algorithm = Callable[[Group, np.ndarray, Operation], Any]
 #: f(group, x, op) that returns a call without arguments; all ranks must call f.
 Binder = Callable[[Group, np.ndarray, Operation], Callable[[], Any]]
 NATIVE = "native"  #: the MPI library's own, called with nothing around it
-NATIVE_PLAIN = "native-plain"  #: and as people type it: mpi4py finds out what the array is
+NATIVE_PLAIN = "native-plain"  #: the same through mpi4py's detection of the array's type
 
 
 class Case(NamedTuple):
@@ -56,7 +56,7 @@ class Case(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What elements `start` .. of a vector must be: a block of `checks`, within a margin."""
+    """Expected elements `start` .. of a vector: a block of `checks`, within a margin."""
 
     start: int
     stop: int
@@ -66,7 +66,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Collective:
-    """An operation and how it is judged."""
+    """An operation, its algorithms and the checks of its result."""
 
     name: str
     algorithms: Mapping[str, Algorithm]
@@ -82,7 +82,7 @@ class Collective:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a user may ask for."""
+        """The names of algorithms that a user may choose."""
         natives = (NATIVE, NATIVE_PLAIN) if self.plain else (NATIVE,)
         return tuple(dict.fromkeys((*self.typed, *self.algorithms, *self.bound, *natives)))
 
@@ -92,22 +92,22 @@ class Collective:
         return -(-max(1, nbytes // itemsize) // step) * step
 
     def prepare(self, x: np.ndarray, case: Case) -> None:
-        """Fill flat `x` with what a rank has before."""
+        """Fill flat `x` with the input of this rank."""
         x[:] = 0
-        mine = self.before(case)
-        checks.fill(x[mine], checks.block(case.rank, case.dtype), mine.start)
+        own = self.before(case)
+        checks.fill(x[own], checks.block(case.rank, case.dtype), own.start)
 
     def right(self, result: np.ndarray, case: Case) -> bool:
         """Return whether `result` is right on this rank."""
         parts = self.after(case)
         first = parts[0].start
         return result.size == parts[-1].stop - first and all(
-            checks.agrees(result[a - first : b - first], wanted, margin, a)
-            for a, b, wanted, margin in parts
+            checks.agrees(result[a - first : b - first], expected, margin, a)
+            for a, b, expected, margin in parts
         )
 
 
-def _all(case: Case) -> slice:
+def _whole_vector(case: Case) -> slice:
     return slice(0, case.length)
 
 
@@ -119,13 +119,13 @@ def _all_of_root(case: Case) -> slice:
     return slice(0, case.length if case.rank == 0 else 0)
 
 
-def _reduced(case: Case, where: slice) -> list[Part]:
-    return [Part(where.start, where.stop, *checks.reduced(case.op, case.ranks, case.dtype))]
+def _reduced(case: Case, span: slice) -> list[Part]:
+    return [Part(span.start, span.stop, *checks.reduced(case.op, case.ranks, case.dtype))]
 
 
-def _copy_of(case: Case, rank: int, where: slice) -> Part:
+def _copy_of(case: Case, rank: int, span: slice) -> Part:
     values = checks.wide(checks.block(rank, case.dtype))
-    return Part(where.start, where.stop, values, np.zeros(checks.PERIOD))
+    return Part(span.start, span.stop, values, np.zeros(checks.PERIOD))
 
 
 def _of_all_ranks(case: Case) -> list[Part]:
@@ -150,13 +150,13 @@ def _tree_broadcast(group: Group, x: np.ndarray, op: Operation) -> None:
 
 
 COLLECTIVES = {
-    one.name: one
-    for one in (
+    collective.name: collective
+    for collective in (
         Collective(
             "allreduce",
             {**collectives.ALLREDUCE, "direct-shared": direct_shared},
-            before=_all,
-            after=lambda case: _reduced(case, _all(case)),
+            before=_whole_vector,
+            after=lambda case: _reduced(case, _whole_vector(case)),
             busbw=lambda ranks: 2 * (ranks - 1) / ranks,
             moved=lambda ranks: 2 * ranks,
             moved_if_shared=lambda ranks: ranks + 1,
@@ -167,7 +167,7 @@ COLLECTIVES = {
         Collective(
             "reduce-scatter",
             {"ring": reduce_scatter, "direct": _direct_reduce_scatter},
-            before=_all,
+            before=_whole_vector,
             after=lambda case: _reduced(case, _own_chunk(case)),
             busbw=lambda ranks: (ranks - 1) / ranks,
             moved=lambda ranks: ranks + 1,
@@ -186,7 +186,7 @@ COLLECTIVES = {
             "broadcast",
             {"tree": _tree_broadcast},
             before=_all_of_root,
-            after=lambda case: [_copy_of(case, 0, _all(case))],
+            after=lambda case: [_copy_of(case, 0, _whole_vector(case))],
             busbw=lambda ranks: 1.0,
             moved=lambda ranks: ranks,
         ),

@@ -1,7 +1,7 @@
-"""What people see of a benchmark, from rank 0: a table, JSON, a bar while it runs.
+"""Output of a benchmark from rank 0: a table, JSON, and a progress bar while it runs.
 
 On a terminal the table comes at the end, below the bar. In a batch log each row is a plain line as
-soon as it is there.
+soon as it is measured.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from hpctrain.world import World
 
 Row = Mapping[str, Any]
 Text = Callable[[Row], str]
-Column = tuple[str, Text]  #: heading, and what shows a row
+Column = tuple[str, Text]  #: heading, and the text of a row
 
 
 def microseconds(key: str) -> Text:
-    """Return what shows the seconds `key` of a row in microseconds, a dash where there are none."""
+    """Return a formatter of the seconds `key` of a row in microseconds; a dash if None."""
     return lambda row: "-" if row[key] is None else _four_digits(row[key] * 1e6)
 
 
 def number(key: str, form: str) -> Text:
-    """Return what shows `key` of a row, a dash where there is none."""
+    """Return a formatter of `key` of a row; a dash if it is missing or None."""
     return lambda row: format(row[key], form) if row.get(key) is not None else "-"
 
 
@@ -60,7 +60,7 @@ COLLECTIVE: tuple[Column, ...] = (
 
 
 class Teller:
-    """Rank 0's voice: shows rows of `columns` as they come; the others say nothing."""
+    """Rank 0 prints rows of `columns` as they arrive; the other ranks print nothing."""
 
     def __init__(self, world: World, title: str, columns: Sequence[Column], total: int):
         """Expect `total` calls of `rows`."""
@@ -84,13 +84,13 @@ class Teller:
         )
         self._task = self._bar.add_task("", total=total)
 
-    def each(self, found: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        """Show groups of rows as they come; return all of them."""
+    def show_all(self, groups: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """Show groups of rows as they arrive; return all rows."""
         self._bar.start()
         self._say(f"# {self._title}")
         self._say(self._line([heading for heading, _ in self._columns]))
         rows: list[dict[str, Any]] = []
-        for group in found:
+        for group in groups:
             rows += group
             self._show(group)
         self._bar.stop()
@@ -118,14 +118,14 @@ class Teller:
 
 
 def report(world: World, rows: Sequence[Row], **about: Any) -> dict[str, Any]:
-    """Return what --json holds: the machine's facts, `about`, and the rows."""
+    """Return the content of the --json file: the machine's facts, `about`, and the rows."""
     return {"machine": machine.facts(world.hosts, world.transport), **about, "rows": list(rows)}
 
 
-def write(world: World, path: Path | None, found: Mapping[str, Any]) -> None:
-    """Let rank 0 write `found` to `path`, if there is one."""
+def write(world: World, path: Path | None, content: Mapping[str, Any]) -> None:
+    """Let rank 0 write `content` to `path`, if there is one."""
     if path is not None and world.rank == 0:
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def say(world: World, lines: Iterable[str]) -> None:
@@ -136,7 +136,7 @@ def say(world: World, lines: Iterable[str]) -> None:
 
 
 def must_be_writable(world: World, *paths: Path | None) -> None:
-    """Raise UsageError on all ranks, before anything is measured, if rank 0 cannot write there."""
+    """Raise UsageError on all ranks before the measurement if rank 0 cannot write to `paths`."""
 
     def touch() -> None:
         for path in filter(None, paths):

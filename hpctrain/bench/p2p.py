@@ -1,6 +1,6 @@
-"""`hpctrain bench p2p`: what a link between two ranks does, its latency and its bandwidth.
+"""`hpctrain bench p2p`: latency and bandwidth of a link between two ranks.
 
-    ping-pong   there and back, again and again; half of it is the time of one message
+    ping-pong   round trips, back to back; half of one is the time of one message
     one-way     a window of messages at once, then one byte back; the time of the window / messages
 
 As OSU's osu_latency and osu_bw do it, over the Link that our algorithms use. With `--device gpu`
@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asked for, checked."""
+    """Options of the command line, validated."""
 
     sizes: Sequence[int]
     ends: tuple[int, int] | None  #: which two ranks
@@ -63,7 +63,7 @@ def check(
     plot: Path | None,
     device: str = "cpu",
 ) -> Asked:
-    """Return what was asked for; raise UsageError."""
+    """Return the validated options; raise UsageError."""
     must_draw(plot)
     return Asked(
         sizes.parse(sizes_text),
@@ -76,50 +76,50 @@ def check(
     )
 
 
-def run(world: World, asked: Asked) -> list[Row]:
-    """Measure, show and keep what was found; return the rows. Collective."""
-    source, to = _ends(world, asked.ends)
-    room.check(world, max(asked.sizes), rivals=False)
-    on_gpu = asked.device == "gpu"
-    if on_gpu and all(place.gpu for place in world.places):  # else `ends` names who has none
-        room.check_gpu(world, max(asked.sizes), max(asked.sizes))
-    output.must_be_writable(world, asked.json, asked.plot)
-    x = _buffer(world, max(asked.sizes), on_gpu)
+def run(world: World, options: Asked) -> list[Row]:
+    """Measure, show and save the rows, and return them. Collective."""
+    source, to = _ends(world, options.ends)
+    room.check(world, max(options.sizes), rivals=False)
+    on_gpu = options.device == "gpu"
+    if on_gpu and all(place.gpu for place in world.places):  # else `ends` names a rank without one
+        room.check_gpu(world, max(options.sizes), max(options.sizes))
+    output.must_be_writable(world, options.json, options.plot)
+    x = _buffer(world, max(options.sizes), on_gpu)
     all_ends = p2p_gpu.ends(world, source, to, x) if on_gpu else [Ends(world.link, source, to)]
     rate = p2p_gpu.nic_rate(world, source, to) if on_gpu else None
     title = f"p2p, {_named(world, source)} to {_named(world, to)}"
     columns = p2p_gpu.COLUMNS if on_gpu else COLUMNS
-    teller = output.Teller(world, title, columns, len(asked.sizes))
-    rows = teller.each(measure(world, asked, x, all_ends, rate))
+    teller = output.Teller(world, title, columns, len(options.sizes))
+    rows = teller.show_all(measure(world, options, x, all_ends, rate))
     about = {"device": "gpu", "paths": asdict(world.verdict), "nic_gb_s": rate} if on_gpu else {}
-    output.write(world, asked.json, output.report(world, rows, timed=TIMED, **about))
-    if asked.plot is not None and world.rank == 0:
-        import_module("hpctrain.bench.plot").draw(rows, title, asked.plot, "algbw")
+    output.write(world, options.json, output.report(world, rows, timed=TIMED, **about))
+    if options.plot is not None and world.rank == 0:
+        import_module("hpctrain.bench.plot").draw(rows, title, options.plot, "algbw")
     return rows
 
 
 def measure(
     world: World,
-    asked: Asked,
+    options: Asked,
     buffer: xp.Array,
     all_ends: Sequence[Ends],
     rate: float | None = None,
 ) -> Iterator[list[Row]]:
     """Yield the rows of each size, both ways over each of `all_ends`; collective.
 
-    Messages are the beginning of `buffer`. `rate`: the GB/s that a row's are a share of.
+    Messages are the beginning of `buffer`. `rate`: the GB/s of which a row's bandwidth is a share.
     """
-    for size in asked.sizes:
+    for size in options.sizes:
         x = buffer[:size]
         calls = max(LEAST_WINDOW, calls_per_round(size))
         plan = {f"{way}{_by(ends)}": (way, ends) for ends in all_ends for way in WAYS}
         ways = {name: WAYS[way](ends, x, calls) for name, (way, ends) in plan.items()}
         right = {name: _right(world, plan[name][1], x, call) for name, call in ways.items()}
-        seconds = interleaved(world.link, ways, asked.rounds, asked.warm_up)
+        seconds = interleaved(world.link, ways, options.rounds, options.warm_up)
         per_message = {"ping-pong": 2 * calls, "one-way": calls}
         yield [
             _row(world, ends, name, size, np.array(seconds[name]) / per_message[way], rate)
-            | {"calls": calls, "rounds": asked.rounds, "correct": right[name]}
+            | {"calls": calls, "rounds": options.rounds, "correct": right[name]}
             for name, (way, ends) in plan.items()
         ]
 
@@ -129,7 +129,7 @@ def _by(ends: Ends) -> str:
 
 
 def _buffer(world: World, nbytes: int, on_gpu: bool) -> xp.Array:
-    """Return zeros (nbytes,), uint8, of which every page has been written; collective."""
+    """Return zeros (nbytes,), uint8, with every page written once; collective."""
     if on_gpu:
         return p2p_gpu.buffer(world, nbytes)
     x = aligned_zeros(nbytes, np.uint8)
@@ -162,23 +162,23 @@ WAYS = {"ping-pong": _ping_pong, "one-way": _window}
 
 
 def _right(world: World, ends: Ends, x: xp.Array, call: Callable[[], None]) -> bool:
-    """Return whether what one end has is at the other end after `call`; collective."""
+    """Return whether `call` brings the data of one end to the other end; collective."""
     values = checks.block(0, np.dtype(np.int32)).view(np.uint8)[: checks.PERIOD]
     sent = np.zeros(x.size, np.uint8)
     if ends.link.rank == ends.source:
         checks.fill(sent, values)
     xp.copy(x, sent)
     call()
-    wanted = values.astype(np.float64)
-    right = ends.peer is None or checks.agrees(xp.to_host(x), wanted, np.zeros(checks.PERIOD))
-    return all(said == b"\1" for said in all_gather_bytes(world.link, bytes([right])))
+    expected = values.astype(np.float64)
+    right = ends.peer is None or checks.agrees(xp.to_host(x), expected, np.zeros(checks.PERIOD))
+    return all(vote == b"\1" for vote in all_gather_bytes(world.link, bytes([right])))
 
 
 def _row(
-    world: World, ends: Ends, name: str, size: int, taken: np.ndarray, rate: float | None
+    world: World, ends: Ends, name: str, size: int, seconds: np.ndarray, rate: float | None
 ) -> Row:
-    found = spread(taken.tolist())
-    speed = size / found["median_s"] / 1e9
+    statistics = spread(seconds.tolist())
+    speed = size / statistics["median_s"] / 1e9
     return {
         "operation": "p2p",
         "algorithm": name,
@@ -187,7 +187,7 @@ def _row(
         "from": ends.source,
         "to": ends.to,
         "path": ends.path,
-        **found,
+        **statistics,
         "algbw": speed,
         "busbw": speed,
         **({"share_of_nic": speed / rate} if rate else {}),
@@ -206,13 +206,13 @@ def _pair(text: str) -> tuple[int, int]:
     return int(words[0]), int(words[1])
 
 
-def _ends(world: World, wanted: tuple[int, int] | None) -> tuple[int, int]:
-    """Return the two ranks: those asked for, or the first and one on another node if there is."""
+def _ends(world: World, pair: tuple[int, int] | None) -> tuple[int, int]:
+    """Return the chosen `pair`, by default rank 0 and a rank on another node if there is one."""
     if world.size < 2:
         raise UsageError("p2p needs two ranks, seen 1: hpctrain launch -n 2 bench p2p")
-    if wanted is None:
+    if pair is None:
         nodes = world.main.nodes
         return 0, nodes[1][0] if len(nodes) > 1 else 1
-    if max(wanted) >= world.size:
-        raise UsageError(f"--ranks: expected ranks below {world.size}, seen {max(wanted)}")
-    return wanted
+    if max(pair) >= world.size:
+        raise UsageError(f"--ranks: expected ranks below {world.size}, seen {max(pair)}")
+    return pair

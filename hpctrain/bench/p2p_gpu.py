@@ -1,12 +1,12 @@
-"""`hpctrain bench p2p --device gpu`: a message between two GPUs, on each path that it may take.
+"""`hpctrain bench p2p --device gpu`: a message between two GPUs, on each available path.
 
     staged       GPU -> host -> wire -> host -> GPU          always
     cuda-aware   MPI is given pointers to GPU memory         where a trial went well
     gdr          the same, with adapters that read GPUs      where adapters may
     ipc          the receiver copies from memory it maps     on one node, where handles open
 
-Between nodes the rate is also told as a share of what the adapter nearest to each GPU was built
-for, as sysfs tells it; the slower of both ends counts.
+Between nodes the rate is also shown as a share of the nominal rate of the adapter nearest to each
+GPU, according to sysfs; the slower of both ends counts.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ COLUMNS = (output.SIZE, output.WHO, *output.TIMES,
 
 
 class Mapped:
-    """A link on which a message is a word that it is there: the receiver copies it by itself."""
+    """A link whose messages are only a notification: the receiver copies the sender's memory."""
 
     def __init__(self, link: Link, memory: Memory, neighbours: Sequence[int]):
-        """Send words over `link`; `neighbours` are the ranks that share `memory`, in its order."""
+        """Notify over `link`; `neighbours` are the ranks that share `memory`, in its order."""
         self.rank, self._link, self._memory = link.rank, link, memory
         self._neighbours, self._word = neighbours, np.zeros(1, np.uint8)
 
@@ -52,12 +52,12 @@ class Mapped:
             return self._link.irecv(x, source)
         place = self._memory.place(x)
         assert place is not None, "looked at before"
-        theirs = place.arrays[self._neighbours.index(source)]
-        return _Copy(self._link.irecv(self._word, source), x, theirs)
+        remote = place.arrays[self._neighbours.index(source)]
+        return _Copy(self._link.irecv(self._word, source), x, remote)
 
 
 class _Copy(NamedTuple):
-    """A message under way: once its word is here, the memory of `source` is copied into `x`."""
+    """A pending message: after its notification, the memory of `source` is copied into `x`."""
 
     word: Request
     x: xp.Array
@@ -70,14 +70,14 @@ class _Copy(NamedTuple):
 
 
 def buffer(world: World, nbytes: int) -> xp.Array:
-    """Return zeros (nbytes,), uint8, on this rank's GPU, which neighbours see; collective."""
+    """Return zeros (nbytes,), uint8, on this rank's GPU, visible to neighbours; collective."""
     if world.memory.gpu is not None:
         return world.memory.gpu.zeros(nbytes, np.uint8)
     return gpus.cupy_module().zeros(nbytes, np.uint8)
 
 
 def ends(world: World, source: int, to: int, x: xp.Array) -> list[Ends]:
-    """Return both ends of a link for each path that `x`, of `buffer`, may take; collective.
+    """Return both ends of a link for each path available to `x`, of `buffer`; collective.
 
     Raises UsageError on all ranks if one of the two has no GPU.
     """
@@ -89,29 +89,29 @@ def ends(world: World, source: int, to: int, x: xp.Array) -> list[Ends]:
         )
     best = path_to(world.verdict, world.places[source], world.places[to])
     ways: list[Path] = ["staged", *([best] if best in BY_POINTER else [])]
-    found = [_end(world, source, to, path) for path in ways]
-    return [*found, *_mapped(world, source, to, x)]
+    result = [_end(world, source, to, path) for path in ways]
+    return [*result, *_mapped(world, source, to, x)]
 
 
 def _mapped(world: World, source: int, to: int, x: xp.Array) -> list[Ends]:
-    told = world.gather("y" if world.memory.place(x) is not None else "")
+    answers = world.gather("y" if world.memory.place(x) is not None else "")
     link = world.link_for("p2p ipc")
-    if world.hosts[source] != world.hosts[to] or not (told[source] and told[to]):
+    if world.hosts[source] != world.hosts[to] or not (answers[source] and answers[to]):
         return []
     neighbours = [rank for rank, host in enumerate(world.hosts) if host == world.host]
     return [Ends(Mapped(link, world.memory, neighbours), source, to, "ipc")]
 
 
 def nic_rate(world: World, source: int, to: int, root: File = pci.ROOT) -> float | None:
-    """Return the GB/s that the adapters of two ranks were built for; None within a node.
+    """Return the nominal GB/s of the adapters of two ranks; None within a node.
 
     Collective.
     """
     nearest = nics.near(nics.nics(root), world.gpu.pci if world.gpu else "", root)
-    told = world.gather(str(nearest.gbit_s or "") if nearest else "")
-    if world.hosts[source] == world.hosts[to] or not told[source] or not told[to]:
+    rates = world.gather(str(nearest.gbit_s or "") if nearest else "")
+    if world.hosts[source] == world.hosts[to] or not rates[source] or not rates[to]:
         return None
-    return min(float(told[source]), float(told[to])) / 8
+    return min(float(rates[source]), float(rates[to])) / 8
 
 
 def _end(world: World, source: int, to: int, path: Path) -> Ends:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure  # not pyplot, which would look for a screen
+from matplotlib.figure import Figure  # not pyplot, which needs a display
 from matplotlib.ticker import (
     EngFormatter,
     FixedLocator,
@@ -60,7 +60,7 @@ def _styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return a line per name; `x, A` and `x, B` have one colour, and differ in their dashes."""
     parts = {name: name.partition(", ")[::2] for name in names}
     kinds = list(dict.fromkeys(kind for kind, _ in parts.values()))
-    where = list(dict.fromkeys(place for _, place in parts.values()))
+    places = list(dict.fromkeys(place for _, place in parts.values()))
     styles = {}
     for name, (kind, place) in parts.items():
         number = kinds.index(kind) % len(COLORS)
@@ -68,7 +68,7 @@ def _styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
             "color": COLORS[number],
             "marker": MARKS[number],
             "markersize": 4,
-            "linestyle": ("-", "--", ":")[where.index(place) % 3],
+            "linestyle": ("-", "--", ":")[places.index(place) % 3],
         }
     return styles
 
@@ -104,7 +104,7 @@ def _line(axes: Axes, rows: Sequence[Row], name: str, style: Mapping[str, Any], 
 
 
 def axes_over(axes: Axes, sizes: Sequence[int], label: str, numbers: Formatter = PLAIN) -> None:
-    """Make both axes logarithmic, with `sizes` along x and `label` along y, as `numbers` has it."""
+    """Make both axes logarithmic: `sizes` along x, `label` along y in the format of `numbers`."""
     axes.set_xscale("log", base=2)
     log_axis(axes, numbers)
     every = -(-len(sizes) // FEW_TICKS)
@@ -117,7 +117,7 @@ def axes_over(axes: Axes, sizes: Sequence[int], label: str, numbers: Formatter =
 
 
 def log_axis(axes: Axes, numbers: Formatter) -> None:
-    """Make the y axis logarithmic, with ticks at 1, 2 and 5 times powers of ten, as `numbers`.
+    """Make the y axis logarithmic with ticks at 1, 2 and 5 times powers of ten, as `numbers`.
 
     Minor ticks would be named too where the axis spans little, and in a form of their own.
     """

@@ -1,8 +1,8 @@
-"""Predicts all-reduces and training steps on machines that are not at hand.
+"""Predicts all-reduces and training steps on machines that you do not have.
 
-What a machine is: two kinds of wires, seconds per byte added, memory; from flags, from what was
-measured (`measured.py`), or else a guess. Rows tell which of their times were measured; every time
-that was not is called *predicted*.
+A machine is two kinds of wires, seconds per byte added, and memory: from flags, from measurements
+(`measured.py`), or else defaults. Rows mark the times that were measured; all others are called
+*predicted*.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Layout:
 
     @property
     def count(self) -> int:
-        """How many nodes there are."""
+        """The number of nodes."""
         return -(-self.ranks // self.per_node)
 
 
@@ -56,12 +56,12 @@ def wire(speed: float, latency: float) -> Wire:
 
 
 def cluster(inside: Wire, between: Wire, memory: float, per_node: int, cards: int) -> Cluster:
-    """Return the machine of nodes with `memory` bytes/s, which their ranks share when they add."""
+    """Return the machine of nodes with `memory` bytes/s, shared by their ranks for additions."""
     return Cluster(inside, between, ADDING * per_node / memory, 1 / memory, cards)
 
 
 def chosen(names: str | None, layouts: Sequence[Layout]) -> list[str]:
-    """Return the algorithms that `names` lists, or all that some of `layouts` allow.
+    """Return the algorithms listed in `names`, by default all that fit at least one layout.
 
     Raises UsageError with the nearest name, or where an algorithm fits no layout.
     """
@@ -74,14 +74,14 @@ def chosen(names: str | None, layouts: Sequence[Layout]) -> list[str]:
 
 
 def fits(name: str, layout: Layout) -> bool:
-    """Return whether algorithm `name` makes sense there: direct in a node, hierarchical across."""
+    """Return whether `name` applies to `layout`: direct in one node, hierarchical across nodes."""
     if name == "direct":
         return layout.count == 1 and layout.ranks > 1
     return name != "hierarchical" or (layout.count > 1 and layout.per_node > 1)
 
 
 def seconds(name: str, nbytes: int, machine: Cluster, layout: Layout) -> float:
-    """Return how long an all-reduce takes until the last rank is done."""
+    """Return the seconds of an all-reduce until the last rank has finished."""
     clocks = Clocks(machine, layout.nodes)
     SCHEDULES[name](clocks, nbytes)
     return float(clocks.now.max())
@@ -90,18 +90,18 @@ def seconds(name: str, nbytes: int, machine: Cluster, layout: Layout) -> float:
 def allreduce_rows(
     machine: Cluster, layouts: Sequence[Layout], algorithms: Sequence[str], sizes: Sequence[int]
 ) -> Iterator[Row]:
-    """Yield a row per layout, size and algorithm that fits there."""
+    """Yield a row per layout, size and applicable algorithm."""
     for layout in layouts:
         for nbytes in sizes:
             for name in algorithms:
                 if fits(name, layout):
-                    taken = seconds(name, nbytes, machine, layout)
-                    yield allreduce_row(name, nbytes, layout, taken)
+                    duration = seconds(name, nbytes, machine, layout)
+                    yield allreduce_row(name, nbytes, layout, duration)
 
 
-def allreduce_row(name: str, nbytes: int, layout: Layout, taken: float) -> Row:
+def allreduce_row(name: str, nbytes: int, layout: Layout, duration: float) -> Row:
     """Return one row; busbw as nccl-tests defines it, in GB/s."""
-    algbw = nbytes / taken / 1e9 if taken else None
+    algbw = nbytes / duration / 1e9 if duration else None
     return {
         "operation": "allreduce",
         "algorithm": name,
@@ -109,7 +109,7 @@ def allreduce_row(name: str, nbytes: int, layout: Layout, taken: float) -> Row:
         "ranks": layout.ranks,
         "nodes": layout.count,
         "kind": "predicted",
-        "predicted_s": taken,
+        "predicted_s": duration,
         "algbw": algbw,
         "busbw": algbw and algbw * 2 * (layout.ranks - 1) / layout.ranks,
     }
@@ -120,11 +120,11 @@ def step_rows(
 ) -> Iterator[Row]:
     """Yield a row per layout and algorithm; `mode` is weak (as many samples per rank) or strong."""
     for layout in layouts:
-        here = step.shared_by(layout.ranks) if mode == "strong" else step
+        rank_step = step.shared_by(layout.ranks) if mode == "strong" else step
         for name in algorithms:
             if fits(name, layout):
                 overlapping, after = (
-                    step_time(here, SCHEDULES[name], Clocks(machine, layout.nodes), overlap)
+                    step_time(rank_step, SCHEDULES[name], Clocks(machine, layout.nodes), overlap)
                     for overlap in (True, False)
                 )
                 yield {
@@ -136,22 +136,22 @@ def step_rows(
                     "mode": mode,
                     "kind": "predicted",
                     "predicted_s": overlapping.step,
-                    "compute_s": here.compute,
+                    "compute_s": rank_step.compute,
                     "wire_s": overlapping.wire,
                     "exposed_s": overlapping.exposed,
                     "without_overlap_s": after.step,
-                    "efficiency": here.compute / overlapping.step,
+                    "efficiency": rank_step.compute / overlapping.step,
                 }
 
 
-def compared(seen: Measured, machine: Cluster) -> Iterator[Row]:
-    """Yield rows of what was measured, beside what the model says of it."""
-    for row in seen.rows:
-        layout, name = Layout(row.ranks, -(-row.ranks // seen.hosts)), row.algorithm
+def compared(measurements: Measured, machine: Cluster) -> Iterator[Row]:
+    """Yield rows of measured all-reduces with the model's prediction and its error."""
+    for row in measurements.rows:
+        layout, name = Layout(row.ranks, -(-row.ranks // measurements.hosts)), row.algorithm
         if row.operation == "allreduce" and name in SCHEDULES and fits(name, layout):
-            taken = seconds(name, row.bytes, machine, layout)
-            yield allreduce_row(name, row.bytes, layout, taken) | {
+            duration = seconds(name, row.bytes, machine, layout)
+            yield allreduce_row(name, row.bytes, layout, duration) | {
                 "kind": "measured",
                 "measured_s": row.median_s,
-                "error": taken / row.median_s - 1,
+                "error": duration / row.median_s - 1,
             }

@@ -1,4 +1,4 @@
-"""Predictions as tables; what was not measured is called predicted."""
+"""Tables of predictions; times that were not measured are called predicted."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ def time(seconds: float) -> str:
 
 
 def tables(rows: Sequence[Row]) -> Iterator[tuple[str, Table]]:
-    """Yield titles and tables: what was measured beside its prediction, then predictions."""
+    """Yield titles and tables: measurements beside their predictions, then predictions."""
     if measured := [row for row in rows if row["kind"] == "measured"]:
         yield "measured, and what the model says of it", _measured(measured)
-    others = [row for row in rows if row["kind"] == "predicted"]
+    predictions = [row for row in rows if row["kind"] == "predicted"]
     reduces, steps = (
-        [row for row in others if row["operation"] == one] for one in ("allreduce", "step")
+        [row for row in predictions if row["operation"] == operation]
+        for operation in ("allreduce", "step")
     )
     for ranks in sorted({row["ranks"] for row in reduces}):
-        here = [row for row in reduces if row["ranks"] == ranks]
-        title = f"predicted: all-reduce on {ranks} ranks, {here[0]['nodes']} nodes (* fastest)"
-        yield title, _allreduces(here)
+        group = [row for row in reduces if row["ranks"] == ranks]
+        title = f"predicted: all-reduce on {ranks} ranks, {group[0]['nodes']} nodes (* fastest)"
+        yield title, _allreduces(group)
     if steps:
         about = f"{steps[0]['mode']} scaling, gradients of {shown(steps[0]['bytes'])}"
         yield f"predicted: a step, {about}", _steps(steps)
@@ -54,9 +55,9 @@ def _allreduces(rows: Sequence[Row]) -> Table:
     for heading in ("size", *names):
         table.add_column(heading, justify="right")
     for nbytes in dict.fromkeys(row["bytes"] for row in rows):
-        taken = {r["algorithm"]: r["predicted_s"] for r in rows if r["bytes"] == nbytes}
-        best = min(taken.values())
-        words = [time(taken[name]) + ("*" if taken[name] == best else " ") for name in names]
+        times = {r["algorithm"]: r["predicted_s"] for r in rows if r["bytes"] == nbytes}
+        best = min(times.values())
+        words = [time(times[name]) + ("*" if times[name] == best else " ") for name in names]
         table.add_row(shown(nbytes), *words)
     return table
 

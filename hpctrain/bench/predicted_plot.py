@@ -1,4 +1,4 @@
-"""Predictions as a plot: lines are predicted, filled marks were measured."""
+"""Plot of predictions: lines are predicted, filled marks are measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure  # not pyplot, which would look for a screen
+from matplotlib.figure import Figure  # not pyplot, which needs a display
 from matplotlib.ticker import FuncFormatter
 
 from hpctrain.bench.plot import SECONDS, log_axis
@@ -34,13 +34,13 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
         panels[f"a step, {steps[0]['mode']} scaling"] = ("ranks", steps)
     figure = Figure((6 * len(panels), 5), layout="constrained")
     all_axes = figure.subplots(1, len(panels))
-    for axes, (what, (key, shown_rows)) in zip(all_axes, panels.items(), strict=True):
+    for axes, (panel, (key, shown_rows)) in zip(all_axes, panels.items(), strict=True):
         _lines(axes, shown_rows, key)
-        axes.set_title(f"predicted: {what}")
-    known = {
+        axes.set_title(f"predicted: {panel}")
+    handles = {
         k: v for axes in all_axes for v, k in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(known.values(), known.keys(), loc="outside lower center", ncols=8)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=8)
     figure.suptitle(title.replace("$", r"\$"))
     figure.savefig(path, dpi=130)
 

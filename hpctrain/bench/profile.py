@@ -1,4 +1,4 @@
-"""What one rank computes in a training step, measured: when each bucket is full, and the update."""
+"""Compute time of one rank in a training step: when each bucket is full, and the update."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def profile(
     """Return the medians of `rounds` steps on `task` without communication; trains the model."""
     arena = replica.arena
     cut = buckets.cut(arena.slots, arena.grad.size, arena.grad.itemsize, bucket_bytes)
-    state, seen = optimizer.init(arena.param), []
+    state, timings = optimizer.init(arena.param), []
     for _ in range(warm_up + rounds):
         full = _full(replica, task, cut)
         start = perf_counter()
         optimizer.update(arena.grad, state, arena.param, arena.slots, whole)
-        seen.append([*full, perf_counter() - start])
-    *full, update = np.median(seen[warm_up:], axis=0).tolist()
-    lengths = (float((one.stop - one.start) * arena.grad.itemsize) for one in cut)
+        timings.append([*full, perf_counter() - start])
+    *full, update = np.median(timings[warm_up:], axis=0).tolist()
+    lengths = (float((bucket.stop - bucket.start) * arena.grad.itemsize) for bucket in cut)
     return Step(tuple(full), tuple(lengths), update)
 
 
@@ -42,9 +42,9 @@ def _full(replica: Replica, task: Task, cut: list[Bucket]) -> list[float]:
     stamps: dict[str, float] = {}
     start = perf_counter()
     replica.gradient(task.batch, task.scale, task.key, lambda name: _stamp(stamps, name))
-    stamps[""] = perf_counter()  # what comes after the last slot counts for the last bucket
+    stamps[""] = perf_counter()  # time after the last slot counts for the last bucket
     names = [*(bucket.names for bucket in cut[:-1]), cut[-1].names | {""}]
-    last = [max(stamps[name] for name in some) - start for some in names]
+    last = [max(stamps[name] for name in slot_names) - start for slot_names in names]
     return np.maximum.accumulate(last).tolist()
 
 

@@ -1,4 +1,4 @@
-"""Speeds, times and numbers of ranks as people type them: `400Gbit`, `50GB/s`, `2us`, `2:65536`."""
+"""Parse speeds, times and numbers of ranks: `400Gbit`, `50GB/s`, `2us`, `2:65536`."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ MOST_RANKS = 1 << 20
 
 
 def speed(text: str, option: str) -> float:
-    """Return bytes per second of words such as 400Gbit, 2.5gbit/s or 50GB/s; raise UsageError."""
+    """Return the bytes per second of 400Gbit, 2.5gbit/s, 50GB/s and so on; raise UsageError."""
     return _quantity(text.removesuffix("/s"), SPEEDS, option, "a speed such as 400Gbit or 50GB/s")
 
 
 def seconds(text: str, option: str) -> float:
-    """Return the seconds of words such as 2us or 1.5ms; raise UsageError."""
+    """Return the seconds of texts such as 2us or 1.5ms; raise UsageError."""
     return _quantity(text, TIMES, option, "a time such as 2us or 1.5ms")
 
 
 def ranks(text: str, option: str = "--ranks") -> list[int]:
-    """Return the numbers that `text` lists, `4,64` or `2:4096` in doublings, ascending."""
-    what = option.removeprefix("--")
-    expected = f"expected 1 to {MOST_RANKS} {what}, such as 4096, 2,4,8 or 2:65536 (doubling)"
+    """Return the numbers of `text`, such as `4,64` or `2:4096` in doublings, ascending."""
+    noun = option.removeprefix("--")
+    expected = f"expected 1 to {MOST_RANKS} {noun}, such as 4096, 2,4,8 or 2:65536 (doubling)"
     if not re.fullmatch(r"\d+(:\d+)?(,\d+(:\d+)?)*", text):
         raise UsageError(f"{option}: {expected}, seen '{text}'")
-    found = {n for part in text.split(",") for n in _doublings(*map(int, part.split(":")))}
-    if not found or min(found) < 1 or max(found) > MOST_RANKS:
+    numbers = {n for part in text.split(",") for n in _doublings(*map(int, part.split(":")))}
+    if not numbers or min(numbers) < 1 or max(numbers) > MOST_RANKS:
         raise UsageError(f"{option}: {expected}, seen '{text}'")
-    return sorted(found)
+    return sorted(numbers)
 
 
 def _doublings(first: int, last: int | None = None) -> list[int]:
-    found = [first]
-    while last is not None and 0 < 2 * found[-1] <= last:
-        found.append(2 * found[-1])
-    return found if last is None or first <= last else []
+    numbers = [first]
+    while last is not None and 0 < 2 * numbers[-1] <= last:
+        numbers.append(2 * numbers[-1])
+    return numbers if last is None or first <= last else []
 
 
 def _quantity(text: str, units: Mapping[str, float], option: str, expected: str) -> float:

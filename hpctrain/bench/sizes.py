@@ -1,4 +1,4 @@
-"""Sizes as people type them: `4B`, `1,5,64KiB`, `4B:128MiB` in doublings, `1MiB:16MiB*4`."""
+"""Parse sizes of the command line: `4B`, `1,5,64KiB`, `4B:128MiB` in doublings, `1MiB:16MiB*4`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ EXPECTED = "expected sizes such as 4B:128MiB (doubling), 1MiB:64MiB*4 or 1KiB,1M
 
 
 def parse(text: str) -> list[int]:
-    """Return the sizes in bytes that `text` lists, ascending, each once; raise UsageError."""
-    found = {size for part in text.split(",") for size in _sizes(part.strip(), text)}
-    return sorted(found)
+    """Return the sizes of `text` in bytes, ascending, without duplicates; raise UsageError."""
+    sizes = {size for part in text.split(",") for size in _sizes(part.strip(), text)}
+    return sorted(sizes)
 
 
 def shown(size: int) -> str:

@@ -1,6 +1,6 @@
 """Times whole training steps: forward, backward, reduction, update; ours and other libraries'.
 
-All begin with the same weights, see the same samples in the same order and train by the same rule:
+All start from the same weights, read the same samples in the same order and use the same update:
 after 20 steps the losses must be equal, or the times mean nothing. A library's *exposed*
 communication is its step minus its own step without communication: for ours the algorithm `null`,
 for PyTorch's the same network without a wrapper. Contenders take turns, a few steps each.
@@ -33,13 +33,13 @@ from hpctrain.world import World
 
 SHARED, NULL, TORCH = "share-parameters", "null", "torch-null"
 EQUAL_AFTER, EQUAL_WITHIN = 20, 1e-3  # steps, and relative to our loss
-STEPS = 3  # of one contender between two looks at the clock
+STEPS = 3  # of one contender between two readings of the clock
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured."""
+    """The contenders, batch sizes and rounds of a measurement."""
 
     spec: Recipe
     algorithms: Sequence[str]
@@ -50,12 +50,12 @@ class Plan:
 
 @dataclass
 class Contender:
-    """A trainer and how far it is; `base` names the contender that is it without communication."""
+    """A trainer and its progress; `base` names the same trainer without communication."""
 
     step: Step
     shares: Sequence[Batch]
     base: str
-    awake: Around = nullcontext  #: what steps are taken in
+    awake: Around = nullcontext  #: context manager around the steps
     done: int = 0
     losses: list[float] = field(default_factory=list)  #: this rank's share of each step's
 
@@ -67,7 +67,7 @@ class Contender:
 
     @contextmanager
     def warm(self) -> Iterator[None]:
-        """Be awake, and past the first step, in which caches are filled."""
+        """Wake up and take a first step, which fills the caches."""
         with self.awake():
             self(1)
             yield
@@ -79,15 +79,15 @@ def run(
     """Yield the rows of each batch size; collective."""
     for batch in plan.batches:
         shares = world.together(partial(_shares, world, train, batch, plan.spec.run.seed))
-        made: list[Any] = []
-        found = _contenders(world, plan, model, shares, rivals, made)
-        yield _rows(world, plan, batch, model, found)
-        for engine in made:
+        own_engines: list[Any] = []
+        contenders = _contenders(world, plan, model, shares, rivals, own_engines)
+        yield _rows(world, plan, batch, model, contenders)
+        for engine in own_engines:
             engine.close()
 
 
 def why_not(spec: Recipe) -> str | None:
-    """Return what of `spec` the rivals have no equal of; None if they can train it."""
+    """Return the reason why the rivals cannot train `spec`; None if they can."""
     model, optimizer = spec.model, spec.optimizer
     if not isinstance(model, MlpOptions) or model.dropout:
         return 'only [model] kind = "mlp" without dropout has its equal there'
@@ -97,7 +97,7 @@ def why_not(spec: Recipe) -> str | None:
 
 
 def _shares(world: World, train: Samples, batch: int, seed: int) -> list[Batch]:
-    """Return this rank's part of whole batches, each of which comes again and again."""
+    """Return this rank's shares of the first batches, which are repeated in turn."""
     total = batch * world.size
     if len(train) < total:
         raise UsageError(
@@ -106,8 +106,8 @@ def _shares(world: World, train: Samples, batch: int, seed: int) -> list[Batch]:
         )
     sampler = Sampler(len(train), total, seed)
     steps = range(min(EQUAL_AFTER, len(train) // total))
-    mine = (share(sampler.batch_indexes(step), world.rank, world.size)[1] for step in steps)
-    return [Batch(*train.rows(own)) for own in mine]
+    parts = (share(sampler.batch_indexes(step), world.rank, world.size)[1] for step in steps)
+    return [Batch(*train.rows(indexes)) for indexes in parts]
 
 
 def _contenders(
@@ -116,22 +116,22 @@ def _contenders(
     model: Model,
     shares: list[Batch],
     rivals: Mapping[str, Rival],
-    made: list[Any],
+    own_engines: list[Any],
 ) -> dict[str, Contender]:
-    found = {}
+    contenders = {}
     for name in dict.fromkeys((*plan.algorithms, NULL)):
         engine = _options(name).build(world, _replica(plan, model), _optimizer(plan.spec))
-        made.append(engine)
-        found[name] = Contender(_ours(world, engine, plan.spec.run.seed), shares, NULL)
+        own_engines.append(engine)
+        contenders[name] = Contender(_step_of(world, engine, plan.spec.run.seed), shares, NULL)
     for name, rival in rivals.items():
         dense = _dense(plan, model)
-        if TORCH not in found:
+        if TORCH not in contenders:
             alone = rival.step(dense, alone=True)
-            found[TORCH] = Contender(alone, shares, TORCH, unbound)
+            contenders[TORCH] = Contender(alone, shares, TORCH, unbound)
         with rival.awake():
             trainer = rival.step(dense, alone=False)
-        found[name] = Contender(trainer, shares, TORCH, rival.awake)
-    return found
+        contenders[name] = Contender(trainer, shares, TORCH, rival.awake)
+    return contenders
 
 
 def _options(name: str) -> engines.AllReduce:
@@ -145,13 +145,13 @@ def _replica(plan: Plan, model: Model) -> ModelReplica:
 
 
 def _optimizer(spec: Recipe) -> Optimizer:
-    """Return the recipe's optimizer at its rate, without a schedule."""
+    """Return the recipe's optimizer with a constant learning rate."""
     built: Optimizer = spec.optimizer.build(lambda step: spec.optimizer.rate)
     return built
 
 
-def _ours(world: World, engine: Any, seed: int) -> Step:
-    """Return what takes one step of `engine`."""
+def _step_of(world: World, engine: Any, seed: int) -> Step:
+    """Return a function that takes one training step with `engine`."""
     numbers = iter(range(1 << 62))
 
     def step(x: np.ndarray, y: np.ndarray) -> float:
@@ -163,7 +163,7 @@ def _ours(world: World, engine: Any, seed: int) -> Step:
 
 
 def _dense(plan: Plan, model: Model) -> Dense:
-    """Return our initial values and the rule of the update, for the rivals."""
+    """Return our initial values and the hyperparameters of SGD, for the rivals."""
     replica, rule = _replica(plan, model), plan.spec.optimizer
     values = list(replica.arena.views(replica.arena.param).values())
     return Dense(
@@ -178,16 +178,20 @@ def _dense(plan: Plan, model: Model) -> Dense:
 
 
 def _rows(
-    world: World, plan: Plan, batch: int, model: Model, found: Mapping[str, Contender]
+    world: World, plan: Plan, batch: int, model: Model, contenders: Mapping[str, Contender]
 ) -> list[Row]:
-    for one in found.values():
-        with one.awake():
-            one(EQUAL_AFTER)
-    losses = {name: _loss(world, one, batch) for name, one in found.items()}
-    calls = {name: partial(one, STEPS) for name, one in found.items()}
-    around = {name: one.warm for name, one in found.items() if one.awake is not nullcontext}
-    taken = interleaved(world.link, calls, plan.rounds, plan.warm_up, around=around)
-    seconds = {name: np.array(of_one) / STEPS for name, of_one in taken.items()}
+    for contender in contenders.values():
+        with contender.awake():
+            contender(EQUAL_AFTER)
+    losses = {name: _loss(world, contender, batch) for name, contender in contenders.items()}
+    calls = {name: partial(contender, STEPS) for name, contender in contenders.items()}
+    around = {
+        name: contender.warm
+        for name, contender in contenders.items()
+        if contender.awake is not nullcontext
+    }
+    timings = interleaved(world.link, calls, plan.rounds, plan.warm_up, around=around)
+    seconds = {name: np.array(times) / STEPS for name, times in timings.items()}
     about = {
         "operation": "step",
         "bytes": 4 * sum(prod(p.shape) for p in model.parameters.values()),
@@ -199,31 +203,35 @@ def _rows(
     first = losses[plan.algorithms[0]]
     return [
         about
-        | {"algorithm": name, **_times(seconds, name, one), **_loss_of(losses, name, one, first)}
+        | {
+            "algorithm": name,
+            **_times(seconds, name, contender),
+            **_loss_of(losses, name, contender, first),
+        }
         | {"samples_per_s": batch * world.size / float(np.median(seconds[name]))}
-        for name, one in found.items()
+        for name, contender in contenders.items()
     ]
 
 
-def _times(seconds: Mapping[str, np.ndarray], name: str, one: Contender) -> Row:
-    """Return the spread of a step, what of it is communication, and how others compare."""
-    own, alone = seconds[name], seconds[one.base]
-    others = [other for other in seconds if other not in (name, NULL, TORCH)]
+def _times(seconds: Mapping[str, np.ndarray], name: str, contender: Contender) -> Row:
+    """Return percentiles of a step, its exposed communication, and ratios to other contenders."""
+    own, alone = seconds[name], seconds[contender.base]
+    names = [other for other in seconds if other not in (name, NULL, TORCH)]
     return {
         **spread(own.tolist()),
         "alone_s": float(np.median(alone)),
-        "exposed_s": None if name == one.base else float(np.median(own - alone)),
-        "times": {other: paired_ratio(seconds[other].tolist(), own.tolist()) for other in others},
+        "exposed_s": None if name == contender.base else float(np.median(own - alone)),
+        "times": {other: paired_ratio(seconds[other].tolist(), own.tolist()) for other in names},
     }
 
 
-def _loss_of(losses: Mapping[str, float], name: str, one: Contender, first: float) -> Row:
-    """Return the loss, and whether it is ours; without communication there is none to compare."""
-    if name == one.base:
+def _loss_of(losses: Mapping[str, float], name: str, contender: Contender, first: float) -> Row:
+    """Return the loss, and whether it equals ours; null without communication."""
+    if name == contender.base:
         return {"loss": None, "correct": isfinite(losses[name])}
     return {"loss": losses[name], "correct": abs(losses[name] / first - 1) <= EQUAL_WITHIN}
 
 
-def _loss(world: World, one: Contender, batch: int) -> float:
+def _loss(world: World, contender: Contender, batch: int) -> float:
     """Return the mean loss of the last step over all ranks; collective."""
-    return sum(map(float, world.gather(str(one.losses[-1])))) / (batch * world.size)
+    return sum(map(float, world.gather(str(contender.losses[-1])))) / (batch * world.size)

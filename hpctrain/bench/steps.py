@@ -1,4 +1,4 @@
-"""`hpctrain bench step`: from what was typed to a table, JSON and a plot."""
+"""`hpctrain bench step`: from options to a table, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TIMED = (
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asked for, checked."""
+    """Options of the command line, validated."""
 
     plan: step.Plan
     rivals: tuple[str, ...]
@@ -46,17 +46,17 @@ def check(
     json: Path | None,
     plot: Path | None,
 ) -> Asked:
-    """Return what was asked for; raise UsageError that names what was expected, and the nearest."""
+    """Return the validated options; raise UsageError with the expected and the nearest value."""
     spec = recipe.load(name, sets)
-    wanted = list(listed(algorithms))
-    for one in wanted:
-        config.pick(dict.fromkeys((*NAMES, step.SHARED)), one, "algorithm")
-    if not set(wanted) - {step.NULL}:
+    names = list(listed(algorithms))
+    for algorithm in names:
+        config.pick(dict.fromkeys((*NAMES, step.SHARED)), algorithm, "algorithm")
+    if not set(names) - {step.NULL}:
         raise UsageError("--algorithms: expected one that communicates, seen none")
     must_draw(plot)
     plan = step.Plan(
         spec,
-        [one for one in wanted if one != step.NULL],  # which is always among them
+        [algorithm for algorithm in names if algorithm != step.NULL],  # which is always measured
         _batches(spec, batches),
         rounds_of("--iterations", iterations, 1),
         rounds_of("--warm-up", warm_up, 0),
@@ -64,30 +64,30 @@ def check(
     return Asked(plan, tuple(rivals.names(rivals_text)), json, plot)
 
 
-def run(world: World, asked: Asked) -> list[step.Row]:
-    """Measure, show and keep what was found; return the rows. Collective."""
-    plan = asked.plan
-    output.must_be_writable(world, asked.json, asked.plot)
+def run(world: World, options: Asked) -> list[step.Row]:
+    """Measure, show and save the rows, and return them. Collective."""
+    plan = options.plan
+    output.must_be_writable(world, options.json, options.plot)
     split = world.together(lambda: plan.spec.data.load(plan.spec.run.seed))
     model = world.together(lambda: runs.build_model(plan.spec, split))
-    joined, skipped = rivals.join(world, asked.rivals)
-    if why := step.why_not(plan.spec):
-        skipped |= dict.fromkeys(joined, why)
-    able = {name: one for name, one in joined.items() if name not in skipped}
+    joined, skipped = rivals.join(world, options.rivals)
+    if reason := step.why_not(plan.spec):
+        skipped |= dict.fromkeys(joined, reason)
+    able = {name: library for name, library in joined.items() if name not in skipped}
     about = rivals.about(able, skipped)
     output.say(world, [f"# {name}: {text}" for name, text in about.items()])
     title = f"a step of {plan.spec.run.name}, {world.size} ranks"
     teller = output.Teller(world, title, _columns(able), len(plan.batches))
     try:
         with threadpoolctl.threadpool_limits(1, "blas"):
-            rows = teller.each(step.run(world, plan, model, split.train, able))
+            rows = teller.show_all(step.run(world, plan, model, split.train, able))
     finally:
         for library in joined.values():
             library.close()
-    kept = output.report(world, rows, timed=TIMED, rivals=about, recipe=plan.spec.tables)
-    output.write(world, asked.json, kept)
-    if asked.plot is not None and world.rank == 0:
-        import_module("hpctrain.bench.plot").bars(rows, title, asked.plot)
+    report = output.report(world, rows, timed=TIMED, rivals=about, recipe=plan.spec.tables)
+    output.write(world, options.json, report)
+    if options.plot is not None and world.rank == 0:
+        import_module("hpctrain.bench.plot").bars(rows, title, options.plot)
     return rows
 
 

@@ -1,8 +1,8 @@
 """Times a collective over sizes: every contender on the same buffer, in turn, in one run.
 
-For each size: the buffer is filled with random data, each contender is called once and judged
-against float64; then all are timed on zeros (so that no sum overflows), with the floor among them;
-then once more with cold caches.
+For each size: the buffer is filled with random data, each contender is called once and checked
+against float64; then all, and the floor, are timed on zeros (so that no sum overflows); then once
+more with cold caches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured, and how often."""
+    """The contenders, sizes and rounds of a measurement."""
 
     collective: Collective
     sizes: Sequence[int]
@@ -41,24 +41,24 @@ class Plan:
     op: str = "sum"
     rounds: int = 20
     warm_up: int = 3
-    in_node_memory: bool = True  #: whether buffers lie where neighbours see them, as gradients do
+    in_node_memory: bool = True  #: whether buffers lie in node memory, as gradients do
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A call that all ranks make together, and the array in which it leaves the result.
+    """A collective call, and the array that holds its result.
 
     Where the call returns an array, the result is there instead.
     """
 
     call: Callable[[], Any]
     result: np.ndarray
-    awake: Around = nullcontext  #: what calls are made in
+    awake: Around = nullcontext  #: context manager around the calls
     first_calls: int = 1  #: before those that count, in each turn
 
     @contextmanager
     def warm(self) -> Iterator[None]:
-        """Be awake, and past the first calls, which find in the caches what another has left."""
+        """Wake up and make the first calls, whose caches still hold another contender's data."""
         with self.awake():
             for _ in range(self.first_calls):
                 self.call()
@@ -66,15 +66,15 @@ class Contender:
 
 
 def calls_per_round(nbytes: int) -> int:
-    """Return how many calls are made between two looks at the clock: 64 up to 16 KiB, 1 from 1 MiB.
+    """Return the calls between two readings of the clock: 64 up to 16 KiB, 1 from 1 MiB.
 
-    A call of a microsecond cannot be told from the barrier before it; OSU's benchmarks loop, too.
+    A call of a microsecond is too short to time beside a barrier; OSU's benchmarks loop, too.
     """
     return max(1, min(MOST_CALLS, BATCH_BYTES // max(1, nbytes)))
 
 
 def run(world: World, plan: Plan, rivals: Mapping[str, Rival]) -> Iterator[list[Row]]:
-    """Yield the rows of each size, those of all contenders; collective."""
+    """Yield the rows of all contenders for each size; collective."""
     lengths = _lengths(plan, world.size)
     make = world.memory.zeros if plan.in_node_memory else _private
     buffer = make(lengths[-1], plan.dtype)
@@ -85,42 +85,42 @@ def run(world: World, plan: Plan, rivals: Mapping[str, Rival]) -> Iterator[list[
 def contenders(
     world: World, plan: Plan, rivals: Mapping[str, Rival], x: np.ndarray
 ) -> dict[str, Contender]:
-    """Return who is measured on flat `x`, by name."""
-    found: dict[str, Contender] = {}
+    """Return the contenders for flat `x`, by name."""
+    by_name: dict[str, Contender] = {}
     name, op = plan.collective.name, operation(plan.op, plan.dtype)
     for algorithm in plan.algorithms:
         if algorithm == NATIVE:
-            found[algorithm] = Contender(*world.link.native_call(name, x, op))
+            by_name[algorithm] = Contender(*world.link.native_call(name, x, op))
         elif algorithm == NATIVE_PLAIN:
-            found[algorithm] = Contender(*world.link.native_call(f"{name} plain", x, op))
-        elif algorithm in plan.collective.typed:  # as people type it, too
+            by_name[algorithm] = Contender(*world.link.native_call(f"{name} plain", x, op))
+        elif algorithm in plan.collective.typed:  # `ht.allreduce` itself
             check = plan.collective.typed[algorithm]
-            found[algorithm] = Contender(_typed(x, plan.op, world, check), x)
+            by_name[algorithm] = Contender(_typed(x, plan.op, world, check), x)
         elif bind := plan.collective.bound.get(algorithm):
-            found[algorithm] = Contender(bind(world.main, x, op), x)
+            by_name[algorithm] = Contender(bind(world.main, x, op), x)
         else:
             call = partial(plan.collective.algorithms[algorithm], world.main, x, op)
-            found[algorithm] = Contender(call, x)
+            by_name[algorithm] = Contender(call, x)
     for rival, library in rivals.items():
-        found[rival] = Contender(library.call(name, x, plan.op), x, library.awake, RIVALS_FIRST)
-    return found
+        by_name[rival] = Contender(library.call(name, x, plan.op), x, library.awake, RIVALS_FIRST)
+    return by_name
 
 
-def judge(world: World, plan: Plan, one: Contender, x: np.ndarray) -> tuple[bool, bool]:
-    """Return whether `one` is right on all ranks, and whether its result is one array for all.
+def judge(world: World, plan: Plan, contender: Contender, x: np.ndarray) -> tuple[bool, bool]:
+    """Return whether `contender` is right on all ranks, and whether these share its result.
 
     Collective; fills `x` with random data.
     """
     case = Case(world.rank, world.size, x.size, plan.dtype, plan.op)
     plan.collective.prepare(x, case)
-    world.link.barrier()  # who reads neighbours' memory must find it filled
-    with one.awake():
-        returned = one.call()
-    result = one.result if returned is None else returned
+    world.link.barrier()  # neighbours' memory must be filled before it is read
+    with contender.awake():
+        returned = contender.call()
+    result = contender.result if returned is None else returned
     right = plan.collective.right(result, case)
     elsewhere = not np.shares_memory(result, x)
-    said = all_gather_bytes(world.link, bytes((right, elsewhere)))
-    return all(right for right, _ in said), any(elsewhere for _, elsewhere in said)
+    verdicts = all_gather_bytes(world.link, bytes((right, elsewhere)))
+    return all(right for right, _ in verdicts), any(elsewhere for _, elsewhere in verdicts)
 
 
 def _lengths(plan: Plan, ranks: int) -> list[int]:
@@ -130,25 +130,25 @@ def _lengths(plan: Plan, ranks: int) -> list[int]:
 
 def _private(length: int, dtype: np.dtype) -> np.ndarray:
     x = np.empty(length, dtype)
-    x.fill(0)  # pages that were never written are all one page of zeros
+    x.fill(0)  # untouched pages all map to one page of zeros
     return x
 
 
 def _rows(world: World, plan: Plan, rivals: Mapping[str, Rival], x: np.ndarray) -> list[Row]:
-    found = contenders(world, plan, rivals, x)
-    verdicts = {name: judge(world, plan, one, x) for name, one in found.items()}
+    by_name = contenders(world, plan, rivals, x)
+    verdicts = {name: judge(world, plan, contender, x) for name, contender in by_name.items()}
     x.fill(0)
     floor, calls = floors.of(world.main, x), calls_per_round(x.nbytes)
-    timed = {name: one.call for name, one in found.items()} | {FLOOR: floor.call}
-    around = {name: one.warm for name, one in found.items()}
+    timed = {name: contender.call for name, contender in by_name.items()} | {FLOOR: floor.call}
+    around = {name: contender.warm for name, contender in by_name.items()}
     seconds = interleaved(world.link, timed, plan.rounds, plan.warm_up, calls, around)
     streamed = float(np.median(seconds.pop(FLOOR)))
-    cold = _cold(world, plan, found, x)
+    cold = _cold(world, plan, by_name, x)
     rows = []
-    for name, taken in seconds.items():
-        row = _times(world, plan, name, x.nbytes, taken) | {"cold_s": cold.get(name)}
+    for name, times in seconds.items():
+        row = _times(world, plan, name, x.nbytes, times) | {"cold_s": cold.get(name)}
         if NATIVE in seconds:
-            row["times_native"] = paired_ratio(seconds[NATIVE], taken)
+            row["times_native"] = paired_ratio(seconds[NATIVE], times)
         if name in plan.collective.typed:
             row["takes"] = name_of(auto, world.main, x)
         correct, shared = verdicts[name]
@@ -161,26 +161,26 @@ def _rows(world: World, plan: Plan, rivals: Mapping[str, Rival], x: np.ndarray) 
 
 
 def _cold(
-    world: World, plan: Plan, found: Mapping[str, Contender], x: np.ndarray
+    world: World, plan: Plan, by_name: Mapping[str, Contender], x: np.ndarray
 ) -> dict[str, float]:
     """Return the median seconds of calls with cold caches; none where `x` itself fills them."""
     if x.nbytes > COLD_BYTES:
         return {}
-    timed = {name: one.call for name, one in found.items()}
-    around = {name: one.warm for name, one in found.items()}
+    timed = {name: contender.call for name, contender in by_name.items()}
+    around = {name: contender.warm for name, contender in by_name.items()}
     other = np.zeros(COLD_BYTES // 4, np.float32)
     link, rounds = world.link, (plan.rounds, plan.warm_up)
     seconds = interleaved(link, timed, *rounds, around=around, other=other)
-    return {name: float(np.median(taken)) for name, taken in seconds.items()}
+    return {name: float(np.median(times)) for name, times in seconds.items()}
 
 
 def _typed(x: np.ndarray, op: str, world: World, check: bool) -> Callable[[], None]:
-    """Return what people type, in a function."""
+    """Return a call of `ht.allreduce`."""
     return lambda: allreduce(x, op, world=world, check=check)
 
 
 def least_bytes(world: World, plan: Plan, shared: bool, nbytes: int) -> float:
-    """Return the bytes that must be moved: in the memory of one node, or out of each of several."""
+    """Return the fewest bytes to move: in the memory of one node, or out of each of several."""
     collective, nodes = plan.collective, len(world.main.nodes)
     if nodes > 1:
         return nbytes * collective.busbw(nodes)
@@ -188,9 +188,9 @@ def least_bytes(world: World, plan: Plan, shared: bool, nbytes: int) -> float:
     return nbytes * (moved or collective.moved)(world.size)
 
 
-def _times(world: World, plan: Plan, name: str, nbytes: int, taken: Sequence[float]) -> Row:
-    found = spread(taken)
-    algbw = nbytes / found["median_s"] / 1e9
+def _times(world: World, plan: Plan, name: str, nbytes: int, times: Sequence[float]) -> Row:
+    statistics = spread(times)
+    algbw = nbytes / statistics["median_s"] / 1e9
     return {
         "operation": plan.collective.name,
         "algorithm": name,
@@ -198,7 +198,7 @@ def _times(world: World, plan: Plan, name: str, nbytes: int, taken: Sequence[flo
         "ranks": world.size,
         "dtype": plan.dtype.name,
         "op": plan.op,
-        **found,
+        **statistics,
         "algbw": algbw,
         "busbw": algbw * plan.collective.busbw(world.size),
     }

@@ -1,4 +1,4 @@
-"""`hpctrain tune`: from what was typed to a tuning table on disk, shown and drawn."""
+"""`hpctrain tune`: from options to a tuning table on disk, a printed one and a plot."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TASK = TaskID(0)  #: of the bar
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asked for, checked; MPI is not needed for that."""
+    """Options of the command line, validated; this needs no MPI."""
 
     device: gpus.Device
     sizes: list[int]
@@ -48,84 +48,84 @@ def check(
     plot: Path | None,
     device: str = "cpu",
 ) -> Asked:
-    """Return what was asked for; raise UsageError that names what was expected.
+    """Return the validated options; raise UsageError with the expected value.
 
-    Who asks for so many rounds gets them, however long they take.
+    An explicit number of rounds has no time limit.
     """
-    where = config.pick(DEVICES, device, "--device")
-    asked = sizes.parse(SIZES if sizes_text is None else sizes_text)
-    if asked[0] < 1:
+    target = config.pick(DEVICES, device, "--device")
+    lengths = sizes.parse(SIZES if sizes_text is None else sizes_text)
+    if lengths[0] < 1:
         raise UsageError(f"--sizes: {sizes.EXPECTED}, seen '{sizes_text}'")
     must_draw(plot)
     if rounds is None:
-        return Asked(where, asked, ROUNDS, LIMIT_S, out, plot)
-    least = sweep.LEAST_ROUNDS
-    return Asked(where, asked, rounds_of("--rounds", rounds, least), NO_LIMIT_S, out, plot)
+        return Asked(target, lengths, ROUNDS, LIMIT_S, out, plot)
+    minimum = sweep.LEAST_ROUNDS
+    return Asked(target, lengths, rounds_of("--rounds", rounds, minimum), NO_LIMIT_S, out, plot)
 
 
-def run(world: World, asked: Asked) -> None:
-    """Measure, write the table, show and draw it. Collective; rank 0 touches files and speaks."""
+def run(world: World, options: Asked) -> None:
+    """Measure, write the table, show and draw it. Collective; rank 0 writes and prints."""
     if world.size == 1:
         raise UsageError("one rank has nothing to tune; start more: hpctrain launch -n RANKS tune")
-    group, over_mpi, on_gpu = world.main, world.transport == "mpi", asked.device == "gpu"
+    group, over_mpi, on_gpu = world.main, world.transport == "mpi", options.device == "gpu"
     if on_gpu:
-        room.check_gpu(world, max(asked.sizes), sweep.bytes_needed(max(asked.sizes)))
+        room.check_gpu(world, max(options.sizes), sweep.bytes_needed(max(options.sizes)))
     xp = gpus.cupy_module() if on_gpu else np
-    here = table.fingerprint(group, over_mpi, world.gpus if on_gpu else None)
-    path = asked.out or table.place(here)
-    room.check(world, max(asked.sizes), rivals=False)
-    world.together(lambda: _must_be_writable(world, path, asked.plot))
-    found: list[Row] = []
-    with _bar(world, 2 * asked.rounds + 1) as bar:
+    fingerprint = table.fingerprint(group, over_mpi, world.gpus if on_gpu else None)
+    path = options.out or table.place(fingerprint)
+    room.check(world, max(options.sizes), rivals=False)
+    world.together(lambda: _must_be_writable(world, path, options.plot))
+    rows: list[Row] = []
+    with _bar(world, 2 * options.rounds + 1) as bar:
         node, across = constants(group, CONSTANT_ROUNDS, xp)
-        for found in sweep.sweep(group, asked.sizes, asked.rounds, asked.limit_s, xp):  # noqa: B007
+        for rows in sweep.sweep(group, options.sizes, options.rounds, options.limit_s, xp):  # noqa: B007
             bar.update(TASK, advance=1, description="rounds over sizes", refresh=True)
-        bar.update(TASK, completed=2 * asked.rounds, description="buckets", refresh=True)
-        buckets = list(sweep.buckets(group, found, max(asked.sizes), BUCKET_ROUNDS, xp))
+        bar.update(TASK, completed=2 * options.rounds, description="buckets", refresh=True)
+        buckets = list(sweep.buckets(group, rows, max(options.sizes), BUCKET_ROUNDS, xp))
         bar.update(TASK, advance=1, refresh=True)
-    made = Table(here, found, buckets, node, across, choose.noisy(found))
-    world.together(lambda: _keep(world, made, path, asked.plot))
+    tuning_table = Table(fingerprint, rows, buckets, node, across, choose.noisy(rows))
+    world.together(lambda: _keep(world, tuning_table, path, options.plot))
 
 
 def show(file: Path | None, ranks: int, plot: Path | None, device: str = "cpu") -> None:
-    """Show the table in `file`, else the newest of this machine; MPI is not needed for that.
+    """Show the table in `file`, else the newest of this machine; this needs no MPI.
 
-    Where there are several `ranks`, the newest of so many; of the memory of `device`.
+    With several `ranks`, the newest for that number; always for the memory of `device`.
 
-    Raises UsageError where there is none.
+    Raises UsageError if there is none.
     """
     must_draw(plot)
     path = file or table.newest(ranks, config.pick(DEVICES, device, "--device") == "gpu")
     try:
-        found = table.read(path)
+        tuning_table = table.read(path)
     except table.Unfit as error:
         raise UsageError(f"--show {path}: {error}") from None
-    tuned.show(found, path)
-    _draw(found, plot)
+    tuned.show(tuning_table, path)
+    _draw(tuning_table, plot)
 
 
 def _must_be_writable(world: World, path: Path, plot: Path | None) -> None:
     if world.rank == 0:
-        for one in filter(None, (path, plot)):
-            table.must_be_writable(one)
+        for file in filter(None, (path, plot)):
+            table.must_be_writable(file)
 
 
-def _keep(world: World, found: Table, path: Path, plot: Path | None) -> None:
+def _keep(world: World, tuning_table: Table, path: Path, plot: Path | None) -> None:
     if world.rank == 0:
-        table.write(found, path)
-        tuned.show(found, path)
-        _draw(found, plot)
-        if found.noisy:
-            print(f"hpctrain: tune: {tuned.noise(found.noisy)}", file=sys.stderr, flush=True)
+        table.write(tuning_table, path)
+        tuned.show(tuning_table, path)
+        _draw(tuning_table, plot)
+        if tuning_table.noisy:
+            print(f"hpctrain: tune: {tuned.noise(tuning_table.noisy)}", file=sys.stderr, flush=True)
 
 
-def _draw(found: Table, plot: Path | None) -> None:
+def _draw(tuning_table: Table, plot: Path | None) -> None:
     if plot is not None:
-        import_module("hpctrain.bench.tuned_plot").draw(found, plot)
+        import_module("hpctrain.bench.tuned_plot").draw(tuning_table, plot)
 
 
 def _bar(world: World, total: int) -> Progress:
-    """Return a bar that only rank 0 draws, and only on a terminal."""
+    """Return a progress bar, drawn by rank 0 alone and only on a terminal."""
     console = progress.console()
     bar = Progress(
         TextColumn("tune  {task.description}"),

@@ -1,11 +1,11 @@
-"""The tuning table as a picture: time over size, what `auto` takes in a ring of its own."""
+"""Plot of the tuning table: time over size, with rings around the choices of `auto`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure  # not pyplot, which would look for a screen
+from matplotlib.figure import Figure  # not pyplot, which needs a display
 
 from hpctrain import stairs
 from hpctrain.bench.plot import COLORS, MARKS, SECONDS, axes_over
@@ -13,32 +13,32 @@ from hpctrain.bench.tuned import heading, kinds
 from hpctrain.tuning.table import Table
 
 
-def draw(found: Table, path: Path) -> None:
-    """Write the plot of `found` to `path`, PNG or SVG by its suffix."""
-    by = kinds(found)
+def draw(table: Table, path: Path) -> None:
+    """Write the plot of `table` to `path`, PNG or SVG by its suffix."""
+    by = kinds(table)
     figure = Figure((6.5 * len(by), 5.2), layout="constrained")
     all_axes = figure.subplots(1, len(by), sharey=True, squeeze=False)[0]
-    names = list(dict.fromkeys(row.algorithm for row in found.rows))
+    names = list(dict.fromkeys(row.algorithm for row in table.rows))
     for axes, (kind, times) in zip(all_axes, by.items(), strict=True):
         _lines(axes, times, names)
         axes_over(axes, list(times), "time of a call", SECONDS)
         axes.label_outer()
-        axes.set_title(heading(found, kind))
+        axes.set_title(heading(table, kind))
     all_axes[0].legend(fontsize="small")
-    here = found.fingerprint
-    where = f", {here.device}; {here.paths}" if here.on_gpu else ""
-    figure.suptitle(f"all-reduce of float32, {here.mpi}, {here.layout}{where}")
+    fingerprint = table.fingerprint
+    gpu_text = f", {fingerprint.device}; {fingerprint.paths}" if fingerprint.on_gpu else ""
+    figure.suptitle(f"all-reduce of float32, {fingerprint.mpi}, {fingerprint.layout}{gpu_text}")
     figure.savefig(path, dpi=130)
 
 
 def _lines(axes: Axes, times: stairs.Times, names: list[str]) -> None:
-    """Draw a line per algorithm, and rings where it is taken."""
+    """Draw a line per algorithm, and rings at the sizes for which it is chosen."""
     for number, name in enumerate(names):
         sizes = [nbytes for nbytes, seconds in times.items() if name in seconds]
         own = [times[nbytes][name] for nbytes in sizes]
         color, mark = COLORS[number % 8], MARKS[number % 8]
         axes.plot(sizes, own, label=name, color=color, marker=mark, linewidth=1.3, markersize=3.5)
-    taken = stairs.taken_at(times)
-    seconds = [times[nbytes][name] for nbytes, name in taken.items()]
-    axes.plot(list(taken), seconds, "o", markersize=9, markerfacecolor="none",
+    picks = stairs.taken_at(times)
+    seconds = [times[nbytes][name] for nbytes, name in picks.items()]
+    axes.plot(list(picks), seconds, "o", markersize=9, markerfacecolor="none",
               markeredgecolor="black", label="taken by auto")  # fmt: skip

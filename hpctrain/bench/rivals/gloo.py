@@ -1,4 +1,4 @@
-"""torch.distributed on Gloo, over TCP: what a PyTorch user on CPUs has."""
+"""torch.distributed on Gloo, over TCP: PyTorch's usual backend on CPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Gloo:
     """See `hpctrain.bench.rivals.Rival`."""
 
     def __init__(self, world: World):
-        """Meet the other ranks at a store on rank 0, which takes a port that is free."""
+        """Join the other ranks through a store on a free port of rank 0."""
         torch.set_num_threads(1)
         limit = timedelta(seconds=TIMEOUT_S)
         host = "127.0.0.1" if len(set(world.hosts)) == 1 else socket.getfqdn()
@@ -45,7 +45,7 @@ class Gloo:
         )
 
     def offers(self, operation: str, dtype: np.dtype) -> bool:
-        """Return whether torch takes NumPy's arrays of `dtype`, and reduces nothing by halves."""
+        """Return whether torch supports `operation` in place on NumPy's arrays of `dtype`."""
         return operation != "reduce-scatter" and dtype.name != "bfloat16"
 
     def call(self, operation: str, x: np.ndarray, op: str) -> Callable[[], None]:
@@ -59,7 +59,7 @@ class Gloo:
         return _silently(dist.all_gather, parts, parts[dist.get_rank()])
 
     def awake(self) -> AbstractContextManager[None]:
-        """Return what lets this thread leave its core, where it would stop Gloo's own.
+        """Return a context manager that unbinds this thread from the core that Gloo's own need.
 
         With both on one core a call takes five times as long. Without calls Gloo's threads sleep.
         """

@@ -23,17 +23,17 @@ class Horovod:
     """See `hpctrain.bench.rivals.Rival`."""
 
     def __init__(self, world: World):
-        """Look at what there is; see `awake`."""
+        """Record version and settings; Horovod itself starts in `awake`."""
         torch.set_num_threads(1)
         cycle = os.environ.get("HOROVOD_CYCLE_TIME", "1 (default)")
         self.about = f"horovod {horovod.__version__}, torch {torch.__version__}, cycle {cycle} ms"
 
     def offers(self, operation: str, dtype: np.dtype) -> bool:
-        """Return whether Horovod does this in place."""
+        """Return whether Horovod supports `operation` in place on `dtype`."""
         return operation in ("allreduce", "broadcast") and dtype.name != "bfloat16"
 
     def call(self, operation: str, x: np.ndarray, op: str) -> Callable[[], None]:
-        """Return a call on `x`'s own memory; the name lets Horovod's cache know the tensor."""
+        """Return a call on `x`'s own memory; Horovod's cache identifies the tensor by its name."""
         tensor, name = torch.from_numpy(x), f"{operation}-{x.size}"
 
         def allreduce() -> None:
@@ -46,11 +46,11 @@ class Horovod:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Let Horovod's thread run, on the MPI that is already up.
+        """Run Horovod's thread on the MPI that is already initialized.
 
-        It asks all ranks for work every millisecond, waiting in MPI, and so takes the cores from
-        whoever else is measured. To begin and to end it takes 1 ms each. Unlike Gloo it is faster
-        on a core of its own: its threads wait without sleeping.
+        It polls all ranks for work every millisecond, waiting in MPI, and so takes the cores from
+        other contenders. Start and stop take 1 ms each. Unlike Gloo it is faster on a core of its
+        own: its threads wait without sleeping.
         """
         hvd.init()
         try:
@@ -63,7 +63,7 @@ class Horovod:
         return stepper(dense, _as_it_is if alone else _distributed)
 
     def close(self) -> None:
-        """Do nothing: it sleeps."""
+        """Do nothing: Horovod is stopped outside of `awake`."""
 
 
 def _distributed(network: Any, optimizer: Any) -> tuple[Any, Any]:

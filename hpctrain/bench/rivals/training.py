@@ -19,8 +19,8 @@ def stepper(dense: Dense, wrap: Wrap) -> Callable[[np.ndarray, np.ndarray], floa
 
     `wrap` makes network and optimizer communicate.
     """
-    network, optimizer = wrap(*_made(dense))
-    loss_of = nn.CrossEntropyLoss()  # the mean over the share; wrappers take the mean over ranks
+    network, optimizer = wrap(*_build(dense))
+    loss_of = nn.CrossEntropyLoss()  # the mean over the share; wrappers average over ranks
 
     def step(x: np.ndarray, y: np.ndarray) -> float:
         optimizer.zero_grad()
@@ -32,7 +32,7 @@ def stepper(dense: Dense, wrap: Wrap) -> Callable[[np.ndarray, np.ndarray], floa
     return step
 
 
-def _made(dense: Dense) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _build(dense: Dense) -> tuple[nn.Module, torch.optim.Optimizer]:
     layers: list[nn.Module] = [nn.Flatten()]
     for weight, bias in dense.layers:
         layer = nn.Linear(*weight.shape)
