@@ -1,7 +1,7 @@
-"""From times of algorithms over lengths, measured or predicted, to the staircases of `auto`.
+"""Turn times of algorithms over lengths, measured or predicted, into the thresholds of `auto`.
 
-Plain arrays, arrays in node memory and what MPI cannot reduce have a staircase each (stairs.py),
-which are laid over each other in the end.
+Plain arrays, arrays in node memory and dtypes that MPI cannot reduce have a table of thresholds
+each (stairs.py); the three are merged in the end.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hpctrain.collectives import ALLREDUCE
 from hpctrain.collectives.choices import Choices, Pick
 from hpctrain.stairs import Steps, Times, at, steps, taken_at
 
-NOISY = 0.25  #: from quartile to quartile, as share of the median: the machine did something else
-FALLBACK = "recursive-doubling"  #: any dtype, any layout: where nothing else is known
+NOISY = 0.25  #: interquartile range over the median: the machine was busy
+FALLBACK = "recursive-doubling"  #: any dtype, any layout: without other times
 NEVER = ("null",)  #: reduces nothing
 
 Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
@@ -35,12 +35,12 @@ class Row:
     in_memory: bool
     bytes: Bytes
     seconds: Positive
-    spread: Share | None = None  #: of repeats: from quartile to quartile, as share of the median
+    spread: Share | None = None  #: interquartile range of the repeats over the median
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a group will take, in words that can be sent: algorithms by their names."""
+    """The choices of a group in a form that can be sent: algorithms by name."""
 
     plain: Steps
     kept: Steps
@@ -50,17 +50,17 @@ class Plan:
 
 
 def plan(rows: Iterable[Row], buckets: Buckets, measured: bool) -> Plan:
-    """Return the plan that `rows` suggest."""
-    known = [row for row in rows if row.algorithm in ALLREDUCE and row.algorithm not in NEVER]
-    plain = [row for row in known if not row.in_memory]
-    kept = [row for row in known if row.in_memory] or plain
-    stairs = (plain, kept, _ours(plain))
-    plain_steps, kept_steps, our_steps = (steps(times(some), FALLBACK) for some in stairs)
-    return Plan(plain_steps, kept_steps, our_steps, buckets, measured)
+    """Return the plan with the fastest algorithms of `rows`."""
+    usable = [row for row in rows if row.algorithm in ALLREDUCE and row.algorithm not in NEVER]
+    plain = [row for row in usable if not row.in_memory]
+    node_rows = [row for row in usable if row.in_memory] or plain
+    stairs = (plain, node_rows, _non_mpi(plain))
+    plain_steps, node_steps, non_mpi_steps = (steps(times(subset), FALLBACK) for subset in stairs)
+    return Plan(plain_steps, node_steps, non_mpi_steps, buckets, measured)
 
 
 def choices(plan: Plan) -> Choices:
-    """Return the three staircases of `plan` laid over each other."""
+    """Return the three tables of thresholds in `plan`, merged."""
     stairs = (plan.plain, plan.kept, plan.ours)
     starts = sorted({start for stair in stairs for start, _ in stair})
     picks = [Pick(*(ALLREDUCE[at(stair, start)] for stair in stairs)) for start in starts]
@@ -69,33 +69,33 @@ def choices(plan: Plan) -> Choices:
 
 def times(rows: Iterable[Row]) -> Times:
     """Return the seconds of `rows` by length, ascending, and algorithm."""
-    found: Times = {}
+    result: Times = {}
     for row in sorted(rows, key=lambda row: row.bytes):
-        found.setdefault(row.bytes, {})[row.algorithm] = row.seconds
-    return found
+        result.setdefault(row.bytes, {})[row.algorithm] = row.seconds
+    return result
 
 
 def changes(rows: Sequence[Row]) -> list[tuple[int, int, set[str]]]:
-    """Return between which neighbouring lengths the pick changes, and all who are taken at these.
+    """Return the pairs of neighbouring lengths between which the choice changes, with both choices.
 
-    Also whom what MPI cannot reduce takes there: it needs times of its own in between.
+    Include the choice for dtypes MPI cannot reduce; it has thresholds of its own.
     """
-    stairs = [taken_at(times(some)) for some in (rows, _ours(rows))]
+    stairs = [taken_at(times(subset)) for subset in (rows, _non_mpi(rows))]
     return [
-        (a, b, {taken[n] for taken in stairs for n in (a, b) if n in taken})
+        (a, b, {stair[n] for stair in stairs for n in (a, b) if n in stair})
         for a, b in pairwise(stairs[0])
         if stairs[0][a] != stairs[0][b]
     ]
 
 
-def _ours(rows: Iterable[Row]) -> list[Row]:
+def _non_mpi(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.algorithm != "native"]
 
 
 def noisy(rows: Iterable[Row]) -> float | None:
-    """Return how far the repeats of the fastest lie apart, if that is more than NOISY, else None.
+    """Return the spread of the fastest's repeats if it exceeds NOISY, else None.
 
-    Of each size and kind of array the fastest; of these spreads the upper quartile.
+    The upper quartile of the spreads of the fastest at each size and kind of array.
     """
     fastest: dict[tuple[int, bool], Row] = {}
     for row in rows:
@@ -103,5 +103,5 @@ def noisy(rows: Iterable[Row]) -> float | None:
         if row.seconds < best.seconds:
             fastest[row.bytes, row.in_memory] = row
     spreads = sorted(row.spread for row in fastest.values() if row.spread is not None)
-    found = spreads[len(spreads) * 3 // 4] if spreads else 0.0
-    return found if found > NOISY else None
+    quartile = spreads[len(spreads) * 3 // 4] if spreads else 0.0
+    return quartile if quartile > NOISY else None

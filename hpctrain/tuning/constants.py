@@ -1,12 +1,12 @@
-"""Alpha, beta and gamma of this machine, measured: what the cost model reckons with.
+"""Measures alpha, beta and gamma of this machine, the constants of the cost model.
 
     alpha   half a ping-pong of 8 bytes                  rank a  -- 8 B ->  b
                                                                 <- 8 B --
     beta    a stream one way, in segments of 1 MiB       rank a  = = = = >  b, then 8 B back
     gamma   all ranks stream a += b over private arrays, too long for the caches
 
-Of arrays of the host, or of GPUs, whose messages then take their own paths.
-Between the first two ranks of a node and between the first ranks of two nodes, all others waiting.
+For arrays of the host, or of GPUs, whose messages then take their own paths.
+Between the first two ranks of a node and between the first ranks of two nodes; all others wait.
 Each is the median over rounds; a round is several calls. The clock is that of measure.py.
 """
 
@@ -34,9 +34,9 @@ Pair = tuple[int, int]
 def constants(
     group: Group, rounds: int, xp: ModuleType = np
 ) -> tuple[Machine | None, Machine | None]:
-    """Return (inside a node, between nodes), None where there is no such pair; collective.
+    """Return (inside a node, between nodes), None without such a pair; collective.
 
-    `xp`: whose arrays are meant, numpy's or cupy's.
+    `xp`: the module of the arrays, numpy or cupy.
     """
     gamma, (inside, across) = _gamma(group.link, rounds, xp), pairs(group)
     return (
@@ -46,7 +46,7 @@ def constants(
 
 
 def pairs(group: Group) -> tuple[Pair | None, Pair | None]:
-    """Return two ranks of one node, and two of different nodes; None where there are none."""
+    """Return two ranks of one node, and two of different nodes; None if there are none."""
     nodes = group.nodes or (tuple(range(group.link.size)),)
     inside = next(((ranks[0], ranks[1]) for ranks in nodes if len(ranks) > 1), None)
     return inside, (nodes[0][0], nodes[1][0]) if len(nodes) > 1 else None
@@ -91,7 +91,7 @@ def _stream(link: Link, a: int, b: int, segments: Array, word: Array) -> Callabl
 
 def _gamma(link: Link, rounds: int, xp: ModuleType) -> float:
     a, b = xp.ones(ADDED_BYTES // 4, np.float32), xp.zeros(ADDED_BYTES // 4, np.float32)
-    b.fill(0)  # pages that were never written are all one page, and that one is in the cache
+    b.fill(0)  # untouched pages all map to one page, which stays in the cache
     return _median(link, lambda: np.add(a, b, out=a), rounds, a) / ADDED_BYTES
 
 
@@ -101,4 +101,4 @@ def _median(link: Link, function: Callable[[], object], rounds: int, on: Array) 
 
 
 def _look_on() -> None:
-    """Wait for the two, in the clock."""
+    """Do nothing; the clock waits for the pair."""

@@ -1,10 +1,10 @@
-"""What each collective costs: the closed forms of the alpha-beta-gamma model.
+"""The cost of each collective: closed forms of the alpha-beta-gamma model.
 
 A message of m bytes takes alpha + m beta seconds, adding m bytes takes m gamma; P ranks, n bytes,
-L = ceil(log2 P). A rank sends one message and receives one at a time, both at once. What each
-single rank sends, to the byte and whatever the length, is in tests/oracles/messages.py. Source,
-where no other is named: Thakur, Rabenseifner and Gropp, "Optimization of collective communication
-operations in MPICH", 2005.
+L = ceil(log2 P). A rank sends one message and receives one at a time, both at once. The exact bytes
+sent by each rank, for any length, are in tests/oracles/messages.py. Source, unless another is
+named: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
+MPICH", 2005.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hpctrain.collectives.chunks import SEGMENT_BYTES
 
 @dataclass(frozen=True)
 class Cost:
-    """What lies on the longest path: messages, bytes moved, bytes added."""
+    """Cost of the longest path: messages, bytes moved, bytes added."""
 
     steps: int
     bytes: float
@@ -28,7 +28,7 @@ class Cost:
 class Machine:
     """Seconds per message, per byte moved and per byte added.
 
-    The defaults are of the order of two cores that talk through shared memory under mpi4py
+    The defaults are of the order of two cores that communicate through shared memory under mpi4py
     (1 us, 10 GB/s, 20 GB/s); only their ratios matter for choosing an algorithm.
     """
 

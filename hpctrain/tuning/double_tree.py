@@ -8,8 +8,8 @@ Places are counted from 1, so that the height of place v is the number of zeros 
                   / \\   / \\
     height 0     1   3 5   7
 
-A rank is inner in one of the two trees at most. In the other, where it is a leaf, it sends before
-all else and looks last at what has come.
+A rank is inner in one of the two trees at most. In the other, where it is a leaf, it sends first
+and receives last.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hpctrain.tuning.loggp import Array, Clocks, Route, Train
 
 @dataclass(frozen=True)
 class Level:
-    """The inner ranks at one height: edges to their left and right children and to parents."""
+    """The inner ranks at one height: edges to left and right children and to parents."""
 
     children: tuple[Route, ...]
     parents: Route
@@ -34,7 +34,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Tree:
-    """One tree's edges in one direction: levels from below, and those that end at leaves."""
+    """One tree's edges in one direction: levels from below, and the edges of leaves."""
 
     levels: list[Level]
     leaves: Route
@@ -50,15 +50,15 @@ def double_tree(clocks: Clocks, n: float) -> None:
 
 def _reduce(clocks: Clocks, half: float) -> None:
     up = _trees(clocks, up=True)
-    trains = [[clocks.send(tree.leaves, *some) for some in _cut(clocks, half)] for tree in up]
+    trains = [[clocks.send(tree.leaves, *piece) for piece in _cut(clocks, half)] for tree in up]
     for tree, from_leaves in zip(up, trains, strict=True):
-        for one in _singly(from_leaves):
-            _up(clocks, tree, one)
+        for segment in _singly(from_leaves):
+            _up(clocks, tree, segment)
     clocks.sent()
 
 
 def _up(clocks: Clocks, tree: Tree, from_leaves: Train) -> None:
-    """Let one segment pass from the leaves to the root."""
+    """Pass one segment from the leaves to the root."""
     arrival = np.zeros(clocks.size)
     arrival[tree.leaves.senders] = from_leaves.first
     for level in tree.levels:
@@ -69,7 +69,7 @@ def _up(clocks: Clocks, tree: Tree, from_leaves: Train) -> None:
 
 
 def _broadcast(clocks: Clocks, half: float) -> None:
-    # All is sums and maxima, so what leaves receive in the end can be added up from the beginning.
+    # All costs are sums and maxima, so the leaves' last receives can be added up from the start.
     late = Clocks(clocks.cluster, clocks.nodes, -np.inf, clocks.slow)
     down = _trees(clocks, up=False)
     for tree in down:
@@ -85,7 +85,7 @@ def _broadcast(clocks: Clocks, half: float) -> None:
 
 
 def _down(clocks: Clocks, late: Clocks, tree: Tree, nbytes: float) -> None:
-    """Let one segment pass from the root to the leaves."""
+    """Pass one segment from the root to the leaves."""
     arrival = np.zeros(clocks.size)
     for level in reversed(tree.levels):
         came = Train(arrival[level.parents.receivers], 0.0, 1, nbytes)
@@ -103,21 +103,21 @@ def _trees(clocks: Clocks, up: bool) -> list[Tree]:
 
 
 def _tree(clocks: Clocks, rank: Array, up: bool) -> Tree:
-    """Return the tree in which `rank[v]` is at place v = 1 .. P."""
+    """Return the tree with `rank[v]` at place v = 1 .. P."""
     parent, side = _parents(clocks.size)
     place = np.flatnonzero(parent)
     height, above = _height(place), _height(parent[place])
     ends = (rank[place], rank[parent[place]])
     # All edges are busy at the same time, so all of them share the cards.
-    all_ = clocks.route(*(ends if up else ends[::-1]))
+    edges = clocks.route(*(ends if up else ends[::-1]))
     levels = [
         Level(
-            tuple(all_.part((above == h) & (side[place] == which)) for which in (0, 1)),
-            all_.part(height == h),
+            tuple(edges.part((above == h) & (side[place] == right)) for right in (0, 1)),
+            edges.part(height == h),
         )
         for h in range(1, clocks.size.bit_length())
     ]
-    return Tree(levels, all_.part(height == 0))
+    return Tree(levels, edges.part(height == 0))
 
 
 def _parents(size: int) -> tuple[Array, Array]:
@@ -137,24 +137,24 @@ def _height(v: Array) -> Array:
 
 
 def _log2(v: Array) -> Array:
-    """Return the rounded down logarithm of v > 0: frexp is exact."""
+    """Return the binary logarithm of v > 0, rounded down: frexp is exact."""
     return np.frexp(v)[1] - 1
 
 
 def _singly(trains: list[Train]) -> Iterator[Train]:
-    """Yield each message of each of `trains` as a train of one."""
+    """Yield each message of `trains` as a train of one."""
     for train in trains:
         for k in range(train.count):
             yield Train(train.first + k * train.interval, train.interval, 1, train.nbytes)
 
 
 def _cut(clocks: Clocks, half: float) -> list[tuple[float, int]]:
-    """Cut a half; between nodes into shorter segments."""
+    """Cut a half into segments, shorter ones between nodes."""
     return cut(half, STREAM_BYTES if np.ptp(clocks.nodes) else SEGMENT_BYTES)
 
 
 def cut(n: float, segment_bytes: int = SEGMENT_BYTES) -> list[tuple[float, int]]:
-    """Return (bytes, how many) of the whole segments of `n` bytes, and of what is left."""
+    """Return (bytes, count) of the whole segments of `n` bytes, and of the remainder."""
     whole, rest = divmod(n, segment_bytes)
-    both = (segment_bytes, int(whole)), (rest, int(rest > 0))
-    return [(length, count) for length, count in both if count]
+    pieces = (segment_bytes, int(whole)), (rest, int(rest > 0))
+    return [(length, count) for length, count in pieces if count]

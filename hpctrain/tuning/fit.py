@@ -28,24 +28,26 @@ Times = Sequence[tuple[int, float]]
 def wire(one_way: Times, there_and_back: Times, both_ways: Times, overhead: float) -> Wire:
     """Return the wire on which messages take the measured seconds.
 
-    Messages one way wait for no answer, so the long ones tell G. What a short one costs on either
-    processor hides behind the wire of a long one; so it must not count for g.
+    One-way messages wait for no answer, so the long ones determine G. A long message's time on the
+    wire hides the processors' overhead of a short one, which therefore must not count for g.
     """
     gap, per_byte = line(_long(one_way))
-    both = max(per_byte, line(_long(both_ways))[1])
+    duplex = max(per_byte, line(_long(both_ways))[1])
     short = min(there_and_back)[1]
-    return Wire(max(short - 2 * overhead, 0.0), overhead, min(gap, min(one_way)[1]), per_byte, both)
+    return Wire(
+        max(short - 2 * overhead, 0.0), overhead, min(gap, min(one_way)[1]), per_byte, duplex
+    )
 
 
 def _long(times: Times) -> Times:
-    """Return those that take ten times as long as the shortest, or all where they are too few."""
-    least = 10 * min(times)[1]
-    long = [(m, t) for m, t in times if t >= least]
+    """Return the times of at least ten times the shortest, or all if there are too few."""
+    limit = 10 * min(times)[1]
+    long = [(m, t) for m, t in times if t >= limit]
     return long if len(long) > 1 else times
 
 
 def line(times: Times) -> tuple[float, float]:
-    """Return (a, b), seconds and seconds per byte, of the times a + m b that fit best."""
+    """Return (a, b), seconds and seconds per byte, of the best fit a + m b."""
     m, t = np.array(times, float).T
     a, b = nonnegative(np.stack([np.ones_like(m), m], 1), t)
     return float(a), float(b)
@@ -54,22 +56,22 @@ def line(times: Times) -> tuple[float, float]:
 def machine(measured: Iterable[tuple[cost.Cost, float]]) -> cost.Machine:
     """Return the machine on which the longest paths take the measured seconds."""
     paths, seconds = zip(*measured, strict=True)
-    table = np.array([(one.steps, one.bytes, one.added) for one in paths], float)
+    table = np.array([(path.steps, path.bytes, path.added) for path in paths], float)
     return cost.Machine(*map(float, nonnegative(table, np.array(seconds))))
 
 
 def nonnegative(table: Array, seconds: Array) -> Array:
     """Return x >= 0 for which `table` (rows, columns) times x is nearest to `seconds`, relatively.
 
-    With few columns the best of all sets of them that are not zero is soon found.
+    Tries all sets of nonzero columns, of which there are few.
     """
     scaled, ones = table / seconds[:, None], np.ones(len(seconds))
-    best, least = np.zeros(table.shape[1]), float(len(seconds))
+    best, least_error = np.zeros(table.shape[1]), float(len(seconds))
     for count in range(1, table.shape[1] + 1):
         for chosen in combinations(range(table.shape[1]), count):
             part, *_ = np.linalg.lstsq(scaled[:, chosen], ones, rcond=None)
             error = float(np.sum((scaled[:, chosen] @ part - 1) ** 2))
-            if error < least and (part >= 0).all():
-                best, least = np.zeros(table.shape[1]), error
+            if error < least_error and (part >= 0).all():
+                best, least_error = np.zeros(table.shape[1]), error
                 best[list(chosen)] = part
     return best

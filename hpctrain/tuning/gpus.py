@@ -1,4 +1,4 @@
-"""What a tuning table of GPUs belongs to: which GPUs, who sits on which, which way memory takes."""
+"""The GPUs of a tuning table: their model, the ranks on each, and the paths of messages."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Gpus:
     model: str  #: of rank 0's
     places: tuple[Place, ...]
     verdict: Verdict
-    seen: bool  #: whether neighbours may see each other's arrays, by CUDA IPC
+    seen: bool  #: whether neighbours may map each other's arrays by CUDA IPC
 
     @property
     def of_each(self) -> list[list[int]]:
         """The ranks on each GPU, in the order of first ranks."""
-        found: dict[Place, list[int]] = {}
+        by_place: dict[Place, list[int]] = {}
         for rank, place in enumerate(self.places):
-            found.setdefault(place, []).append(rank)
-        return list(found.values())
+            by_place.setdefault(place, []).append(rank)
+        return list(by_place.values())
 
     def one_in(self, node: Sequence[int]) -> bool:
         """Return whether the ranks of `node` share one GPU."""

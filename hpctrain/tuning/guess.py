@@ -1,8 +1,8 @@
-"""What `auto` takes where nothing was measured: the cost model with figures of common machines.
+"""Defaults of `auto` without measurements: the cost model with figures of common machines.
 
-Wrong by a factor where the machine is another; only ratios matter for the choice. Our algorithms
-pay Python's price per message, the MPI library's own does not: below some 30 KiB it is faster in a
-node. `hpctrain tune` replaces all of this by measurements.
+Wrong by a factor on other machines; only ratios matter for the choice. Our algorithms pay Python's
+overhead per message, the MPI library's own does not: below some 30 KiB it is faster in a node.
+`hpctrain tune` replaces all of this by measurements.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from hpctrain.stairs import at
 from hpctrain.tuning import cost
 from hpctrain.tuning.choose import Plan, Row, plan
 
-#: Lengths at which the model is asked, in bytes.
+#: Lengths at which the model is evaluated, in bytes.
 SIZES = [1 << i for i in range(2, 31)]
 BUCKETS = [1 << i for i in range(16, 27)]
 
 #: Ours, under Python: in a node through shared memory, between nodes some 10 Gbit/s.
 NODE = cost.Machine(alpha=5e-6, beta=1e-10, gamma=5e-11)
 ACROSS = cost.Machine(alpha=1e-5, beta=1e-9, gamma=5e-11)
-#: Between nodes, whoever awaits a message before sending the next fills only this part of the wire;
-#: rings and double trees send a stream of segments (benchmarks/netlab.py).
+#: Between nodes, algorithms that await a message before the next send use only this share of the
+#: bandwidth; rings and double trees send a stream of segments (benchmarks/netlab.py).
 STREAMS, FILLED = ("ring", "double-tree"), 0.65
-#: The library's own: less per message, more per byte, which it moves by smaller pieces. Within a
-#: node Open MPI has an all-reduce of its own for few bytes, MPICH sends messages.
+#: The library's own: less per message, more per byte, which it moves in smaller pieces. Within a
+#: node Open MPI has a special all-reduce for few bytes, MPICH sends messages.
 NODE_NATIVE = cost.Machine(alpha=1e-6, beta=2e-10, gamma=5e-11)
 NODE_ALPHAS = {"Open MPI": 0.7e-6, "MPICH": 2.5e-6}
 ACROSS_NATIVE = cost.Machine(alpha=6e-6, beta=2e-9, gamma=5e-11)
-#: `direct`: what Python does around flags, to look at a rank's and add its array; a byte read or
+#: `direct`: Python's time around flags, to read a rank's flag and add its array; a byte read or
 #: written.
 DIRECT_S, PER_RANK_S, PER_BYTE = 0.9e-6, 0.3e-6, 1.5e-11
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks of each node; whether MPI joins them; whether node neighbours see each other's memory.
+    """Ranks of each node; whether they use MPI; whether node neighbours share memory.
 
-    Without a known node, all ranks are thought to be on one.
+    Without known nodes, all ranks are assumed to be on one.
     """
 
     nodes: tuple[int, ...]
     mpi: bool = False
     memory: bool = False
-    mpi_name: str = ""  #: whose MPI it is, where it is known
+    mpi_name: str = ""  #: the library, if known
 
     @property
     def ranks(self) -> int:
@@ -57,7 +57,7 @@ class Layout:
 
 
 def layout_of(group: Group, mpi: bool) -> Layout:
-    """Return how the ranks of `group` lie; `mpi` where MPI joins them."""
+    """Return the placement of `group`'s ranks; `mpi` if they use MPI."""
     nodes = tuple(map(len, group.nodes)) or (group.link.size,)
     memory = group.memory is not None and group.memory.kind is not None
     return Layout(nodes, mpi, memory, machine.mpi().rsplit(maxsplit=1)[0] if mpi else "")
@@ -65,12 +65,12 @@ def layout_of(group: Group, mpi: bool) -> Layout:
 
 @cache
 def guessed(layout: Layout) -> Plan:
-    """Return what the model says for `layout`, the same on every rank."""
+    """Return the model's plan for `layout`, the same on every rank."""
     return planned(partial(predicted, layout))
 
 
 def planned(predict: Callable[[int], Iterable[Row]]) -> Plan:
-    """Return the plan of what is predicted for each length."""
+    """Return the plan with the fastest predicted algorithm at each length."""
     rows = [row for n in SIZES for row in predict(n)]
     first = plan(rows, (), measured=False)
     seconds = {(row.algorithm, row.bytes): row.seconds for row in rows if row.in_memory}
@@ -79,7 +79,7 @@ def planned(predict: Callable[[int], Iterable[Row]]) -> Plan:
 
 
 def predicted(layout: Layout, n: int) -> Iterator[Row]:
-    """Yield what each algorithm that can run takes for arrays of `n` bytes."""
+    """Yield the predicted time of each applicable algorithm for arrays of `n` bytes."""
     for in_memory in (False, True):
         for name in cost.ALLREDUCE:
             if name != "hierarchical":
@@ -93,7 +93,7 @@ def predicted(layout: Layout, n: int) -> Iterator[Row]:
 
 
 def _flat(layout: Layout, name: str, n: int) -> float:
-    """Ranks of a node that send to other nodes at once share its wire; in a ring only one does."""
+    """Ranks of a node share its wire to other nodes; in a ring only one of them uses it."""
     if len(layout.nodes) == 1:
         return NODE.seconds(cost.ALLREDUCE[name](n, layout.ranks))
     sharing = 1 if name == "ring" else max(layout.nodes)
@@ -103,14 +103,14 @@ def _flat(layout: Layout, name: str, n: int) -> float:
 
 def _hierarchical(layout: Layout, in_memory: bool, n: int) -> float:
     """Inside as in `direct` or a ring; between nodes a ring of the whole vector, on all rails."""
-    most = max(layout.nodes)
-    seen = in_memory and layout.memory
-    inside = _direct(most, True, n) if seen else NODE.seconds(cost.ring(n, most))
+    node_ranks = max(layout.nodes)
+    shares = in_memory and layout.memory
+    inside = _direct(node_ranks, True, n) if shares else NODE.seconds(cost.ring(n, node_ranks))
     return inside + ACROSS.seconds(cost.ring(n, len(layout.nodes)))
 
 
 def _native(layout: Layout, n: int) -> float:
-    """Libraries take recursive doubling or Rabenseifner's halving-doubling."""
+    """Libraries use recursive doubling or Rabenseifner's halving-doubling."""
     if len(layout.nodes) == 1:
         alpha = NODE_ALPHAS.get(layout.mpi_name, NODE_NATIVE.alpha)
         native = replace(NODE_NATIVE, alpha=alpha)
@@ -123,7 +123,7 @@ def _native(layout: Layout, n: int) -> float:
 def _direct(ranks: int, in_memory: bool, n: int) -> float:
     """In memory each byte of P arrays is read and written once; through slots twice as often.
 
-    A node's ranks share the way to memory: times P either way.
+    A node's ranks share the memory bandwidth: times P either way.
     """
     once = DIRECT_S + PER_RANK_S * ranks
     if in_memory and n > ANYWHERE_BYTES:

@@ -1,8 +1,8 @@
-"""What `auto` takes for arrays on GPUs where nothing was measured: the cost model once more.
+"""Defaults of `auto` for arrays on GPUs without measurements: the cost model with GPU figures.
 
-Its figures are those of the trial (verdicts.py) where that timed messages of this class of pairs;
-else of common machines: some ten microseconds for whatever the host must wait for, PCIe 4 and
-100 Gbit/s where the host carries bytes. `hpctrain tune --device gpu` replaces all of this.
+The figures are those of the trial (verdicts.py) if it timed messages of this class of pairs; else
+of common machines: some ten microseconds for each wait of the host, PCIe 4 and 100 Gbit/s for bytes
+staged through the host. `hpctrain tune --device gpu` replaces all of this.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ DIRECT_S, ONE_GPU_RATE, BETWEEN_RATE = 4e-5, 1e12, 5e10
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks of each node, wires inside and between them, and how neighbours' memory is read."""
+    """Ranks of each node, wires inside and between them, and the rate of mapped memory."""
 
     nodes: tuple[int, ...]
     node: cost.Machine
     across: cost.Machine
     one_gpu: bool  #: for all ranks of a node
-    rate: float | None  #: bytes per second out of mapped memory; None where nobody sees another's
+    rate: float | None  #: bytes per second out of mapped memory; None if none is mapped
 
 
 def guessed(group: Group, gpus: Gpus) -> Plan:
-    """Return what the model says for arrays of `group` on `gpus`."""
+    """Return the model's plan for arrays of `group` on `gpus`."""
     return planned(partial(predicted, layout_of(group, gpus)))
 
 
 def layout_of(group: Group, gpus: Gpus) -> Layout:
-    """Return how the ranks of `group` lie, and what is known of their paths."""
+    """Return the placement of `group`'s ranks and the cost of their paths."""
     nodes = group.nodes or (tuple(range(group.link.size)),)
     one_gpu = all(map(gpus.one_in, nodes))
     name = "same_gpu" if one_gpu else "same_node"
@@ -60,17 +60,17 @@ def layout_of(group: Group, gpus: Gpus) -> Layout:
     )
 
 
-def _wire(gpus: Gpus, name: str, where: str) -> cost.Machine:
-    """Return what messages of a class cost; ranks that stage share the way of their GPU."""
+def _wire(gpus: Gpus, name: str, scope: str) -> cost.Machine:
+    """Return the message cost of a class of pairs; staging ranks share their GPU's link."""
     pointer = getattr(gpus.verdict, name) in BY_POINTER
-    wire = POINTER[where] if pointer else STAGED[where]
+    wire = POINTER[scope] if pointer else STAGED[scope]
     if times := gpus.verdict.seconds.get(name):
         wire = cost.Machine(*fit.line(times), GAMMA)
     return wire if pointer else replace(wire, beta=wire.beta * max(map(len, gpus.of_each)))
 
 
 def predicted(layout: Layout, n: int) -> Iterator[Row]:
-    """Yield what each algorithm that can run takes for arrays of `n` bytes.
+    """Yield the predicted time of each applicable algorithm for arrays of `n` bytes.
 
     MPI's own is not among them: it would reduce on the host.
     """
@@ -85,7 +85,7 @@ def predicted(layout: Layout, n: int) -> Iterator[Row]:
 
 
 def _flat(layout: Layout, name: str, n: int) -> float:
-    """Ranks of a node that send to other nodes at once share its wire; in a ring only one does."""
+    """Ranks of a node share its wire to other nodes; in a ring only one of them uses it."""
     of = cost.ALLREDUCE[name](n, sum(layout.nodes))
     if len(layout.nodes) == 1:
         return layout.node.seconds(of)
@@ -95,10 +95,10 @@ def _flat(layout: Layout, name: str, n: int) -> float:
 
 def _hierarchical(layout: Layout, in_memory: bool, n: int) -> float:
     """Inside as in `direct` or a ring; between nodes a ring of the whole vector, on all rails."""
-    most = max(layout.nodes)
-    seen = layout.rate if in_memory else None
-    ring = layout.node.seconds(cost.ring(n, most))
-    inside = _direct(layout, most, seen, n) if seen else ring
+    node_ranks = max(layout.nodes)
+    rate = layout.rate if in_memory else None
+    ring = layout.node.seconds(cost.ring(n, node_ranks))
+    inside = _direct(layout, node_ranks, rate, n) if rate else ring
     return inside + layout.across.seconds(cost.ring(n, len(layout.nodes)))
 
 

@@ -1,4 +1,4 @@
-"""LogGP: what a message costs, kept on a clock per rank, for all ranks at once.
+"""LogGP: the cost of messages, on one clock per rank, for all ranks at once.
 
 A message of m bytes from rank a to rank b, over a wire with latency L, overhead o, gap g and G
 seconds per byte (the gap per byte):
@@ -9,10 +9,10 @@ seconds per byte (the gap per byte):
     b's port                         [ .... m G .... | g ]     next message to b
     b's processor                                    [ o ][ m gamma ]   receives, then adds
 
-A port is busy with one message at a time, so messages leave g + m G apart; and so they enter. There
+A port handles one message at a time, so messages leave, and arrive, at intervals of g + m G. There
 are two kinds of wires: inside a node and between nodes. Where k ranks of a node send (or receive)
-between nodes in the same step, they share its network cards, and m G becomes k m G. A wire whose
-two ways hinder each other has another G for steps in which its ends send and receive at once.
+between nodes in the same step, they share its network cards, and m G becomes k m G. A wire that is
+slower in both directions at once has another G for steps in which its ends send and receive.
 
 With L = g = alpha, o = 0 and G = beta this is the alpha-beta-gamma model of cost.py, exactly.
 
@@ -52,7 +52,7 @@ class Wire:
 class Cluster:
     """Wires inside a node and between nodes; seconds per byte that a rank adds or memory streams.
 
-    `memory` is what all cores of a node reach together, one byte read or written: the floor.
+    `memory`: seconds per byte read or written by all cores of a node together: the floor.
     """
 
     inside: Wire
@@ -63,7 +63,7 @@ class Cluster:
 
 
 def alike(machine: cost.Machine) -> Cluster:
-    """Return the cluster on which every message costs what it costs on `machine`."""
+    """Return the cluster on which every message costs the same as on `machine`."""
     wire = Wire(machine.alpha, 0.0, machine.alpha, machine.beta)
     return Cluster(wire, wire, machine.gamma, machine.gamma / 3)  # adding: two reads, one write
 
@@ -80,15 +80,15 @@ class Route:
     per_byte: Array
 
     def part(self, chosen: Array) -> Route:
-        """Return the messages that are `chosen`, over the same wires."""
-        return Route(*(getattr(self, one.name)[chosen] for one in fields(self)))
+        """Return the route of the `chosen` messages, over the same wires."""
+        return Route(*(getattr(self, column.name)[chosen] for column in fields(self)))
 
 
 @dataclass(frozen=True)
 class Train:
-    """Messages that follow each other over each wire of a route: when they arrive.
+    """Arrival times of messages that follow each other over each wire of a route.
 
-    `out` is when the last one has left its sender's port.
+    `out` is the time at which the last one has left its sender's port.
     """
 
     first: Array
@@ -111,61 +111,63 @@ class Clocks:
         self.now, self.out_free, self.in_free = (np.full(self.size, 1.0) * start for _ in range(3))
 
     def route(self, senders: Array, receivers: Array) -> Route:
-        """Return the route of messages that go at once: those between nodes share the cards."""
+        """Return the route of simultaneous messages: those between nodes share the cards."""
         a, b = self.nodes[senders], self.nodes[receivers]
         crosses = a != b
-        both = self._are(receivers)[senders] | self._are(senders)[receivers]
+        duplex = self._are(receivers)[senders] | self._are(senders)[receivers]
         out, into = self._at_work(senders[crosses])[a], self._at_work(receivers[crosses])[b]
         sharing = np.maximum(np.maximum(out, into) / self.cluster.cards, 1)
-        near, far = self.cluster.inside, self.cluster.between
+        inside, between = self.cluster.inside, self.cluster.between
         per_byte = np.where(
-            both,
-            np.where(crosses, far.per_byte_both, near.per_byte_both),
-            np.where(crosses, far.per_byte, near.per_byte),
+            duplex,
+            np.where(crosses, between.per_byte_both, inside.per_byte_both),
+            np.where(crosses, between.per_byte, inside.per_byte),
         )
         return Route(
             senders,
             receivers,
-            np.where(crosses, far.latency, near.latency),
-            np.where(crosses, far.overhead, near.overhead),
-            np.where(crosses, far.gap, near.gap),
+            np.where(crosses, between.latency, inside.latency),
+            np.where(crosses, between.overhead, inside.overhead),
+            np.where(crosses, between.gap, inside.gap),
             per_byte * np.where(crosses, sharing, 1),
         )
 
     def send(self, route: Route, nbytes: float, count: int = 1) -> Train:
-        """Let `count` messages of `nbytes` leave one after the other; wait for none."""
-        who, takes = route.senders, route.gap + nbytes * route.per_byte
-        overhead = route.overhead * self.slow[who]
-        first = np.maximum(self.now[who] + overhead, self.out_free[who]) + takes
-        interval = np.maximum(takes, overhead)
-        self.now[who] += count * overhead
-        self.out_free[who] = out = first + (count - 1) * interval
+        """Send `count` messages of `nbytes` one after the other, without waiting."""
+        ranks, port_s = route.senders, route.gap + nbytes * route.per_byte
+        overhead = route.overhead * self.slow[ranks]
+        first = np.maximum(self.now[ranks] + overhead, self.out_free[ranks]) + port_s
+        interval = np.maximum(port_s, overhead)
+        self.now[ranks] += count * overhead
+        self.out_free[ranks] = out = first + (count - 1) * interval
         return Train(first - route.gap + route.latency, interval, count, nbytes, out)
 
     def receive(self, route: Route, train: Train, adds: bool = False) -> None:
-        """Wait for each message of `train`, and add each when it is in.
+        """Wait for each message of `train`, and add each on arrival.
 
-        Each of three may be what holds the last one up: the processor, the wire, the port.
+        The last one is limited by the processor, the wire or the port.
         """
-        who, more = route.receivers, train.count - 1
-        takes = route.gap + train.nbytes * route.per_byte
-        works = self.slow[who] * (route.overhead + adds * train.nbytes * self.cluster.gamma)
-        port = self.in_free[who] + takes
-        self.now[who] = works + np.maximum.reduce(
+        ranks, rest = route.receivers, train.count - 1
+        port_s = route.gap + train.nbytes * route.per_byte
+        cpu_s = self.slow[ranks] * (route.overhead + adds * train.nbytes * self.cluster.gamma)
+        port_free = self.in_free[ranks] + port_s
+        self.now[ranks] = cpu_s + np.maximum.reduce(
             [
-                self.now[who] + more * works,
-                train.first + more * np.maximum(train.interval, works),
-                port + more * np.maximum(takes, works),
+                self.now[ranks] + rest * cpu_s,
+                train.first + rest * np.maximum(train.interval, cpu_s),
+                port_free + rest * np.maximum(port_s, cpu_s),
             ]
         )
-        self.in_free[who] = np.maximum(train.first + more * train.interval, port + more * takes)
+        self.in_free[ranks] = np.maximum(
+            train.first + rest * train.interval, port_free + rest * port_s
+        )
 
-    def sent(self, who: Array | slice = slice(None)) -> None:
-        """Wait until all that ranks `who` have sent is out."""
-        self.now[who] = np.maximum(self.now[who], self.out_free[who])
+    def sent(self, ranks: Array | slice = slice(None)) -> None:
+        """Wait until all messages of `ranks` have left their ports."""
+        self.now[ranks] = np.maximum(self.now[ranks], self.out_free[ranks])
 
     def out(self, route: Route, train: Train) -> None:
-        """Let the senders of `train` wait until it is out."""
+        """Let the senders of `train` wait until it has left their ports."""
         self.now[route.senders] = np.maximum(self.now[route.senders], train.out)
 
     def exchange(self, route: Route, nbytes: float, adds: bool = False) -> None:
@@ -176,12 +178,12 @@ class Clocks:
             self.now[route.receivers] += nbytes * self.cluster.gamma * self.slow[route.receivers]
 
     def meet(self) -> None:
-        """Let the ranks of each node wait for each other: flags that are seen after a latency."""
+        """Synchronize the ranks of each node by flags, which are visible after a latency."""
         inside = self.cluster.inside
-        works = inside.latency + 2 * inside.overhead
+        flag_s = inside.latency + 2 * inside.overhead
         latest = np.full(int(self.nodes.max()) + 1, -np.inf)
         np.maximum.at(latest, self.nodes, self.now)
-        self.now = latest[self.nodes] + np.where(self.neighbours > 1, works, 0.0)
+        self.now = latest[self.nodes] + np.where(self.neighbours > 1, flag_s, 0.0)
 
     def stream(self, nbytes: Array | float) -> None:
         """Let all ranks of rank r's node read or write `nbytes[r]` bytes together."""
@@ -194,11 +196,11 @@ class Clocks:
         period: int = 1,
         under_way: Iterable[Train] = (),
     ) -> None:
-        """Call `step` `times` times, or as often as it takes to know what the rest will do.
+        """Call `step` `times` times, or until the remaining calls can be extrapolated.
 
         `under_way` are messages that one step leaves to the next. All costs are sums and maxima of
-        clocks. So once `period` steps have moved all clocks that they move by the same time, twice,
-        they will move them so again: the rest is one jump.
+        clocks. So once `period` steps have advanced their clocks by the same time twice, they will
+        do so again: the rest is one jump.
         """
         last = None
         while times >= period:
@@ -214,15 +216,15 @@ class Clocks:
         for _ in range(times):
             step()
 
-    def _are(self, who: Array) -> Array:
-        """Return for each rank whether it is one of `who`."""
-        found = np.zeros(self.size, bool)
-        found[who] = True
-        return found
+    def _are(self, ranks: Array) -> Array:
+        """Return a mask over all ranks: membership in `ranks`."""
+        mask = np.zeros(self.size, bool)
+        mask[ranks] = True
+        return mask
 
-    def _at_work(self, who: Array) -> Array:
-        """Return for each node how many of its ranks are among `who`: one rank has one port."""
-        return np.bincount(self.nodes[self._are(who)], minlength=self.nodes.max() + 1)
+    def _at_work(self, ranks: Array) -> Array:
+        """Return the number of `ranks` on each node: one rank has one port."""
+        return np.bincount(self.nodes[self._are(ranks)], minlength=self.nodes.max() + 1)
 
     def _jump(self, by: Array, under_way: Iterable[Train]) -> None:
         self.now, self.out_free, self.in_free = self._state() + by
@@ -235,6 +237,6 @@ class Clocks:
 
 
 def _uniform(moved: Array) -> bool:
-    """Return whether all clocks that moved did so by the same time, but for rounding."""
-    some = moved[moved > 0]
-    return not some.size or bool(np.ptp(some) <= 1e-9 * some.max())
+    """Return whether all clocks that advanced did so by the same time, up to rounding."""
+    shifts = moved[moved > 0]
+    return not shifts.size or bool(np.ptp(shifts) <= 1e-9 * shifts.max())

@@ -1,9 +1,9 @@
-"""Clocks that all ranks share: what is timed together, in turn, and how it spreads.
+"""Timing of collective calls: interleaved rounds, the slowest rank's time, and percentiles.
 
-On a busy machine two runs differ by more than two rivals. So rivals are taken in turn within one
-run, A B C A B C ..., and ratios are those of neighbours in time. A call that lasts as long as a
-barrier cannot be timed alone: several calls are made between two looks at the clock. All but the
-first of them find their arrays in the caches; so calls are also timed one by one, cold.
+On a busy machine two runs differ by more than two rivals. So rivals alternate within one run,
+A B C A B C ..., and ratios are those of neighbours in time. A call as short as a barrier cannot be
+timed alone: several calls are made between two readings of the clock. All but the first of them
+find their arrays in the caches; so calls are also timed one by one, cold.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOTHING_AROUND: Mapping[str, Around] = MappingProxyType({})
 
 
 class Line(Protocol):
-    """What is timed of a link, or of what stands for one."""
+    """The part of a link that benchmarks use, or a substitute for one."""
 
     rank: int
 
@@ -42,8 +42,8 @@ def timed(
 ) -> float:
     """Return the seconds per call that the slowest rank spends in `calls` calls of `function`.
 
-    All ranks start together and make the calls back to back; collective. Calls are over when the
-    device of `on`, if that lies on one, has done them.
+    All ranks start together and make the calls back to back; collective. If `on` lies on a device,
+    calls end when that device has completed them.
     """
     repeats = range(calls)
     link.barrier()
@@ -52,18 +52,18 @@ def timed(
         function()
     if on is not None:
         finish(on)
-    mine = np.array([(time.perf_counter() - start) / calls])
-    return float(all_gather_short(link, mine.view(np.uint8)).view(np.float64).max())
+    elapsed = np.array([(time.perf_counter() - start) / calls])
+    return float(all_gather_short(link, elapsed.view(np.uint8)).view(np.float64).max())
 
 
 def timed_cold(
     link: Link, function: Callable[[], Any], other: Array, on: Array | None = None
 ) -> float:
-    """Return the seconds that the slowest rank spends in one call, its caches full of `other`.
+    """Return the seconds of one call on the slowest rank, with its caches full of `other`.
 
     Before it every rank writes to all of `other`, as a training step does to its arrays between
-    two reductions, and waits at a barrier; collective. `on` as in `timed`. A call that does not
-    count goes first: what is left of code in the outer caches is not to depend on who came before.
+    two reductions, and waits at a barrier; collective. `on` as in `timed`. An untimed call goes
+    first, so that the code in the outer caches does not depend on the previous contender.
     """
     function()
     other += 1
@@ -90,10 +90,10 @@ def interleaved(
     around: Mapping[str, Around] = NOTHING_AROUND,
     other: Array | None = None,
 ) -> dict[str, list[float]]:
-    """Return the seconds per call of each rival, taken in turn: A B C A B C ..., after a warm-up.
+    """Return the seconds per call of each rival, interleaved: A B C A B C ..., after a warm-up.
 
-    Per round a rival makes `calls` calls back to back, as many as all others. `around`: what a
-    rival is given for the time in which it is measured, such as threads that disturb all others.
+    Per round every rival makes `calls` calls back to back. `around`: the context manager of a
+    rival while it is measured, such as one for threads that would disturb all others.
     With `other` each call is timed cold, see `timed_cold`.
     """
     seconds: dict[str, list[float]] = {name: [] for name in rivals}
@@ -101,11 +101,11 @@ def interleaved(
         for name, function in rivals.items():
             with around.get(name, nullcontext)():
                 if other is None:
-                    one = timed(link, function, calls)
+                    elapsed = timed(link, function, calls)
                 else:
-                    one = timed_cold(link, function, other)
+                    elapsed = timed_cold(link, function, other)
             if round_ >= warm_up:
-                seconds[name].append(one)
+                seconds[name].append(elapsed)
     return seconds
 
 

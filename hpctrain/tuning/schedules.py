@@ -1,10 +1,10 @@
-"""The message schedules of the all-reduces, replayed on clocks: who waits for whom, and when.
+"""The message schedules of the all-reduces, replayed on clocks: sends, receives and waits.
 
-Each function does to `Clocks` what the function of the same name in hpctrain/collectives/ does to
-data, on all P ranks at once: one vector operation in place of P messages. Chunks are taken as
-equal (they differ by an element at most). On the machine of cost.py the last clock shows what the
-closed forms say. Where ranks per node are even, and none is slow, all steps of a ring soon cost
-the same: `Clocks.repeat` then jumps, so that 65,536 ranks take seconds.
+Each function replays on `Clocks` the messages of its namesake in hpctrain/collectives/, for all P
+ranks at once: one vector operation in place of P messages. Chunks count as equal (they differ by
+an element at most). On the machine of cost.py the last clock equals the closed forms. With equal
+ranks per node, and none slow, all steps of a ring soon cost the same: `Clocks.repeat` then jumps,
+so that 65,536 ranks take seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def ring(clocks: Clocks, n: float) -> None:
 
 
 def _ring(clocks: Clocks, route: Route, chunk: float, size: int, period: int) -> None:
-    """Let chunks go round one ring, or several rings alike at once, of `size` ranks."""
+    """Pass chunks round one ring, or several equal rings at once, of `size` ranks."""
     if clocks.nodes.max() > 0 and chunk > STREAM_BYTES:
         _stream(clocks, route, chunk, size, period)
         return
@@ -41,7 +41,7 @@ def _ring(clocks: Clocks, route: Route, chunk: float, size: int, period: int) ->
 
 
 def _stream(clocks: Clocks, route: Route, chunk: float, size: int, period: int) -> None:
-    """Send each segment on as soon as it has come, with a few under way."""
+    """Forward each segment on arrival, with a few in flight."""
     lengths = list(segments(chunk, STREAM_BYTES))
     ahead = min(AHEAD, len(lengths))
     coming, adds = deque[Train](), deque[bool]()
@@ -147,13 +147,13 @@ def _partners(clocks: Clocks, distance: int, core: int) -> Route:
 
 
 def _hand(clocks: Clocks, route: Route, nbytes: float, adds: bool = False) -> None:
-    """Send one message, whose sender waits until it is out."""
+    """Send one message; its sender waits until it has left."""
     clocks.receive(route, clocks.send(route, nbytes), adds)
     clocks.sent(route.senders)
 
 
 def _give_halves(clocks: Clocks, routes: tuple[Route, ...], nbytes: float, adds: bool) -> None:
-    """Send a half in segments on each route, then take what comes, segment by segment."""
+    """Send a half in segments on each route, then receive segment by segment."""
     trains = [
         (route, clocks.send(route, length, count))
         for route in routes
@@ -171,7 +171,7 @@ def _each_segment(clocks: Clocks, n: float, step: Callable[[float], None]) -> No
 
 
 def direct(clocks: Clocks, n: float) -> None:
-    """Sum out of all neighbours' memory and write back: 2Pn bytes of a node, which is the world."""
+    """Sum out of all neighbours' memory and write back: 2Pn bytes on one node, which has all P."""
     clocks.meet()
     clocks.stream(2 * n * clocks.neighbours)
     clocks.meet()
@@ -201,7 +201,7 @@ def segments(n: float, segment_bytes: int = SEGMENT_BYTES) -> Iterator[float]:
         yield from [length] * count
 
 
-#: By the names that people type.
+#: By name of the algorithm.
 SCHEDULES: dict[str, Schedule] = {
     "ring": ring,
     "tree": tree,

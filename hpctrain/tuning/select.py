@@ -1,9 +1,9 @@
-"""`auto`: from an array to the algorithm that reduces it, the same on every rank.
+"""`auto`: selects the algorithm that reduces an array, the same on every rank.
 
 Rank 0 decides once, when the World is made: from a table of `hpctrain tune` that fits this machine
-and these ranks, else from the cost model; it broadcasts what it decided, so that ranks with other
-files, or none, still agree. A call then looks up its pick by the length of the array. Where picks
-differ between arrays in node memory and others, ranks first agree on where theirs lie.
+and these ranks, else from the cost model; it broadcasts its decision, so that ranks with other
+files, or none, still agree. A call then looks up the choice by the length of the array. If choices
+differ between arrays in node memory and others, ranks first agree on the location of theirs.
 """
 
 from __future__ import annotations
@@ -37,41 +37,41 @@ from hpctrain.tuning.gpus import Gpus
 from hpctrain.tuning.guess import Layout, guessed, layout_of
 from hpctrain.xp import Array, on_device
 
-#: What a user may type for an all-reduce.
+#: The names of all-reduces for users.
 NAMES = ("auto", *collectives.ALLREDUCE, "nccl")
-#: What one more bucket costs beside its time on the wire: the hand-off to the thread that carries
-#: it, and back (benchmarks/overhead.py).
+#: The cost of one more bucket beside its time on the wire: the hand-off to the communication
+#: thread, and back (benchmarks/overhead.py).
 HAND_OFF_S = 15e-6
 
 
 def auto(group: Group, x: np.ndarray, op: Operation) -> None:
-    """Reduce flat `x` in place by the algorithm that was chosen for its length and place."""
-    taken(group, x, op)(group, x, op)
+    """Reduce flat `x` in place by the algorithm chosen for its length and memory."""
+    algorithm_for(group, x, op)(group, x, op)
 
 
-def taken(group: Group, x: np.ndarray, op: Operation) -> AllReduceFunction:
-    """Return what `auto` takes for `x`; all ranks must call, and all find the same."""
+def algorithm_for(group: Group, x: np.ndarray, op: Operation) -> AllReduceFunction:
+    """Return the algorithm of `auto` for `x`, the same on all ranks; collective."""
     pick = _choices(group, x).at(x.nbytes)
     function = pick.plain
-    if pick.kept is not function and _seen_by_all(group, x):
+    if pick.kept is not function and _in_node_memory_everywhere(group, x):
         function = pick.kept
     return pick.ours if function is native and not reduced_by_mpi(x, op) else function
 
 
 def _choices(group: Group, x: Array) -> Choices:
-    known = group.choices or _guess(group.link.size)
-    return known if type(x) is np.ndarray else known.of(on_device(x))
+    group_choices = group.choices or _guess(group.link.size)
+    return group_choices if type(x) is np.ndarray else group_choices.of(on_device(x))
 
 
-def _seen_by_all(group: Group, x: np.ndarray) -> bool:
+def _in_node_memory_everywhere(group: Group, x: np.ndarray) -> bool:
     """Return whether `x` lies in node memory on every rank: a user may have mixed arrays.
 
-    Ranks that chose differently would wait for each other for ever. In a node, flags tell in 1 us.
+    Ranks with different choices would deadlock. In a node, flags take 1 us.
     """
-    seen = group.memory is not None and group.memory.place(x) is not None
+    in_memory = group.memory is not None and group.memory.place(x) is not None
     if len(group.nodes) == 1 and group.near is not None:
-        return all(group.near.flags.exchange(int(seen)))
-    vote = np.array([seen], np.int32)
+        return all(group.near.flags.exchange(int(in_memory)))
+    vote = np.array([in_memory], np.int32)
     recursive_doubling(group, vote, np.minimum)
     return bool(vote[0])
 
@@ -84,15 +84,15 @@ def prepared(
     call: Signature | None = None,
     shared: bool = False,
 ) -> Callable[[], Any]:
-    """Return a call that reduces flat `x` by `allreduce`; with `call`, once all ranks make it.
+    """Return a call that reduces flat `x` by `allreduce`; with `call`, only if all ranks match it.
 
-    Nothing is looked up again but what `auto` must ask other ranks, who may call the functions
-    themselves. With `shared` it returns the array that holds the sum, which may be a neighbour's
-    (`direct_shared`).
+    All lookups are done now, except those of `auto` that need other ranks; these may call the
+    functions themselves. With `shared` it returns the array that holds the sum, which may be a
+    neighbour's (`direct_shared`).
     """
     if allreduce is auto:
         pick = _choices(group, x).at(x.nbytes)
-        allreduce = taken(group, x, op) if pick.plain is pick.kept else auto
+        allreduce = algorithm_for(group, x, op) if pick.plain is pick.kept else auto
     if allreduce is direct:
         return direct_prepared(group, x, op, call, shared)
     by_mpi = allreduce is native and reduced_by_mpi(x, op)
@@ -104,7 +104,7 @@ def prepared(
 def bound(
     group: Group, x: np.ndarray, op: Operation, name: str = "auto", shared: bool = False
 ) -> Callable[[], Any]:
-    """Return a `prepared` call for algorithm `name`, chosen once for all: all ranks must call."""
+    """Return a `prepared` call for algorithm `name`, selected once; collective."""
     allreduce = resolved(allreduce_named(name), group, x, op)
     return prepared(group, x, op, allreduce, shared=shared)
 
@@ -117,22 +117,22 @@ def _then(call: Callable[[], Any], x: np.ndarray) -> np.ndarray:
 def resolved(
     allreduce: Callable[..., Any], group: Group, x: np.ndarray, op: Operation
 ) -> Callable[..., Any]:
-    """Return `allreduce`, or what it takes for `x` if it is `auto`; all ranks must call."""
-    return taken(group, x, op) if allreduce is auto else allreduce
+    """Return `allreduce`; for `auto` the algorithm that it selects for `x`; collective."""
+    return algorithm_for(group, x, op) if allreduce is auto else allreduce
 
 
 def name_of(allreduce: Callable[..., Any], group: Group, x: np.ndarray) -> str:
-    """Return the name of what `allreduce` does to the sum of `x`; for `auto`, what it takes."""
+    """Return the name of `allreduce`; for `auto` that of its algorithm for the sum of `x`."""
     function = resolved(allreduce, group, x, np.add)
     return getattr(function, "__name__", "unknown").replace("_", "-")
 
 
 def allreduce_named(name: str) -> AllReduceFunction:
-    """Return the function that people call `name`; raise UsageError with the nearest name.
+    """Return the all-reduce called `name`; raise UsageError with the nearest name.
 
-    Also where it is one that needs what is not installed here.
+    Also if a library that it needs is not installed.
     """
-    if name == "auto":  # the commonest, and a call of few bytes feels every microsecond
+    if name == "auto":  # the most common; for few bytes every microsecond counts
         return auto
     if name == "nccl":
         libraries()
@@ -140,9 +140,9 @@ def allreduce_named(name: str) -> AllReduceFunction:
 
 
 def all_gather_named(name: str) -> AllGather:
-    """Return how `name` brings finished chunks to all ranks; raise UsageError if it cannot."""
+    """Return the all-gather of algorithm `name`; raise UsageError if it has none."""
     allreduce = allreduce_named(name)
-    if allreduce in (null, nccl):  # one sends nothing, the other knows no bits
+    if allreduce in (null, nccl):  # one sends nothing, the other has no bitwise operations
         raise UsageError(
             "[wire] reduction is 'ordered', whose chunks the algorithm cannot gather: expected "
             f"one of ours, or native, seen {name}"
@@ -151,43 +151,45 @@ def all_gather_named(name: str) -> AllGather:
 
 
 def bucket_bytes(group: Group, plane: Array) -> int:
-    """Return how long the buckets of a plane of gradients should be, the same on all ranks."""
+    """Return the bucket length in bytes for a plane of gradients, the same on all ranks."""
     return bucket_of(_choices(group, plane).buckets, plane.nbytes)
 
 
 def bucket_of(costs: Sequence[tuple[int, float]], plane_bytes: int) -> int:
-    """Return the best length for a plane, of those in `costs`: (bytes, seconds per byte).
+    """Return the best bucket length for a plane among `costs`: (bytes, seconds per byte).
 
     With buckets of b bytes a plane of n takes n/b (c + t(b)) on the wire, c being the hand-off and
-    t(b) the all-reduce; and the last bucket's t(b) lies bare, since backward is over when it
-    leaves. The sum is least at b = sqrt(n (c + a) / beta) where t(b) = a + beta b, as in any
-    pipeline (e.g. Sanders et al., 2009, on segments); here it is taken over the lengths measured.
+    t(b) the all-reduce; and the last bucket's t(b) is exposed, since backward is over when it
+    leaves. The sum is least at b = sqrt(n (c + a) / beta) if t(b) = a + beta b, as in any pipeline
+    (e.g. Sanders et al., 2009, on segments); here the minimum is over the lengths measured.
     """
-    able = [one for one in costs if one[0] <= plane_bytes] or costs[:1]
+    able = [cost for cost in costs if cost[0] <= plane_bytes] or costs[:1]
     return min(able, key=partial(_bare_seconds, plane_bytes))[0]
 
 
 def _bare_seconds(plane_bytes: int, bucket: tuple[int, float]) -> float:
-    """Return the seconds that buckets of (bytes, seconds per byte) cost at worst."""
+    """Return the worst-case seconds of a plane in buckets of (bytes, seconds per byte)."""
     nbytes, per_byte = bucket
     return math.ceil(plane_bytes / nbytes) * HAND_OFF_S + (plane_bytes + nbytes) * per_byte
 
 
 def with_choices(group: Group, mpi: bool, gpus: Gpus | None = None) -> Group:
-    """Return `group` with what rank 0 chooses for it; `mpi` where MPI joins its ranks; collective.
+    """Return `group` with the choices of rank 0; `mpi` if its ranks use MPI; collective.
 
-    Also for arrays on `gpus`, if all have some. Rank 0 looks for tables; where there is one that
-    does not fit, it says so and goes without.
+    Also for arrays on `gpus`, if every rank has one. Rank 0 reads the tables; it warns of a table
+    that does not fit, and ignores it.
     """
     if group.link.size == 1:
         return replace(group, choices=choices(guessed(layout_of(group, mpi))))
-    said = json.dumps(_decided(group, mpi, gpus)).encode() if group.link.rank == 0 else b""
-    host, *others = (choices(Plan(**one)) for one in json.loads(_from_rank_0(group, said)))
-    return replace(group, choices=replace(host, gpus=next(iter(others), None)))
+    message = json.dumps(_decided(group, mpi, gpus)).encode() if group.link.rank == 0 else b""
+    host, *gpu_choices = (
+        choices(Plan(**plan)) for plan in json.loads(_from_rank_0(group, message))
+    )
+    return replace(group, choices=replace(host, gpus=next(iter(gpu_choices), None)))
 
 
 def _decided(group: Group, mpi: bool, gpus: Gpus | None) -> list[dict[str, Any]]:
-    """Return the plans of tables that fit, else those of the model: the host's, that of `gpus`."""
+    """Return the plans of fitting tables, else of the model: for the host, then for `gpus`."""
     plans = [_measured(group, mpi, None) or guessed(layout_of(group, mpi))]
     if gpus is not None:
         plans.append(_measured(group, mpi, gpus) or guess_gpus.guessed(group, gpus))
@@ -195,20 +197,20 @@ def _decided(group: Group, mpi: bool, gpus: Gpus | None) -> list[dict[str, Any]]
 
 
 def _measured(group: Group, mpi: bool, gpus: Gpus | None) -> Plan | None:
-    found = table.of_group(group, mpi, gpus)
-    return None if found is None else table.plan_of(found)
+    tuning_table = table.of_group(group, mpi, gpus)
+    return None if tuning_table is None else table.plan_of(tuning_table)
 
 
-def _from_rank_0(group: Group, said: bytes) -> bytes:
-    """Return what rank 0 `said`."""
-    length = np.array([len(said)])
+def _from_rank_0(group: Group, message: bytes) -> bytes:
+    """Return the `message` of rank 0; collective."""
+    length = np.array([len(message)])
     broadcast(group, length)
-    text = np.frombuffer(said.ljust(int(length[0])), np.uint8).copy()
+    text = np.frombuffer(message.ljust(int(length[0])), np.uint8).copy()
     broadcast(group, text)
     return text.tobytes()
 
 
 @cache
 def _guess(ranks: int) -> Choices:
-    """Return what is taken in a group that no World made."""
+    """Return the choices for a group without a World."""
     return choices(guessed(Layout((ranks,))))

@@ -1,13 +1,13 @@
-"""How long a training step takes: buckets that leave while backward goes on, on every rank's clock.
+"""The time of a training step: buckets reduced during backward, on every rank's clock.
 
     main thread           forward | backward ..... bucket 0 full .. 1 full .. 2 full |wait| update
     communication thread                           [ bucket 0 .......... ][ 1 ......][ 2 ]
                                                                               exposed |----|
 
-One thread per rank communicates, in one order, as gradients/reducer.py does it: bucket i starts on
-a rank when it is full there and bucket i - 1 is done there. The thread takes no time from the main
-thread: ranks have a core, or a device, to spare. Without overlap all buckets start when the last
-one is full.
+One thread per rank communicates, in one order, as in gradients/reducer.py: bucket i starts on a
+rank when it is full there and bucket i - 1 has finished there. The thread takes no time from the
+main thread: ranks have a core, or a device, to spare. Without overlap all buckets start when the
+last one is full.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from hpctrain.tuning.schedules import Schedule
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank computes in a step, and what it sends: seconds and bytes, bucket by bucket."""
+    """One rank's computation and communication in a step: seconds and bytes per bucket."""
 
-    full: tuple[float, ...]  #: when each bucket is full, from the step's begin; the last ends it
+    full: tuple[
+        float, ...
+    ]  #: times of full buckets, from the step's begin; the last ends it
     buckets: tuple[float, ...]  #: bytes, in the order in which buckets leave
     update: float = 0.0
 
@@ -34,13 +36,13 @@ class Step:
         return self.full[-1] + self.update
 
     def shared_by(self, ranks: int) -> Step:
-        """Return the step of a rank that takes 1/ranks of the samples: strong scaling."""
-        return Step(tuple(one / ranks for one in self.full), self.buckets, self.update)
+        """Return the step of a rank with 1/ranks of the samples: strong scaling."""
+        return Step(tuple(time / ranks for time in self.full), self.buckets, self.update)
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step: in all; in collectives, on average; more than the slowest computes."""
+    """Seconds of a step: total; mean in collectives; beyond the slowest rank's computation."""
 
     step: float
     wire: float
@@ -48,10 +50,9 @@ class StepTime:
 
 
 def even(compute: float, nbytes: float, bucket_bytes: float) -> Step:
-    """Return the step of a model of layers alike: forward takes a third of it, backward the rest.
+    """Return the step of a model of equal layers: a third of it forward, the rest backward.
 
-    Backward makes two products of matrices per layer where forward makes one. The update counts as
-    nothing.
+    Backward has two matrix products per layer, forward one. The update takes no time.
     """
     count = max(1, round(nbytes / bucket_bytes))
     full = compute * (1 / 3 + 2 / 3 * np.arange(1, count + 1) / count)
@@ -59,9 +60,9 @@ def even(compute: float, nbytes: float, bucket_bytes: float) -> Step:
 
 
 def step_time(step: Step, schedule: Schedule, clocks: Clocks, overlap: bool = True) -> StepTime:
-    """Return what `step` takes on the ranks of `clocks`, which begin it at their time."""
+    """Return the time of `step` on the ranks of `clocks`, which begin it at their time."""
     begin = clocks.now.copy()
-    full = [begin + clocks.slow * one for one in step.full]
+    full = [begin + clocks.slow * time for time in step.full]
     wire = 0.0
     for ready, nbytes in zip(full if overlap else full[-1:] * len(full), step.buckets, strict=True):
         clocks.now = np.maximum(clocks.now, ready)

@@ -1,4 +1,4 @@
-"""Every all-reduce over sizes, arrays in node memory and plain ones: what `hpctrain tune` runs.
+"""The sweep of `hpctrain tune`: all all-reduces over sizes, in node memory and plain arrays.
 
     round   4 B              8 B              ...    64 MiB
     1..3    A B C D E F      A B C D E F             A B C D E F
@@ -7,13 +7,13 @@
     ...
             2 KiB: A         3 KiB: A or C?          4 KiB: C     then once more between two picks
 
-Rivals take turns at a size, and rounds go over all sizes: whatever else keeps the machine busy for
-a while hits all rivals alike, and of each of them one round in many. No round is begun that the
-time would not suffice for. Every rank decides alike: all know the slowest's time.
+Algorithms take turns at a size, and rounds go over all sizes: other load on the machine hits all
+algorithms alike, and each of them in few rounds. No round starts without enough time left. All
+ranks make the same decisions, from the time of the slowest.
 
-Where two neighbouring sizes have different picks, their middle is measured as well, by those still
-in the race at both: an MPI's own jumps where its protocol changes (at 4 KiB, say), and a straight
-line between two sizes would let the step lie far below the jump.
+Where the fastest differs between two neighbouring sizes, their middle is measured as well, with the
+algorithms still running at both: the time of an MPI's own jumps where its protocol changes (at
+4 KiB, say), and interpolation between two sizes would put the threshold far below the jump.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from hpctrain.tuning.choose import Buckets, Row
 from hpctrain.tuning.measure import timed
 from hpctrain.xp import Array
 
-#: So many bytes are reduced between two looks at the clock, in as many calls, but 32 at most.
+#: Bytes reduced between two readings of the clock, in as many calls, but 32 at most.
 BATCH_BYTES, MOST_CALLS = 1 << 20, 32
-LEAST_ROUNDS = 3  #: before anybody leaves: one slow round may be another process's
-SLOW = 2.0  #: times the best: leaves
-AGAIN = 0.2  #: of the time is kept for the sizes between two picks
+LEAST_ROUNDS = 3  #: before an algorithm is dropped: one slow round may be due to another process
+SLOW = 2.0  #: times the fastest: dropped
+AGAIN = 0.2  #: of the time is reserved for the sizes between two choices
 BUCKET_BYTES = [1 << i for i in range(16, 27)]
-#: A plane is so long, that buckets do not find it in the cache.
+#: A plane is too long for the caches, so each bucket comes from memory.
 PLANE_BYTES = 64 << 20
 
 
 @dataclass
 class Clock:
-    """How long a measurement may last, the same on all ranks."""
+    """The time limit of a measurement, the same on all ranks."""
 
     group: Group
     limit_s: float
     start: float = field(default_factory=lambda: perf_counter())
 
     def left(self) -> float:
-        """Return the seconds that are left; collective."""
+        """Return the remaining seconds; collective."""
         spent = np.array([perf_counter() - self.start])
         everyones = all_gather_short(self.group.link, spent.view(np.uint8)).view(np.float64)
         return float(self.limit_s - everyones.max())
@@ -60,10 +60,10 @@ class Clock:
 
 @dataclass(frozen=True)
 class Arrays:
-    """What is reduced: float32 zeros, so that no sum overflows, as long as the longest size."""
+    """Operands: float32 zeros, so that no sum overflows, as long as the longest size."""
 
     plain: Array
-    kept: Array | None  #: in memory that neighbours see; None where there is none
+    kept: Array | None  #: in node memory; None if there is none
 
     @property
     def kinds(self) -> list[tuple[bool, Array]]:
@@ -73,30 +73,30 @@ class Arrays:
 
 def arrays(group: Group, nbytes: int, xp: ModuleType = np) -> Arrays:
     """Return arrays of `nbytes`, of NumPy or CuPy; collective."""
-    plain, kept = xp.empty(-(-nbytes // 4), np.float32), None
-    plain.fill(0)  # pages that were never written are all one page of zeros
+    plain, shared = xp.empty(-(-nbytes // 4), np.float32), None
+    plain.fill(0)  # untouched pages all map to one page of zeros
     memory = group.memory
     if memory is not None and (memory.kind if xp is np else memory.gpu) is not None:
-        kept = memory.zeros_like(plain)
-        kept = kept if memory.place(kept) else None  # nothing could be shared after all
-    return Arrays(plain, kept)
+        shared = memory.zeros_like(plain)
+        shared = shared if memory.place(shared) else None  # sharing failed
+    return Arrays(plain, shared)
 
 
 def able(group: Group, xp: ModuleType = np) -> list[str]:
-    """Return the names of those that reduce in `group`; some refuse some layouts; collective."""
+    """Return the names of the algorithms that support the layout of `group`; collective."""
     not_these = [*choose.NEVER]
-    not_these += ["hierarchical"] if len(group.nodes) < 2 else []  # as `direct` there
-    not_these += [] if xp is np else ["native"]  # by way of the host
-    found = []
+    not_these += ["hierarchical"] if len(group.nodes) < 2 else []  # equals `direct` there
+    not_these += [] if xp is np else ["native"]  # reduces on the host
+    names = []
     for name, function in ALLREDUCE.items():
         if name in not_these:
             continue
         try:
             function(group, xp.zeros(1, np.float32), np.add)
-        except UsageError:  # on all ranks alike: it is said of the layout
+        except UsageError:  # on all ranks alike: it depends on the layout
             continue
-        found.append(name)
-    return found
+        names.append(name)
+    return names
 
 
 def sweep(
@@ -104,40 +104,40 @@ def sweep(
 ) -> Iterator[list[Row]]:
     """Yield, after each round, the rows of all rounds so far, of arrays of `xp`; collective.
 
-    `rounds` at most, as many as `limit_s` seconds allow, three at least; then as many at the sizes
-    between two picks.
+    At most `rounds`, as many as `limit_s` seconds allow, at least three; then as many at the sizes
+    between two choices.
     """
-    names, given = able(group, xp), arrays(group, max(sizes), xp)
+    names, operands = able(group, xp), arrays(group, max(sizes), xp)
     clock = Clock(group, limit_s)
     places = [
         Place(group, nbytes, in_memory, x[: -(-nbytes // 4)], names)
         for nbytes in sizes
-        for in_memory, x in given.kinds
+        for in_memory, x in operands.kinds
     ]
-    done = 0
-    for done in _rounds(places, rounds, clock, AGAIN * limit_s):  # noqa: B007
+    count = 0
+    for count in _rounds(places, rounds, clock, AGAIN * limit_s):  # noqa: B007
         yield _rows(places)
     middles = [
         place
-        for in_memory, x in given.kinds
-        for place in _between(group, x, [one for one in places if one.in_memory == in_memory])
+        for in_memory, x in operands.kinds
+        for place in _between(group, x, [p for p in places if p.in_memory == in_memory])
     ]
-    for _ in _rounds(middles, done if middles else 0, clock, 0.0):
+    for _ in _rounds(middles, count if middles else 0, clock, 0.0):
         yield _rows([*places, *middles])
 
 
 def _rounds(places: Sequence[Place], rounds: int, clock: Clock, spare_s: float) -> Iterator[int]:
-    """Measure in rounds and yield how many there were, while more than `spare_s` are left."""
-    for done in range(1, rounds + 1):
+    """Measure in rounds and yield their number while more than `spare_s` seconds remain."""
+    for count in range(1, rounds + 1):
         before = clock.left()
         for place in places:
             place.measure()
-        yield done
+        yield count
         left = clock.left()
-        if done >= LEAST_ROUNDS:
+        if count >= LEAST_ROUNDS:
             for place in places:
                 place.drop()
-            if left - spare_s < before - left:  # another round might last as long
+            if left - spare_s < before - left:  # the next round may take as long
                 return
 
 
@@ -146,9 +146,9 @@ def _rows(places: Iterable[Place]) -> list[Row]:
 
 
 def _between(group: Group, x: Array, places: Sequence[Place]) -> Iterator[Place]:
-    """Yield a place in the middle of each two of `places`, of one kind, that differ in their pick.
+    """Yield the middle of each two neighbours in `places`, of one kind, with different choices.
 
-    Of whole elements of `x`. Collective: names in one order on all ranks.
+    In whole elements of `x`. Collective: names in one order on all ranks.
     """
     at = {place.bytes: place for place in places}
     for a, b, picks in choose.changes(_rows(places)):
@@ -159,7 +159,7 @@ def _between(group: Group, x: Array, places: Sequence[Place]) -> Iterator[Place]
 
 
 class Place:
-    """The rivals at one size and kind of array, and what they took so far."""
+    """The algorithms at one size and kind of array, and their times so far."""
 
     def __init__(
         self,
@@ -176,28 +176,28 @@ class Place:
         self._order = Random(nbytes)  # the same on all ranks
 
     def measure(self) -> None:
-        """Time each of those left once; collective."""
+        """Time each running algorithm once; collective."""
         order = sorted(self._running)
-        self._order.shuffle(order)  # who runs before leaves caches behind: never the same
+        self._order.shuffle(order)  # the caches hold the predecessor's data: vary it
         for name in order:
             call = self._running[name]
             if self._batch == 1 or not self._seconds[name]:
-                call()  # the array comes into the cache; at first scratch and connections are made
+                call()  # warm the cache; the first call allocates scratch and connects
             self._seconds[name].append(timed(self._link, call, self._batch, self._x))
 
     def drop(self) -> None:
-        """Let those leave that are slow at their best."""
+        """Drop the algorithms whose best time is slow."""
         late = slower(self._seconds, SLOW)
         self._running = {name: call for name, call in self._running.items() if name not in late}
 
     @property
     def running(self) -> set[str]:
-        """Who has not left."""
+        """The names of the algorithms not dropped."""
         return set(self._running)
 
     @property
     def rows(self) -> list[Row]:
-        """The medians so far; of who has left, that of the fastest times how much slower it was.
+        """The medians so far; for a dropped algorithm the fastest's median times its slowdown.
 
         Its own median is one of earlier rounds: since then the machine may have become slower.
         """
@@ -205,8 +205,8 @@ class Place:
         fastest = min(stayed, key=stayed.__getitem__)
         best = min(self._seconds[fastest])
         medians = {
-            name: stayed.get(name) or stayed[fastest] * min(taken) / best
-            for name, taken in self._seconds.items()
+            name: stayed.get(name) or stayed[fastest] * min(times) / best
+            for name, times in self._seconds.items()
         }
         return [
             Row(name, self.in_memory, self.bytes, s, self._spread(name))
@@ -214,7 +214,7 @@ class Place:
         ]
 
     def _spread(self, name: str) -> float | None:
-        """Return how far the repeats of one of those left lie apart."""
+        """Return the spread of a running algorithm's times, quartiles over median; else None."""
         if name not in self._running:
             return None
         low, median, high = np.percentile(self._seconds[name], [25, 50, 75]).tolist()
@@ -222,7 +222,7 @@ class Place:
 
 
 def slower(times: Mapping[str, Sequence[float]], factor: float) -> set[str]:
-    """Return who takes more than `factor` times as long as the fastest, each at its best."""
+    """Return the names whose best time is more than `factor` times that of the fastest."""
     best = {name: min(seconds) for name, seconds in times.items()}
     return {name for name, seconds in best.items() if seconds > factor * min(best.values())}
 
@@ -230,10 +230,10 @@ def slower(times: Mapping[str, Sequence[float]], factor: float) -> set[str]:
 def buckets(
     group: Group, rows: Sequence[Row], longest: int, rounds: int, xp: ModuleType = np
 ) -> Buckets:
-    """Return what a byte costs in buckets of several lengths, by what `rows` tell to be fastest.
+    """Return the seconds per byte of several bucket lengths, with the fastest of `rows`.
 
-    A whole plane is reduced, bucket after bucket, as in training: no bucket finds the cache warm
-    from the last call. Collective.
+    A whole plane is reduced, bucket after bucket, as in training: no bucket is in the cache from
+    the last call. Collective.
     """
     chosen = replace(group, choices=choose.choices(choose.plan(rows, (), measured=True)))
     plane = arrays(group, min(longest, PLANE_BYTES), xp).kinds[-1][1]
@@ -243,7 +243,7 @@ def buckets(
     for _ in range(rounds):
         for n, walk in walks.items():
             seconds[n].append(timed(group.link, walk, on=plane))
-    return tuple((n, float(np.median(taken)) / plane.nbytes) for n, taken in seconds.items())
+    return tuple((n, float(np.median(times)) / plane.nbytes) for n, times in seconds.items())
 
 
 def _walk(group: Group, plane: Array, length: int) -> Callable[[], None]:
@@ -259,5 +259,5 @@ def _walk(group: Group, plane: Array, length: int) -> Callable[[], None]:
 
 
 def bytes_needed(longest: int) -> int:
-    """Return how much memory a rank needs for sizes up to `longest`: two arrays and a plane."""
+    """Return the bytes that a rank needs for sizes up to `longest`: two arrays and a plane."""
     return 2 * longest + min(longest, PLANE_BYTES)

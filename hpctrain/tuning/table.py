@@ -1,11 +1,11 @@
-"""The tuning table: what `hpctrain tune` measured on a machine, as JSON, and where it lies.
+"""The tuning table: measurements of `hpctrain tune` as a JSON file, and its location.
 
     ~/.cache/hpctrain/tuning/open-mpi-4-ranks-3f9c2a117b04.json
                              MPI      ranks   hash of the fingerprint
 
-A table belongs to a fingerprint: CPU, cores, how ranks lie on nodes, which MPI. It holds only as
-long as the algorithms are those that were measured. Whatever does not fit is left alone, with one
-warning: a choice can then be slow, but never wrong. Only rank 0 touches these files.
+A table belongs to a fingerprint: CPU, cores, placement of ranks on nodes, MPI. It is valid only as
+long as the algorithms are those that were measured. A table that does not fit is ignored, with one
+warning: a choice can then be slow, but never wrong. Only rank 0 reads and writes these files.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ ADVICE = "make one with: hpctrain launch -n RANKS tune"
 
 @cache
 def sources() -> str:
-    """Return the hash of the algorithms' sources: times of others do not hold for these."""
+    """Return the hash of the algorithms' sources: times of other versions are not valid."""
     sources = sorted(Path(collectives.__path__[0]).glob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Where and among whom was measured."""
+    """The machine and the ranks of a measurement."""
 
     cpu: str
     cores: int
     cores_per_rank: int  #: those on which rank 0 may run
     mpi: str  #: vendor and version
     layout: str  #: see `layout`
-    device: str = CPU  #: where arrays lie; of GPUs which ones, and which ranks on each
-    paths: str = ""  #: that memory of GPUs takes
+    device: str = CPU  #: of the arrays; for GPUs the model, and the ranks on each
+    paths: str = ""  #: of messages from GPU memory
 
     @property
     def on_gpu(self) -> bool:
-        """Whether arrays of GPUs are meant."""
+        """Whether arrays lie on GPUs."""
         return self.device != CPU
 
     @property
@@ -74,13 +74,13 @@ class Fingerprint:
 
     @property
     def advice(self) -> str:
-        """How to make such a table."""
+        """The command that makes such a table."""
         return ADVICE + " --device gpu" * self.on_gpu
 
 
 @dataclass(frozen=True)
 class Table:
-    """All that was measured."""
+    """All measurements of one run of `hpctrain tune`."""
 
     fingerprint: Fingerprint
     rows: list[choose.Row]
@@ -95,18 +95,18 @@ class Table:
 
 
 class Unfit(HpctrainError):
-    """This table cannot be used; the text says why."""
+    """A table that cannot be used; the text gives the reason."""
 
 
 def layout(nodes: Sequence[Sequence[int]], noun: str = "node") -> str:
-    """Return in words how ranks lie on nodes: `4 ranks on 2 nodes: 0 1, 2 3`, shortened by hash."""
-    told = ", ".join(" ".join(map(str, ranks)) for ranks in nodes)
-    if len(told) > 60:
+    """Return the placement of ranks in words: `4 ranks on 2 nodes: 0 1, 2 3`, shortened by hash."""
+    text = ", ".join(" ".join(map(str, ranks)) for ranks in nodes)
+    if len(text) > 60:
         sizes = sorted({len(ranks) for ranks in nodes})
-        digest = hashlib.sha256(told.encode()).hexdigest()[:12]
-        told = f"{sizes[0]} to {sizes[-1]} each, {digest}"
-    where = f"{len(nodes)} {noun}{'s' * (len(nodes) > 1)}"
-    return f"{sum(map(len, nodes))} ranks on {where}: {told}"
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        text = f"{sizes[0]} to {sizes[-1]} each, {digest}"
+    nodes_text = f"{len(nodes)} {noun}{'s' * (len(nodes) > 1)}"
+    return f"{sum(map(len, nodes))} ranks on {nodes_text}: {text}"
 
 
 def fingerprint(group: Group, mpi: bool, gpus: Gpus | None = None) -> Fingerprint:
@@ -124,7 +124,7 @@ def _cpu() -> str:
 
 
 def folder() -> Path:
-    """Return where tables lie, if HPCTRAIN_TUNING does not say otherwise."""
+    """Return the folder of tables, unless HPCTRAIN_TUNING overrides it."""
     cached = os.environ.get("XDG_CACHE_HOME", "")
     # The standard: a path that is not absolute is to be ignored.
     root = Path(cached) if os.path.isabs(cached) else Path.home() / ".cache"
@@ -132,72 +132,73 @@ def folder() -> Path:
 
 
 def place(fingerprint: Fingerprint) -> Path:
-    """Return where the table of `fingerprint` lies, or would lie."""
-    told = os.environ.get(FILE)
-    path = Path(told) if told else folder()
-    return path / fingerprint.file if not told or path.is_dir() else path
+    """Return the path of the table of `fingerprint`, which need not exist."""
+    setting = os.environ.get(FILE)
+    path = Path(setting) if setting else folder()
+    return path / fingerprint.file if not setting or path.is_dir() else path
 
 
 def newest(ranks: int, on_gpu: bool = False) -> Path:
-    """Return the file with the newest table of this CPU, of `ranks` ranks if there are several.
+    """Return the file with the newest table of this CPU, for `ranks` ranks if more than one.
 
-    Of arrays on GPUs, or in the memory of the host.
+    For arrays on GPUs, or in the memory of the host.
 
-    Raises UsageError where there is none.
+    Raises UsageError if there is none.
     """
-    told = os.environ.get(FILE)
-    root = Path(told) if told else folder()
-    if told and not root.is_dir():
+    setting = os.environ.get(FILE)
+    root = Path(setting) if setting else folder()
+    if setting and not root.is_dir():
         return root
-    found = [path for path in root.glob("*.json") if _of_here(path, ranks, on_gpu)]
-    if not found:
+    paths = [path for path in root.glob("*.json") if _of_this_machine(path, ranks, on_gpu)]
+    if not paths:
         of = f" of {ranks} ranks" * (ranks > 1) + " on GPUs" * on_gpu
         advice = ADVICE + " --device gpu" * on_gpu
         raise UsageError(f"there is no tuning table{of} of this machine in {root}; {advice}")
-    return max(found, key=lambda path: path.stat().st_mtime)
+    return max(paths, key=lambda path: path.stat().st_mtime)
 
 
-def _of_here(path: Path, ranks: int, on_gpu: bool) -> bool:
+def _of_this_machine(path: Path, ranks: int, on_gpu: bool) -> bool:
     try:
-        here = read(path).fingerprint
+        fingerprint = read(path).fingerprint
     except Unfit:
         return False
-    of_so_many = ranks == 1 or here.layout.startswith(f"{ranks} ranks ")
-    return here.cpu == _cpu() and here.on_gpu == on_gpu and of_so_many
+    of_so_many = ranks == 1 or fingerprint.layout.startswith(f"{ranks} ranks ")
+    return fingerprint.cpu == _cpu() and fingerprint.on_gpu == on_gpu and of_so_many
 
 
 def of_group(group: Group, mpi: bool, gpus: Gpus | None = None) -> Table | None:
-    """Return the table that fits `group`; None where there is none, and say why if it does not.
+    """Return the table that fits `group`, else None; warn of a table that does not fit.
 
-    One of the other kind of memory is none, where the user names a file for both.
+    A file for the other kind of memory counts as none: the user names one file for both.
     """
-    here = fingerprint(group, mpi, gpus)
-    path = place(here)
+    current = fingerprint(group, mpi, gpus)
+    path = place(current)
     try:
-        if not path.exists() and (here.on_gpu or os.environ.get(FILE) != str(path)):
-            return None  # nobody asked for one, or what is missing was said of the host's
-        found = read(path)
-        return fitting(found, here) if found.fingerprint.on_gpu == here.on_gpu else None
+        if not path.exists() and (current.on_gpu or os.environ.get(FILE) != str(path)):
+            return None  # no table is required, or the host's call warns of the file
+        table = read(path)
+        return fitting(table, current) if table.fingerprint.on_gpu == current.on_gpu else None
     except Unfit as error:
         log.warning("tuning table %s is ignored: %s", path, error)
         return None
 
 
-def fitting(table: Table, here: Fingerprint) -> Table:
-    """Return `table` if it was measured `here`, with these algorithms; raise Unfit otherwise."""
-    for one in fields(Fingerprint):
-        theirs, ours = (getattr(of, one.name) for of in (table.fingerprint, here))
-        if theirs != ours:
+def fitting(table: Table, current: Fingerprint) -> Table:
+    """Return `table` if machine and algorithms are the `current` ones; raise Unfit otherwise."""
+    for item in fields(Fingerprint):
+        recorded, actual = (getattr(of, item.name) for of in (table.fingerprint, current))
+        if recorded != actual:
             raise Unfit(
-                f"its {one.name} is {brief(theirs)}, here it is {brief(ours)}; {here.advice}"
+                f"its {item.name} is {brief(recorded)}, here it is {brief(actual)}; "
+                f"{current.advice}"
             )
     if table.algorithms != sources():
-        raise Unfit(f"it was made for other algorithms than this hpctrain's; {here.advice}")
+        raise Unfit(f"it was made for other algorithms than this hpctrain's; {current.advice}")
     return table
 
 
 def read(path: Path) -> Table:
-    """Return the table in file `path`; raise Unfit where there is none, or no good one."""
+    """Return the table in file `path`; raise Unfit if it is missing or unusable."""
     try:
         return parsed(read_bytes(path, LIMIT_BYTES))
     except FileError as error:
@@ -205,10 +206,10 @@ def read(path: Path) -> Table:
 
 
 def parsed(text: bytes) -> Table:
-    """Return the table that `text` is; raise Unfit where it is damaged or of another version."""
+    """Return the table parsed from `text`; raise Unfit if damaged or of another version."""
     try:
-        told: Any = json.loads(text)
-        schema = told.get("schema")
+        content: Any = json.loads(text)
+        schema = content.get("schema")
     except (ValueError, AttributeError, RecursionError):
         raise Unfit(f"it is damaged; {ADVICE}") from None
     if schema != SCHEMA:
@@ -217,47 +218,47 @@ def parsed(text: bytes) -> Table:
         table = _READER.validate_json(text, strict=True)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
-        where = brief(".".join(map(str, first["loc"]))).strip("'")
-        raise Unfit(f"it is damaged: {where}: {first['msg'].lower()}; {ADVICE}") from None
+        location = brief(".".join(map(str, first["loc"]))).strip("'")
+        raise Unfit(f"it is damaged: {location}: {first['msg'].lower()}; {ADVICE}") from None
     for name in ("node", "across"):
         _must_be_real(getattr(table, name), name)
     return table
 
 
 def _must_be_real(machine: cost.Machine | None, name: str) -> None:
-    """Raise Unfit for times of a `machine` that no clock has measured."""
+    """Raise Unfit for times of `machine` that are negative or not finite."""
     for key, value in asdict(machine).items() if machine else ():
         if not 0 <= value < math.inf:
             raise Unfit(f"it is damaged: {name}.{key}: expected seconds, seen {value}; {ADVICE}")
 
 
 def write(table: Table, path: Path) -> None:
-    """Write `table` to file `path`, whole or not at all; raise UsageError where that fails."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    """Write `table` to file `path` atomically; raise UsageError if that fails."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(asdict(table), indent=1) + "\n")
-        os.replace(aside, path)
+        temporary.write_text(json.dumps(asdict(table), indent=1) + "\n")
+        os.replace(temporary, path)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise UsageError(f"the table cannot be written to {path}: {error.strerror}") from None
 
 
 def must_be_writable(path: Path) -> None:
-    """Raise UsageError unless a table can be written to `path`; nothing is left there."""
+    """Raise UsageError unless a table can be written to `path`; leaves no file."""
     if path.is_dir():
         raise UsageError(f"--out: expected a file, seen the folder {path}")
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.touch()
-        aside.unlink()
+        temporary.touch()
+        temporary.unlink()
     except OSError as error:
         raise UsageError(f"the table cannot be written to {path}: {error.strerror}") from None
 
 
 def plan_of(table: Table) -> choose.Plan:
-    """Return what `table` suggests."""
+    """Return the plan of `table`: thresholds and buckets."""
     return choose.plan(table.rows, tuple(table.buckets), measured=True)
 
 

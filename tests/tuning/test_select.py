@@ -105,7 +105,7 @@ def test_auto_and_a_bound_call_reduce(ranks):
                 x[:] = vector(world.rank, 1003, dtype)
                 reduce()
                 assert x.tobytes() == expected(world.size, 1003, dtype, "sum").tobytes()
-            assert select.taken(group, x, op) is ALLREDUCE[name]
+            assert select.algorithm_for(group, x, op) is ALLREDUCE[name]
             if dtype == "float32":
                 assert select.name_of(select.auto, group, x) == name
 
@@ -122,7 +122,7 @@ def test_ranks_with_arrays_in_different_memory_take_the_same(ranks, nodes):
         group = replace(group, nodes=group.nodes if nodes == 1 else (*group.nodes, ()))
         mixed = world.memory.zeros(5, np.float32)
         for x, name in ((mixed, "ring"), (mixed if world.rank else np.zeros(5), "tree")):
-            assert select.taken(group, x, np.add) is ALLREDUCE[name]
+            assert select.algorithm_for(group, x, np.add) is ALLREDUCE[name]
 
     ranks(body)
 
