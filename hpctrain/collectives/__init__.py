@@ -26,7 +26,7 @@ from hpctrain.collectives.tree import broadcast, reduce, tree
 
 AllReduceFunction = Callable[[Group, np.ndarray, Operation], None]
 
-#: The algorithms by the names that people type.
+#: The algorithms by name.
 ALLREDUCE: dict[str, AllReduceFunction] = {
     "ring": ring,
     "tree": tree,

@@ -1,6 +1,6 @@
 """Short messages on which all ranks agree: flags, sizes, names, errors.
 
-No barrier anywhere: every rank has what it needs after ceil(log2 P) exchanges.
+No barrier anywhere: every rank has all data after ceil(log2 P) exchanges.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from hpctrain.transport.link import Link
 def all_gather_short(link: Link, block: np.ndarray) -> np.ndarray:
     """Return an array (P, n) uint8 of every rank's `block` (n,) uint8; ceil(log2 P) steps.
 
-    Row i is filled relative to the own rank (row i is rank r + i) and turned round in the end:
-    after step k a rank holds 2^k rows and hands as many as are missing to rank r - 2^k.
+    Row i is filled relative to the own rank (row i is rank r + i), and rows are rotated at the end:
+    after step k a rank holds 2^k rows and sends rank r - 2^k as many as that lacks.
     Source: Bruck et al., "Efficient algorithms for all-to-all communications", 1997.
     """
     rank, size = link.rank, link.size
     rows = np.empty((size, block.size), np.uint8)
     rows[0] = block
-    have = 1
-    while have < size:
-        more = min(have, size - have)
-        to, source = (rank - have) % size, (rank + have) % size
-        link.sendrecv(rows[:more], to, rows[have : have + more], source)
-        have += more
+    held = 1
+    while held < size:
+        count = min(held, size - held)
+        to, source = (rank - held) % size, (rank + held) % size
+        link.sendrecv(rows[:count], to, rows[held : held + count], source)
+        held += count
     return np.roll(rows, rank, axis=0)
 
 
@@ -42,8 +42,8 @@ def all_gather_bytes(link: Link, payload: bytes) -> list[bytes]:
 def maximum(link: Link, numbers: np.ndarray) -> None:
     """Replace each of `numbers` (n,) by its largest value on any rank; ceil(log2 P) steps.
 
-    After step k a rank holds the maximum of its own and the 2^k - 1 ranks before it. That steps
-    overlap where P is no power of two does no harm to a maximum.
+    After step k a rank holds the maximum of its own and the 2^k - 1 ranks before it. Steps
+    overlap if P is no power of two, which does not change a maximum.
     Source: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988.
     """
     rank, size, distance = link.rank, link.size, 1

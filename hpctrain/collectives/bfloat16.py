@@ -4,7 +4,7 @@
     bfloat16  s eeeeeeee mmmmmmm|
 
 The range of float32 with 8 digits in place of 24. NumPy has no such dtype, and these few lines
-spare us a package. On a GPU each function is one kernel that makes the same bits.
+save a dependency. On a GPU each function is one kernel with the same bits.
 Source: Kalamkar et al., "A study of bfloat16 for deep learning training", 2019.
 """
 
@@ -16,7 +16,7 @@ from hpctrain.collectives import fused
 from hpctrain.kernels import launch, written
 from hpctrain.xp import Array, on_device
 
-BLOCK = 65_536  # elements that are held in float32 at once: they stay in the second-level cache
+BLOCK = 65_536  # elements held in float32 at once: they stay in the second-level cache
 NAN = 0x7FC0
 UPPER = 1 if np.little_endian else 0  # which half of a float32 that is
 
@@ -86,7 +86,7 @@ def _wide(y: np.ndarray) -> np.ndarray:
 def _narrow(x: np.ndarray, out: np.ndarray) -> None:
     bits = x.view(np.uint32)
     rounded = bits >> 16
-    rounded &= 1  # half of the last place, and no more than half where the kept part is even
+    rounded &= 1  # half of the last place; ties go to the even upper half
     rounded += bits
     rounded += 0x7FFF
     out[...] = rounded.view(np.uint16)[UPPER::2]

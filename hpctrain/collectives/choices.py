@@ -1,9 +1,9 @@
-"""Which all-reduce for how many bytes: made once per group by tuning/select.py, asked per call.
+"""Table of all-reduces by message size: made once per group by tuning/select.py, read per call.
 
     bytes      0 ........ starts[0] ........... starts[1] ............
     picks       picks[0]      |     picks[1]        |    picks[2]
 
-One bisection per call; no rank may choose otherwise than its peers, so all have the same.
+One bisection per call; all ranks must choose alike, so all have the same table.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ Function = Callable[..., Any]
 
 
 class Pick(NamedTuple):
-    """What reduces arrays of one range of lengths."""
+    """The all-reduces for one range of lengths."""
 
-    plain: Function  #: arrays that neighbours do not see
-    kept: Function  #: arrays in the memory of the node, which they do
-    ours: Function  #: dtypes and operations that MPI does not reduce, whoever sees the array
+    plain: Function  #: arrays outside of node memory
+    kept: Function  #: arrays in node memory
+    ours: Function  #: dtypes and operations that MPI does not reduce, in any memory
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The staircase of picks, and what buckets of some lengths cost on the wire."""
+    """The picks by size, and the cost of buckets of several lengths on the wire."""
 
-    starts: tuple[int, ...]  #: bytes from which the next pick holds, ascending
+    starts: tuple[int, ...]  #: bytes from which the next pick applies, ascending
     picks: tuple[Pick, ...]  #: one more than `starts`
     buckets: tuple[tuple[int, float], ...]  #: (bytes, seconds per byte), ascending
     measured: bool  #: by `hpctrain tune`; else predicted by the cost model
-    gpus: Choices | None = None  #: for arrays on GPUs, where every rank has one; else as the host's
+    gpus: Choices | None = None  #: for arrays on GPUs, if every rank has one; None: the host's
 
     def of(self, on_gpu: bool) -> Choices:
-        """Return the choices for arrays of GPUs, or for those of the host."""
+        """Return the choices for arrays on GPUs, or on the host."""
         return self.gpus if on_gpu and self.gpus is not None else self
 
     def at(self, nbytes: int) -> Pick:
-        """Return what reduces `nbytes` bytes."""
+        """Return the pick for `nbytes` bytes."""
         return self.picks[bisect_right(self.starts, nbytes)]

@@ -28,7 +28,7 @@ def slices(x: np.ndarray, offsets: Sequence[int]) -> list[np.ndarray]:
 
 
 def parts_of(arrays: Sequence[np.ndarray], offsets: Sequence[int], number: int) -> list[np.ndarray]:
-    """Return of each of `arrays` the view between offset `number` and the next."""
+    """Return the view of each array between offset `number` and the next."""
     return [x[offsets[number] : offsets[number + 1]] for x in arrays]
 
 

@@ -1,6 +1,6 @@
 """Direct: node neighbours add straight out of each other's memory; no message, no copy.
 
-Each array lies in memory that all ranks of the node see (`transport/memory.py`) and is cut into P
+Each array lies in memory shared by all ranks of the node (`transport/memory.py`) and is cut into P
 parts; rank r works on part r. Four ranks, parts a b c d; `4b` means "the sum of four ranks":
 
     rank     start         each sums its part of all arrays          ... and writes it to all
@@ -10,24 +10,24 @@ parts; rank r works on part r. Four ranks, parts a b c d; `4b` means "the sum of
      3      a  b  c  d     d0 + d1 + d2 + d3 = 4d       |  arrays    4a 4b 4c 4d
                        ^ all have arrived                          ^ all are done
 
-    `direct_shared` writes the sum into rank 0's array alone, and all go on with that one.
+    `direct_shared` writes the sum into rank 0's array alone, and all ranks read that one.
 
-Index rule: part r is elements r n/P .. (r + 1) n/P, cut at cache lines. A part is worked off in
+Index rule: part r is elements r n/P .. (r + 1) n/P, cut at cache lines. A part is processed in
 blocks that stay in the core's cache from the sum to the write-back. Always in the order of ranks:
-((x0 + x1) + x2) + x3, made once and copied: all ranks end with the same bytes.
+((x0 + x1) + x2) + x3, added once and copied: all ranks end with the same bytes.
 
 Cost: two exchanges of flags; 2n bytes through memory per rank (2Pn in all), n (P-1)/P added;
 `direct_shared` n (P+1)/P per rank. Whatever the sizes, no bytes are sent.
 
-Arrays that lie elsewhere, and all short ones, go through slots (slots.py). Which way is taken is
-agreed in the first exchange, whose payload is a digest of the call and of where the array lies. If
-any rank's array lies elsewhere than the others', all go through slots; if calls differ, all ranks
-raise (signature.py).
+Arrays outside of node memory, and all short ones, go through slots (slots.py). Ranks agree on this
+in the first exchange, whose payload is a digest of the call and of the place of the array. If any
+rank's array lies at another place than the others', all go through slots; if calls differ, all
+ranks raise (signature.py).
 
 Arrays of GPUs lie in memory that CUDA IPC maps (`transport/ipc.py`); a part is one kernel, which
 reads it in all arrays and writes it to all (fused.py). The host alone synchronises: each rank waits
-for its stream, then come the flags. Arrays elsewhere travel as messages. Where one GPU belongs to
-all ranks, `direct_shared` moves (P+1)n bytes there, `direct` 2Pn; across GPUs `direct_shared` is
+for its stream, then come the flags. Arrays in other memory travel as messages. If all ranks share
+one GPU, `direct_shared` moves (P+1)n bytes there, `direct` 2Pn; across GPUs `direct_shared` is
 `direct`, since all would read the sum over one link.
 """
 
@@ -62,17 +62,17 @@ _PLACE = struct.Struct("<qq")
 def direct(group: Group, x: np.ndarray, op: Operation) -> None:
     """Reduce flat `x` in place over all ranks of `group`, all on one node.
 
-    Without node memory this is a ring. Raises UsageError where there are several nodes.
+    Without node memory this is a ring. Raises UsageError on several nodes.
     """
     prepared(group, x, op)()
 
 
 def direct_shared(group: Group, x: np.ndarray, op: Operation) -> np.ndarray:
-    """Return the array that holds the sum of all flat `x`: rank 0's, which neighbours see.
+    """Return the array that holds the sum of all flat `x`: rank 0's, in node memory.
 
-    It is for reading, and only until rank 0 writes there again: whoever lets rank 0 do so must
-    first let all ranks finish, by an exchange of flags or a barrier. Other ranks' `x` stays as it
-    is. Where `x` is short, or lies outside of node memory, it is the rank's own `x`.
+    It is read-only, and valid until rank 0 writes there again: the caller must let all ranks finish
+    before that, by an exchange of flags or a barrier. Other ranks' `x` is unchanged. If `x` is
+    short, or lies outside of node memory, the result is the rank's own `x`.
     """
     return prepared(group, x, op, shared=True)()
 
@@ -80,36 +80,34 @@ def direct_shared(group: Group, x: np.ndarray, op: Operation) -> np.ndarray:
 def prepared(
     group: Group, x: np.ndarray, op: Operation, call: Signature | None = None, shared: bool = False
 ) -> Callable[[], np.ndarray]:
-    """Return a call that does `direct` to flat `x`, or `direct_shared`, and returns the sum.
+    """Return a call of `direct` on flat `x`, or of `direct_shared`, that returns the sum.
 
-    What a rank can find out by itself is found out now; what ranks agree on, in each call: that
-    all make the same `call`, by default with arrays of one length, and whether these lie at the
-    same place. So other ranks may do the same without a prepared call.
+    Local lookups are done now; ranks agree in each call that all make the same `call`, by default
+    with arrays of one length, and whether these lie at the same place. So other ranks may call
+    `direct` itself.
     """
-    near = _near(group)
-    if near is None:
+    buffers = _node_buffers(group)
+    if buffers is None:
         return partial(_by_messages, group, x, op, call)
     if type(x) is not np.ndarray and on_device(x):
-        return partial(_on_gpus, group, near, x, op, call, shared)
+        return partial(_on_gpus, group, buffers, x, op, call, shared)
     call = call or of_length(x.nbytes)
     if x.nbytes <= ANYWHERE_BYTES:
-        return slots.short_call(near, x, op, call)
+        return slots.short_call(buffers, x, op, call)
     place = None if group.memory is None else group.memory.place(x)
     arrays = None if place is None else place.arrays
-    blocks = None if arrays is None else _our_blocks(near, arrays)
-    work, result = (
-        (_sum_into_the_first, arrays) if shared and arrays else (_sum_and_write_back, [x])
-    )
-    payload, agree = call.payload ^ _number_of(place), near.flags.agree
+    blocks = None if arrays is None else _our_blocks(buffers, arrays)
+    work, result = (_sum_into_first, arrays) if shared and arrays else (_sum_and_write_back, [x])
+    payload, agree = call.payload ^ _place_number(place), buffers.flags.agree
 
     def reduce() -> np.ndarray:
         if not agree(payload):
-            must_match_in_node(near, call)
+            must_match_in_node(buffers, call)
         elif blocks is not None:
             work(blocks, op)
             agree()
             return result[0]
-        slots.long(near, x, op)
+        slots.long(buffers, x, op)
         return x
 
     return reduce
@@ -118,20 +116,20 @@ def prepared(
 def reduce_scatter(
     group: Group, x: np.ndarray, op: Operation, offsets: Sequence[int] | None = None
 ) -> np.ndarray:
-    """Return the view of flat `x` that is this rank's part, summed over our node of `group`.
+    """Return this rank's part of flat `x` as a view, summed over its node of `group`.
 
     Local rank r's part is `offsets[r]:offsets[r + 1]`, by default an even one at cache lines
-    (`parts`); the rest of `x` must stay as it is until `all_gather`.
+    (`parts`); the rest of `x` must stay unchanged until `all_gather`.
     """
-    near, node = group.near, _of_node(group)
+    buffers, node = group.near, _of_node(group)
     offsets, rank = offsets or parts(x, node.link.size), node.link.rank
-    arrays = None if near is None else agreed(group, near, x)
+    arrays = None if buffers is None else agreed(group, buffers, x)
     if arrays is None:
         return messages.reduce_scatter(node, x, op, offsets=offsets)
     if on_device(x):
-        theirs = parts_of(arrays, offsets, rank)
-        combine(theirs, op, [theirs[rank]])
-        return theirs[rank]
+        views = parts_of(arrays, offsets, rank)
+        combine(views, op, [views[rank]])
+        return views[rank]
     total = group.scratch.beside(x, BLOCK_BYTES // x.itemsize)
     for block in _blocks([array[offsets[rank] : offsets[rank + 1]] for array in arrays]):
         out = total[: block[0].size]
@@ -141,49 +139,49 @@ def reduce_scatter(
 
 
 def all_gather(group: Group, x: np.ndarray, offsets: Sequence[int] | None = None) -> None:
-    """Fill flat `x` with the parts of all ranks of our node of `group`; our own is in place."""
-    near, node = group.near, _of_node(group)
+    """Fill flat `x` with the parts of all ranks of the node; this rank's own is in place."""
+    buffers, node = group.near, _of_node(group)
     offsets = offsets or parts(x, node.link.size)
-    arrays = None if near is None else agreed(group, near, x)
-    if near is None or arrays is None:
+    arrays = None if buffers is None else agreed(group, buffers, x)
+    if buffers is None or arrays is None:
         return messages.all_gather(node, x, offsets)
     for rank, array in enumerate(arrays):
         if rank != node.link.rank:
             part = slice(offsets[rank], offsets[rank + 1])
             x[part] = array[part]
     finish(x)
-    near.flags.agree()  # nobody changes what a neighbour still reads
+    buffers.flags.agree()  # no rank may write while a neighbour still reads
 
 
 def must_be_one_node(nodes: int) -> None:
-    """Raise UsageError where ranks that are to share memory are on several nodes."""
+    """Raise UsageError if there are several `nodes`, whose ranks share no memory."""
     if nodes > 1:
         raise UsageError(
             f"algorithm direct works inside one node, seen {nodes}; use hierarchical, or auto"
         )
 
 
-def _near(group: Group) -> Near | None:
-    """Return what `group`, all on one node, shares; None where nothing is."""
+def _node_buffers(group: Group) -> Near | None:
+    """Return the node buffers of `group`, all on one node; None without shared memory."""
     must_be_one_node(len(group.nodes))
-    near = group.near
-    if near is None and group.link.size > 1 and group.link.rank == 0:
-        _say_that_messages_do()
-    return near
+    buffers = group.near
+    if buffers is None and group.link.size > 1 and group.link.rank == 0:
+        _warn_of_messages()
+    return buffers
 
 
 @cache
-def _say_that_messages_do() -> None:
+def _warn_of_messages() -> None:
     log.warning("node neighbours share no memory: algorithm direct sends messages, as ring does")
 
 
 def _of_node(group: Group) -> Group:
-    """Return the group of our node alone, for messages."""
+    """Return the group of this rank's node, for messages."""
     assert group.node is not None
     return Group(group.node, group.scratch)
 
 
-Blocks = list[list[np.ndarray]]  #: of each block, all ranks' arrays
+Blocks = list[list[np.ndarray]]  #: of each block, the arrays of all ranks
 
 
 def _by_messages(
@@ -196,58 +194,60 @@ def _by_messages(
 
 
 def _on_gpus(
-    group: Group, near: Near, x: Array, op: Operation, call: Signature | None, shared: bool
+    group: Group, buffers: Near, x: Array, op: Operation, call: Signature | None, shared: bool
 ) -> Array:
-    """Reduce `x` of a GPU; with `shared`, on one GPU, the sum is in the first array alone."""
-    arrays, rank = agreed(group, near, x, call), near.link.rank
+    """Reduce `x` on GPUs; with `shared`, on one GPU, the sum is in the first array alone."""
+    arrays, rank = agreed(group, buffers, x, call), buffers.link.rank
     if arrays is None:
         return _by_messages(group, x, op)
-    theirs = parts_of(arrays, parts(x, len(arrays)), rank)
+    views = parts_of(arrays, parts(x, len(arrays)), rank)
     shared = shared and group.memory is not None and group.memory.on_one_gpu
-    combine(theirs, op, theirs[:1] if shared else theirs)
+    combine(views, op, views[:1] if shared else views)
     finish(x)
-    near.flags.agree()
+    buffers.flags.agree()
     return arrays[0] if shared else x
 
 
-def agreed(group: Group, near: Near, x: Array, call: Signature | None = None) -> list[Array] | None:
-    """Return all ranks' arrays once all may be read; None unless all lie at the same place."""
+def agreed(
+    group: Group, buffers: Near, x: Array, call: Signature | None = None
+) -> list[Array] | None:
+    """Return all ranks' arrays, ready to read; None unless all lie at the same place."""
     on_gpu = type(x) is not np.ndarray and on_device(x)
     place = None if group.memory is None else group.memory.place(x)
     call = call or of_length(x.nbytes, on_gpu)
     finish(x)
-    if near.flags.agree(call.payload ^ _number_of(place)):
+    if buffers.flags.agree(call.payload ^ _place_number(place)):
         return None if place is None else place.arrays
-    must_match_in_node(near, call)
+    must_match_in_node(buffers, call)
     return None
 
 
-def _number_of(place: Place | None) -> int:
-    """Return a number that is the same on all ranks if their arrays lie at the same place."""
+def _place_number(place: Place | None) -> int:
+    """Return a number for `place`: equal on all ranks if their arrays lie at the same place."""
     return 0 if place is None else crc32(_PLACE.pack(place.number, place.offset))
 
 
-def _our_blocks(near: Near, arrays: list[np.ndarray]) -> Blocks:
-    """Return the blocks of our part of all `arrays`."""
-    start, stop = parts(arrays[0], len(arrays))[near.link.rank :][:2]
+def _our_blocks(buffers: Near, arrays: list[np.ndarray]) -> Blocks:
+    """Return the blocks of this rank's part of all `arrays`."""
+    start, stop = parts(arrays[0], len(arrays))[buffers.link.rank :][:2]
     return _blocks([array[start:stop] for array in arrays])
 
 
 def _blocks(arrays: list[np.ndarray]) -> Blocks:
-    """Return equally long `arrays` in blocks that fit a core's cache, those of all together."""
+    """Return equally long `arrays` in blocks, of which those of all arrays fit a core's cache."""
     step = BLOCK_BYTES // arrays[0].itemsize
     return [[a[at : at + step] for a in arrays] for at in range(0, arrays[0].size, step)]
 
 
-def _sum_into_the_first(blocks: Blocks, op: Operation) -> None:
-    for first, *others in blocks:
-        for other in others:
+def _sum_into_first(blocks: Blocks, op: Operation) -> None:
+    for first, *rest in blocks:
+        for other in rest:
             op(first, other, out=first)
 
 
 def _sum_and_write_back(blocks: Blocks, op: Operation) -> None:
-    for first, *others in blocks:
-        for other in others:
+    for first, *rest in blocks:
+        for other in rest:
             op(first, other, out=first)
-        for other in others:
+        for other in rest:
             other[:] = first

@@ -16,8 +16,8 @@ Index rule for tree 1: the root of v..w is the node whose distance from v - 1 is
 of two; left of it lies a complete tree, right of it the same rule again.
 
 Halves travel in segments: a rank receives segment k from its children, adds, and sends it up while
-k + 1 is on its way; then the sums come down the same edges. No rank is inner in both trees: it
-starts with the one in which it is a leaf, and there it waits for nobody. In the other one the
+k + 1 is in flight; then the sums come down the same edges. No rank is inner in both trees: it
+starts with the one in which it is a leaf, and there it waits for no rank. In the other one the
 receives of the next segments are posted before they are needed; between nodes segments are shorter,
 so that the deeper ranks start earlier.
 
@@ -52,7 +52,7 @@ class Family(NamedTuple):
     children: tuple[int, ...]
 
 
-Half = tuple[list[np.ndarray], Family]  #: its segments, and the tree in which they travel
+Half = tuple[list[np.ndarray], Family]  #: its segments, and this rank's neighbours in its tree
 
 
 def double_tree(group: Group, x: np.ndarray, op: Operation) -> None:
@@ -68,8 +68,8 @@ def double_tree(group: Group, x: np.ndarray, op: Operation) -> None:
 def _reduce(link: Link, halves: list[Half], op: Operation, inboxes: np.ndarray) -> None:
     sends: list[Request] = []
     for half, family in halves:
-        wanted = [(child, segment) for segment in half for child in family.children]
-        coming = _received(link, wanted, inboxes)
+        transfers = [(child, segment) for segment in half for child in family.children]
+        coming = _received(link, transfers, inboxes)
         for segment in half:
             for _, inbox in zip(family.children, coming, strict=False):
                 op(segment, inbox, out=segment)
@@ -80,21 +80,21 @@ def _reduce(link: Link, halves: list[Half], op: Operation, inboxes: np.ndarray) 
 
 
 def _received(
-    link: Link, wanted: Sequence[tuple[int, np.ndarray]], inboxes: np.ndarray
+    link: Link, transfers: Sequence[tuple[int, np.ndarray]], inboxes: np.ndarray
 ) -> Iterator[np.ndarray]:
-    """Yield what comes for each (source, segment), in an inbox that is kept until the next."""
+    """Yield the data received for each (source, segment), in an inbox valid until the next."""
 
     def post(k: int) -> tuple[Request, np.ndarray]:
-        source, segment = wanted[k]
+        source, segment = transfers[k]
         inbox = inboxes[k % len(inboxes)][: segment.size]
         return link.irecv(inbox, source), inbox
 
-    under_way = deque(post(k) for k in range(min(len(inboxes), len(wanted))))
-    for k in range(len(wanted)):
+    under_way = deque(post(k) for k in range(min(len(inboxes), len(transfers))))
+    for k in range(len(transfers)):
         request, inbox = under_way.popleft()
         request.wait()
         yield inbox
-        if k + len(inboxes) < len(wanted):
+        if k + len(inboxes) < len(transfers):
             under_way.append(post(k + len(inboxes)))
 
 
@@ -115,14 +115,14 @@ def _broadcast(link: Link, halves: list[Half], ahead: int) -> None:
 
 
 def _leaf_first(group: Group, x: np.ndarray) -> list[tuple[np.ndarray, Family]]:
-    """Return both halves with our family in their trees, first the one in which we are a leaf.
+    """Return both halves with this rank's family in their trees, first as a leaf.
 
-    A leaf waits for nobody, so all its segments are under way before we wait for any of the
-    other half. In turn, each segment of one tree would wait for one that crosses the other.
+    A leaf waits for no rank, so all its segments are in flight before this rank waits for any of
+    the other half. In turn, each segment of one tree would wait for one that crosses the other.
     """
     halves = x[: x.size // 2], x[x.size // 2 :]
-    both = zip(halves, families(group.link.rank, group.link.size), strict=True)
-    return sorted(both, key=lambda one: len(one[1].children))
+    pairs = zip(halves, families(group.link.rank, group.link.size), strict=True)
+    return sorted(pairs, key=lambda pair: len(pair[1].children))
 
 
 @lru_cache
@@ -141,7 +141,7 @@ def families(rank: int, size: int) -> tuple[Family, Family]:
 
 
 def in_order(rank: int, size: int) -> Family:
-    """Return the family of `rank` in the tree whose nodes, read from left to right, count up."""
+    """Return the family of `rank` in the tree whose nodes are numbered from left to right."""
     low, high, parent = 0, size, None
     while (root := _root(low, high)) != rank:
         low, high, parent = (low, root, root) if rank < root else (root + 1, high, root)

@@ -2,12 +2,12 @@
 
 As in IEEE 754-2019, -0 is less than +0 and a NaN is the result wherever it occurs. NumPy, CUDA and
 MPI libraries disagree on both, some by the place of an element in its array. The bits of a float,
-read as an integer, need two steps to be in the order that is wanted. In 32 bits:
+read as an integer, need two steps to be in this order. In 32 bits:
 
     bits        80000000 .. FF800000 .. FFFFFFFF | 00000000 .. 7F800000 .. 7FFFFFFF
     float       -0          -inf        NaN      | +0          +inf        NaN
 
-    turn all negative ones round, bits ^ 7FFFFFFF; now the integers ascend as the floats do:
+    invert all negative ones, bits ^ 7FFFFFFF; now the integers ascend as the floats do:
 
                 NaN .. | -inf ........ -0 | +0 ........ +inf | .. NaN
 
@@ -41,7 +41,7 @@ class Extremum:
 
     ufunc: np.ufunc  #: np.minimum or np.maximum
     integer: np.dtype  #: signed, as wide as the floats
-    rotation: np.generic  #: what is added to a float's turned bits
+    rotation: np.generic  #: added to a float's turned bits
 
     def __call__(self, a: Array, b: Array, out: Array) -> Array:
         """Write the minima or maxima of `a` and `b` into `out`, which may be one of them."""

@@ -8,9 +8,9 @@
 
 The order of additions is that of NumPy in `direct`, and each is one operation of IEEE 754, 16-bit
 floats being added in float32 and rounded after each: the same bytes as on the CPU, but for the bits
-of a NaN that comes out of a sum or a product. An array that is
-written may be one that is read, since a thread reads all of a place before it writes there. Arrays
-of neighbours, even on another GPU, are read as the own ones: no cache holds them between kernels.
+of a NaN from a sum or a product. An output may be one of the inputs, since a thread reads an
+element of all arrays before it writes there. Arrays of neighbours, even on another GPU, are read
+like the own ones: no cache holds them between kernels.
 
 Cost: (P + Q) n bytes through memory. The source is generated for each P, Q, dtype and operation.
 """
@@ -25,7 +25,7 @@ import numpy as np
 from hpctrain.kernels import KINDS, PACK_BYTES, launch, written
 from hpctrain.xp import Array
 
-#: What is made of numbers `a` and `b`.
+#: The expression of numbers `a` and `b`.
 HOW = {
     "add": "a + b",
     "multiply": "a * b",
@@ -39,7 +39,7 @@ HOW = {
     "logical_xor": "!a != !b",
 }
 BOTH = "__device__ T both(T x, T y) { REAL a = wide(x), b = wide(y); return narrow(HOW); }"
-#: Floats are ordered by integers that lie in their place, see extremum.py.
+#: Floats are ordered by integer keys, see extremum.py.
 KEYED = """
 __device__ T key(T x) {
     const T last = 8 * sizeof(T) - 1, most = (UNSIGNED)-1 >> 1;
@@ -48,7 +48,7 @@ __device__ T key(T x) {
 __device__ T both(T x, T y) { return key(x) COMPARED key(y) ? x : y; }
 """
 COMPARED = {"minimum": "<", "maximum": ">"}
-#: Of the floats that have an order, how many of their bits are a NaN's own.
+#: The bits of a NaN's payload, for floats with minimum and maximum.
 FRACTION_BITS = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}
 SOURCE = """
 BOTH
@@ -77,11 +77,11 @@ void NAME(PARAMETERS, long long n, long long packs) {
 def combine(
     arrays: Sequence[Array], ufunc: np.ufunc, outs: Sequence[Array], kind: str | None = None
 ) -> None:
-    """Write what `ufunc` makes of flat `arrays`, two or more, in their order, into all of `outs`.
+    """Combine flat `arrays`, two or more, by `ufunc` in their order, into all of `outs`.
 
-    All are of one length and dtype, on the GPU that is current or in reach of it, and computed as
-    numbers of that dtype, or of `kind`; each of `outs` may be one of `arrays`. The kernel is put
-    into the current stream, nobody waits for it.
+    All are of one length and dtype, on the current GPU or accessible from it, and computed as
+    numbers of that dtype, or of `kind`; each of `outs` may be one of `arrays`. The kernel is
+    launched on the current stream, without waiting.
     """
     if arrays[0].dtype.kind == "c" and ufunc is np.add:  # part by part
         real = np.dtype(f"f{arrays[0].itemsize // 2}")
@@ -119,7 +119,7 @@ def source(name: str, count: int, outs: int, dtype: str, ufunc: np.ufunc) -> str
 
 
 def _keyed(ufunc: np.ufunc, dtype: str) -> str:
-    """Return how the lesser or the greater of two floats is found."""
+    """Return the CUDA source of the lesser or greater of two floats."""
     nans = (1 << FRACTION_BITS[dtype]) - 1
     rotation = f"{nans}LL" if ufunc is np.minimum else f"-{nans}LL"
     text = KEYED.replace("ROTATION", rotation).replace("COMPARED", COMPARED[ufunc.__name__])

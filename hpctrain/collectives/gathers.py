@@ -1,9 +1,9 @@
-"""All-gathers: how chunks that are finished reach everybody; none changes a bit of them.
+"""All-gathers: copy each rank's finished chunk to all ranks, bit by bit the same.
 
     ring          P - 1 steps round the ring                       n(P-1)/P bytes sent per rank
     doubling      log2 P steps, 1, 2, 4, ... chunks at a time      n(P-1)/P
     broadcasts    each chunk down the tree of its owner            n(P-1)/P on average
-    direct        read where node neighbours have it               0
+    direct        read from node neighbours' memory                0
     joined_by     or, by any all-reduce                            those of the all-reduce
 
 Before, each rank's own chunk of `x` is in place: chunk r is r n/P .. (r + 1) n/P.
@@ -30,7 +30,7 @@ AllGather = Callable[[Group, np.ndarray], None]
 def doubling(group: Group, x: np.ndarray) -> None:
     """Fill flat `x` with all chunks in log2 P steps; round the ring if P is no power of two.
 
-    With distance d = 1, 2, 4, ... the partner is r xor d; each hands over the d chunks it has. The
+    With distance d = 1, 2, 4, ... the partner is r xor d; each sends the d chunks it has. The
     second half of Rabenseifner's all-reduce; see halving_doubling.py.
     """
     rank, size = group.link.rank, group.link.size
@@ -39,24 +39,24 @@ def doubling(group: Group, x: np.ndarray) -> None:
         return
     at, distance = bounds(x.size, size), 1
     while distance < size:
-        mine, theirs = (
+        local, remote = (
             x[at[first] : at[first + distance]]
             for first in (r // distance * distance for r in (rank, rank ^ distance))
         )
-        group.link.sendrecv(mine, rank ^ distance, theirs, rank ^ distance)
+        group.link.sendrecv(local, rank ^ distance, remote, rank ^ distance)
         distance *= 2
 
 
 def broadcasts(group: Group, x: np.ndarray) -> None:
-    """Fill flat `x` with all chunks: each comes down the binomial tree of its owner."""
+    """Fill flat `x` with all chunks, each broadcast down the binomial tree of its owner."""
     for root, chunk in enumerate(chunks(x, group.link.size)):
         broadcast(group, chunk, root)
 
 
 def through_memory(group: Group, x: np.ndarray) -> None:
-    """Fill flat `x` with all chunks, read where node neighbours have them.
+    """Fill flat `x` with all chunks, read from node neighbours' memory.
 
-    Without node memory they go round the ring. Raises UsageError where there are several nodes.
+    Without node memory they go round the ring. Raises UsageError on several nodes.
     """
     if len(group.nodes) > 1:
         raise UsageError(
@@ -69,9 +69,9 @@ def through_memory(group: Group, x: np.ndarray) -> None:
 
 
 def joined_by(allreduce: Callable[[Group, np.ndarray, Operation], None]) -> AllGather:
-    """Return the all-gather that any all-reduce can do: or, over bits that one rank alone sets.
+    """Return the all-gather by `allreduce`: bitwise or, with all other chunks zero.
 
-    For the bytes of an all-reduce, about twice those of an all-gather.
+    It sends the bytes of an all-reduce, about twice those of an all-gather.
     """
 
     def all_gather(group: Group, x: np.ndarray) -> None:
@@ -85,16 +85,16 @@ def joined_by(allreduce: Callable[[Group, np.ndarray, Operation], None]) -> AllG
 
 
 def auto(group: Group, x: np.ndarray) -> None:
-    """Fill flat `x` with all chunks: through memory where all ranks share it, else by doubling."""
+    """Fill flat `x` with all chunks: through memory if all ranks share it, else by doubling."""
     (through_memory if shares_all(group) else doubling)(group, x)
 
 
 def shares_all(group: Group) -> bool:
-    """Return whether all ranks of `group` are on one node, and see memory of each other."""
+    """Return whether all ranks of `group` are on one node and share memory."""
     return len(group.nodes) == 1 and group.near is not None
 
 
-#: The all-reduces whose second half is an all-gather that can be had alone.
+#: The all-gathers that are the second half of an all-reduce, by its name.
 ALL_GATHERS: dict[str, AllGather] = {
     "auto": auto,
     "ring": round_the_ring,
@@ -104,5 +104,5 @@ ALL_GATHERS: dict[str, AllGather] = {
     "direct": through_memory,
 }
 
-#: Those for which all else goes through memory too, where it can.
+#: Those with which other exchanges also go through memory if possible.
 IN_MEMORY = (auto, through_memory)

@@ -1,4 +1,4 @@
-"""What every algorithm is given: the link to the ranks that take part, and scratch memory."""
+"""The context of every algorithm: links to the participating ranks, and scratch memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from hpctrain.collectives.agree import all_gather_bytes
 from hpctrain.collectives.choices import Choices
-from hpctrain.collectives.near import Near, near
+from hpctrain.collectives.near import Near, node_buffers
 from hpctrain.transport.link import Link
 from hpctrain.transport.memory import Memory
 from hpctrain.xp import Array, finish, namespace
@@ -30,13 +30,14 @@ class Scratch:
         return self._memory[:nbytes].view(dtype)
 
     def beside(self, x: Array, length: int, dtype: Any = None) -> Array:
-        """Return `length` elements of `dtype`, by default `x`'s, where `x` lies; as `take`."""
+        """As `take`, on the device of `x`; `dtype` is by default that of `x`."""
         dtype = x.dtype if dtype is None else np.dtype(dtype)
         if type(x) is np.ndarray:
             return self.take(length, dtype)
         device, nbytes = x.data.device_id, length * dtype.itemsize
         if device not in self._beyond or self._beyond[device].nbytes < nbytes:
-            finish(x)  # CuPy may give what is let go to another stream while ours still reads it
+            # CuPy's pool may reuse the freed block on another stream while ours still reads it.
+            finish(x)
             self._beyond[device] = namespace(x).empty(nbytes, np.uint8)
         return self._beyond[device][:nbytes].view(dtype)
 
@@ -45,7 +46,7 @@ class Scratch:
         return self.beside(x, x.size)
 
     def slots(self, x: Array, count: int, slot_bytes: int) -> Array:
-        """Return an array (count, n) of `x`'s dtype, n as long as a segment of `x` can be."""
+        """Return an array (count, n) of `x`'s dtype, n being the longest segment of `x`."""
         length = min(x.size, max(1, slot_bytes // x.itemsize))
         return self.beside(x, count * length).reshape(count, length)
 
@@ -59,9 +60,9 @@ class Group:
     nodes: tuple[tuple[int, ...], ...] = ()  #: the ranks of each node, in the order of first ranks
     node: Link | None = None  #: to the ranks of our node, in their order
     across: Link | None = None  #: to the ranks that have our local rank, one of each node
-    memory: Memory | None = None  #: what `node` sees of each other; None where nothing is shared
+    memory: Memory | None = None  #: shared by the ranks of `node`; None without sharing
     spins: bool = False  #: whether this thread may look for a flag without letting others run
-    choices: Choices | None = None  #: what `auto` takes; None: by the cost model, found anew
+    choices: Choices | None = None  #: of `auto`; None: by the cost model, anew
     _near: list[Near | None] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
@@ -69,8 +70,10 @@ class Group:
         """Flags and slots of our node, made on first use: then collective; None without memory."""
         if not self._near:
             shares = self.memory is not None and self.memory.kind is not None
-            found = near(self.node, self.spins) if shares and self.node is not None else None
-            self._near.append(found)
+            buffers = (
+                node_buffers(self.node, self.spins) if shares and self.node is not None else None
+            )
+            self._near.append(buffers)
         return self._near[0]
 
     @property

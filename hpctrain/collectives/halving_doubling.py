@@ -10,7 +10,7 @@ Four ranks; a rank's *range* is the part of the vector for which it is responsib
      3     [abcd]       [cd] 2 ab        [d] 4  abc        [cd] 4             [abcd] 4
 
 Index rule: with distance d = Q/2, Q/4, ..., 1 the partner is r xor d; both have the same range of
-chunks; the rank whose bit d is clear keeps the lower half, sends the upper, adds what comes.
+chunks; the rank whose bit d is clear keeps the lower half, sends the upper, adds the received one.
 
 If P is no power of two, let Q be the largest one below it. Ranks Q.. are folded: each adds its
 vector into rank r - Q, halves first so that both add one half, and receives the result at the end.
@@ -49,7 +49,7 @@ def halving_doubling(group: Group, x: np.ndarray, op: Operation) -> None:
 
 def _halve_and_double(group: Group, x: np.ndarray, op: Operation, core: int) -> None:
     link, at = group.link, bounds(x.size, core)
-    first, last = 0, core  # our range of chunks
+    first, last = 0, core  # range of chunks
     way: list[tuple[int, slice, slice]] = []
     distance = core // 2
     while distance:
@@ -65,10 +65,10 @@ def _halve_and_double(group: Group, x: np.ndarray, op: Operation, core: int) -> 
         _exchange(link, x[keep], x[give], partner)
 
 
-def _exchange(link: Link, mine: np.ndarray, theirs: np.ndarray, partner: int) -> None:
-    """Send `mine` and receive `theirs` in segments: uncut, one way would wait for the other."""
-    receives = [link.irecv(segment, partner) for segment in segments(theirs)]
-    sends = [link.isend(segment, partner) for segment in segments(mine)]
+def _exchange(link: Link, outgoing: np.ndarray, incoming: np.ndarray, partner: int) -> None:
+    """Exchange both in segments: uncut, one direction would wait for the other."""
+    receives = [link.irecv(segment, partner) for segment in segments(incoming)]
+    sends = [link.isend(segment, partner) for segment in segments(outgoing)]
     for request in (*receives, *sends):
         request.wait()
 
@@ -76,7 +76,7 @@ def _exchange(link: Link, mine: np.ndarray, theirs: np.ndarray, partner: int) ->
 def _exchange_and_add(
     group: Group, give: np.ndarray, keep: np.ndarray, op: Operation, partner: int
 ) -> None:
-    """Send `give` and add what comes to `keep`; halves may differ by an element."""
+    """Send `give` and add the received half to `keep`; halves may differ by an element."""
     sends = [group.link.isend(segment, partner) for segment in segments(give)]
     for segment in segments(keep):
         inbox = group.scratch.like(segment)
@@ -87,14 +87,14 @@ def _exchange_and_add(
 
 
 def _take_over(group: Group, x: np.ndarray, op: Operation, extra: int) -> None:
-    """Add the vector of folded rank `extra`: we the lower half, it the upper, which it sends us."""
+    """Add the vector of folded rank `extra`: we add the lower half, it adds and sends the upper."""
     lower, upper = x[: x.size // 2], x[x.size // 2 :]
     _exchange_and_add(group, upper, lower, op, extra)
     group.link.irecv(upper, extra).wait()
 
 
 def _hand_over(group: Group, x: np.ndarray, op: Operation, partner: int) -> None:
-    """Fold into `partner`, and take the result."""
+    """Fold into `partner`, and receive the result."""
     lower, upper = x[: x.size // 2], x[x.size // 2 :]
     _exchange_and_add(group, lower, upper, op, partner)
     group.link.isend(upper, partner).wait()

@@ -10,13 +10,13 @@ and local rank j owns rail j of its node. `2a` means "the sum of two ranks":
       1    2     a b         2a  .                   4a   .                      4a 4b
       1    3     a b          .  2b                   .  4b                      4a 4b
 
-Index rule: of g rails, rail j is elements j n/g .. (j + 1) n/g, cut at cache lines. Where a node
-has more than g ranks, those from g on own nothing: they only give and take.
+Index rule: of g rails, rail j is elements j n/g .. (j + 1) n/g, cut at cache lines. If a node has
+more than g ranks, those from g on own no rail: they only contribute and receive.
 
 So each byte crosses a node's link as seldom as if the node were one rank: with N nodes 2n(N-1)/N
 bytes leave each node, of 2n(P-1)/P in a flat ring that is well placed. All ranks of a node send at
 once, each to its own peers: all network cards work, and all cores add. Inside, the sums go through
-node memory where the arrays lie there (direct.py), else by messages.
+node memory if the arrays lie there (direct.py), else by messages.
 
 Cost, g ranks on each of N nodes: 2(g-1) steps of n/g bytes inside, 2(N-1) steps of n/gN between.
 A rail's sum is the same on all nodes, as the ring's are, and then only copied: the same bytes.
@@ -43,9 +43,9 @@ def hierarchical(group: Group, x: np.ndarray, op: Operation) -> None:
         (ring if group.near is None else direct)(group, x, op)
         return
     rail = rails(x, group)
-    mine = _sum_inside(group, x, op, rail)
-    if mine.size:
-        ring(_between(group), mine, op)
+    part = _sum_inside(group, x, op, rail)
+    if part.size:
+        ring(_between(group), part, op)
     if _neighbours(group):
         all_gather(group, x, rail)
 
@@ -58,7 +58,7 @@ def rails(x: np.ndarray, group: Group) -> list[int]:
 
 
 def _sum_inside(group: Group, x: np.ndarray, op: Operation, rail: list[int]) -> np.ndarray:
-    """Return our rail, summed over our node."""
+    """Return this rank's rail, summed over its node."""
     return reduce_scatter(group, x, op, rail) if _neighbours(group) else x
 
 
@@ -68,7 +68,7 @@ def _neighbours(group: Group) -> int:
 
 
 def _between(group: Group) -> Group:
-    """Return the group of those that own our rail: one on each node."""
+    """Return the group of the owners of this rank's rail: one on each node."""
     assert group.across is not None
     return Group(group.across, group.scratch, nodes=_one_each(group.across.size))
 

@@ -1,4 +1,4 @@
-"""Gather, scatter and all-to-all: every byte goes straight from where it is to where it belongs.
+"""Gather, scatter and all-to-all: every chunk goes straight from its source to its destination.
 
 Four ranks, all-to-all; rank r's chunk for rank t is written `rt`, and step s pairs r with r + s:
 
@@ -23,7 +23,7 @@ from hpctrain.collectives.group import Group
 
 
 def gather(group: Group, x: np.ndarray, root: int = 0) -> None:
-    """Fill `root`'s flat `x` with every rank's chunk; before, each rank's own is in place."""
+    """Fill `root`'s flat `x` with every rank's chunk; each rank's own is in place before."""
     link, chunk = group.link, chunks(x, group.link.size)
     if link.rank != root:
         link.isend(chunk[link.rank], root).wait()
@@ -33,7 +33,7 @@ def gather(group: Group, x: np.ndarray, root: int = 0) -> None:
 
 
 def scatter(group: Group, x: np.ndarray, root: int = 0) -> np.ndarray:
-    """Return the view of flat `x` that is this rank's chunk, filled from `root`'s `x`."""
+    """Return this rank's chunk of flat `x` as a view, filled from `root`'s `x`."""
     link, chunk = group.link, chunks(x, group.link.size)
     if link.rank == root:
         for request in [link.isend(chunk[rank], rank) for rank in range(link.size) if rank != root]:
@@ -50,8 +50,8 @@ def all_to_all(group: Group, x: np.ndarray, out: np.ndarray) -> None:
     """
     link = group.link
     rank, size = link.rank, link.size
-    mine, theirs = x.reshape(size, -1), out.reshape(size, -1)
-    theirs[rank] = mine[rank]
+    outgoing, incoming = x.reshape(size, -1), out.reshape(size, -1)
+    incoming[rank] = outgoing[rank]
     for step in range(1, size):
         to, source = (rank + step) % size, (rank - step) % size
-        link.sendrecv(mine[to], to, theirs[source], source)
+        link.sendrecv(outgoing[to], to, incoming[source], source)

@@ -1,13 +1,13 @@
 """Mean: the sum over all ranks, divided by their number; finite wherever the exact mean is.
 
-A sum of P finite numbers may overflow where their mean does not: twice 40,000 in float16. Numbers
-scaled by 2^-k, 2^k >= 2P, cannot overflow, but small ones would lose digits. So ranks vote whether
-any of them has a number from which a sum could overflow, and only then sum both:
+A sum of P finite numbers may overflow although their mean does not: twice 40,000 in float16.
+Numbers scaled by 2^-k, 2^k >= 2P, cannot overflow, but small ones would lose digits. So ranks vote
+whether any of them has a number large enough for an overflow, and only then sum both:
 
     x         sum of x         divided by P                    where that sum is finite,
     x 2^-k    sum of x 2^-k    divided by P 2^-k, exactly      elsewhere this one
 
-Cost beside that of the sum: x is read once more, and one vote (vote.py). Where the vote says so, a
+Cost beside that of the sum: x is read once more, and one vote (vote.py); after a positive vote, a
 second sum and a copy of x.
 """
 
@@ -22,15 +22,15 @@ from hpctrain.collectives.operations import BLOCK, Operation
 from hpctrain.collectives.vote import largest
 from hpctrain.xp import Array, namespace, on_device, to_host, wide
 
-#: Sums in place, and returns what this rank has of the sum; None: all of it.
+#: Sums in place, and returns this rank's part of the sum; None: all of it.
 Sum = Callable[[Group, Array, Operation], Array | None]
-BFLOAT16_LARGEST = 2.0**128 - 2.0**120  # NumPy's finfo does not know it
+BFLOAT16_LARGEST = 2.0**128 - 2.0**120  # absent from NumPy's finfo
 
 
 def mean(group: Group, x: Array, op: Operation, reduce: Sum) -> None:
-    """Reduce flat `x`, float or complex, by `reduce`, and divide what it leaves on this rank.
+    """Reduce flat `x`, float or complex, by `reduce`, and divide this rank's part of the sum.
 
-    All ranks must call. `op` adds.
+    Collective. `op` adds.
     """
     ranks, exponent = group.link.size, -group.link.size.bit_length() - 1
     if ranks == 1 or x.size == 0:
@@ -48,18 +48,18 @@ def mean(group: Group, x: Array, op: Operation, reduce: Sum) -> None:
 
 
 def _sum(group: Group, x: Array, op: Operation, reduce: Sum) -> Array:
-    """Return what `reduce` leaves on this rank: of complex numbers the parts, one by one."""
+    """Return this rank's part of the sum by `reduce`, complex numbers as pairs of real ones."""
     total = reduce(group, x, op)
     return _parts(x if total is None else total)
 
 
 def _parts(x: Array) -> Array:
-    """Return flat `x`, complex numbers as twice as many real ones."""
+    """Return a view of flat `x`, complex numbers as pairs of real ones."""
     return x.view(f"f{x.itemsize // 2}") if x.dtype.kind == "c" else x
 
 
 def _may_overflow(x: Array, ranks: int) -> bool:
-    """Return whether numbers as large as those of `x` may have no finite sum over `ranks`."""
+    """Return whether a sum over `ranks` of numbers as large as those of `x` may overflow."""
     parts = _parts(x)
     ends = to_host(namespace(x).stack([parts.min(), parts.max()])).astype(np.float64)
     return not abs(ends).max() < _limit(x.dtype) / (2 * ranks)
@@ -79,7 +79,7 @@ def _divide(total: Array, ranks: int) -> None:
 
 
 def _quotients(total: Array, divisor: float) -> Array:
-    """Return finite real `total` / `divisor`, not beyond the largest number by a last rounding."""
+    """Return finite real `total` / `divisor`, clipped at the largest number after rounding."""
     limit, wider = _limit(total.dtype), wide(total)
     xp = namespace(total)
     quotients = xp.clip(wider / divisor, -limit, limit)

@@ -2,7 +2,7 @@
 
 Minima and maxima of floats are reduced as integers (extremum.py): Open MPI's own lose NaNs, and
 MPICH's the signs of zeros. Integers of 8 and 16 bits are reduced in 32: Open MPI's own sums, if
-long enough, saturate where others wrap around (its issue 8045).
+long enough, saturate instead of wrapping around (its issue 8045).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hpctrain.xp import copy, on_device, to_host
 
 
 def native(group: Group, x: np.ndarray, op: Operation) -> None:
-    """Reduce flat `x` in place; that all ranks end with the same bytes is not promised here.
+    """Reduce flat `x` in place; the bytes may differ between ranks.
 
-    An array of a GPU goes there and back through host memory: few MPIs reduce on a GPU, and one
-    that was built without CUDA would crash.
+    An array on a GPU is staged through host memory: few MPIs reduce on a GPU, and one built
+    without CUDA would crash.
     """
     if not on_device(x):
         _on_the_host(group, x, op)

@@ -1,10 +1,10 @@
-"""NVIDIA's all-reduce, where CuPy and GPUs are: as `native`, a rival and an oracle.
+"""NVIDIA's all-reduce, with CuPy and GPUs: like `native`, a rival and an oracle.
 
-Each group makes its communicator on the first call, of an identifier that rank 0 broadcasts. That
-all ranks end with the same bytes is not promised. See `hpctrain.transport.nccl`.
+Each group makes its communicator on the first call, from an identifier that rank 0 broadcasts. The
+bytes may differ between ranks. See `hpctrain.transport.nccl`.
 
-CUDA's numbers for GPUs are each process's own: where a site shows each rank one, all are number 0.
-So ranks of a node tell each other the address of theirs, by which NCCL tells them apart, too.
+CUDA numbers GPUs per process: if a site makes one GPU visible to each rank, all are number 0. So
+ranks of a node exchange the PCI addresses of theirs, by which NCCL distinguishes them, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hpctrain.transport.link import Link
 from hpctrain.transport.nccl import ID_BYTES, Communicator, devices, libraries, new_id
 from hpctrain.xp import Array, on_device
 
-_made: WeakKeyDictionary[Link, Communicator] = WeakKeyDictionary()
+_communicators: WeakKeyDictionary[Link, Communicator] = WeakKeyDictionary()
 
 
 def nccl(group: Group, x: Array, op: Operation) -> None:
@@ -42,27 +42,27 @@ def nccl(group: Group, x: Array, op: Operation) -> None:
 def communicator(group: Group, x: Array) -> Communicator:
     """Return the communicator of a group's ranks for arrays like `x`; the first call is collective.
 
-    It is on the GPU where `x` is; arrays of the host go to the one that is the rank's turn among
-    those it sees. Raises UsageError on all ranks where two of a node would share a GPU.
+    It is on the GPU of `x`; for arrays of the host on a visible GPU, in turn by local rank. Raises
+    UsageError on all ranks if two of a node would share a GPU.
     """
     link, node = group.link, group.node or group.link
-    if link not in _made:
+    if link not in _communicators:
         device = x.data.device_id if on_device(x) else node.rank % devices(libraries()[0])
         _must_suffice(group, _shared(node, device))
         shared = new_id() if link.rank == 0 else np.zeros(ID_BYTES, np.int16)
         broadcast(group, shared)
-        _made[link] = Communicator(link.rank, link.size, device, shared)
-    return _made[link]
+        _communicators[link] = Communicator(link.rank, link.size, device, shared)
+    return _communicators[link]
 
 
 def _shared(node: Link, device: int) -> int:
-    """Return how many GPUs too few the ranks of our node have, which compute on `device`."""
+    """Return the number of GPUs that the node lacks, with this rank on `device`; collective."""
     name = libraries()[0].cuda.runtime.deviceGetPCIBusId(device)
     return node.size - len(set(all_gather_bytes(node, name.encode())))
 
 
 def _must_suffice(group: Group, missing: int) -> None:
-    """Raise UsageError, on all ranks, where a node misses GPUs for its ranks."""
+    """Raise UsageError, on all ranks, if a node lacks GPUs for its ranks."""
     lacking = np.array([missing])
     recursive_doubling(group, lacking, np.maximum)
     if lacking[0] > 0:

@@ -1,6 +1,6 @@
-"""What the ranks of one node share beside their arrays: flags, and slots to copy through.
+"""Node buffers: the flags shared by the ranks of a node, and slots to copy through.
 
-Made on first use and kept by the group, over the group's own link: so it belongs to the group's
+Made on first use and kept by the group, over the group's own link: so they belong to the group's
 thread, as the link does.
 """
 
@@ -15,13 +15,13 @@ from hpctrain.transport.flags import Flags, words_needed
 from hpctrain.transport.link import Link
 from hpctrain.transport.memory import ALIGN_BYTES, Memory
 
-SHORT_BYTES = 128 << 10  # what is copied as a whole and added by every rank
-LENGTHS_KEPT = 256  # of short arrays, whose slots are not cut out anew
-WIDE_BYTES = 1 << 20  # a slot for longer ones: own slot and parts of neighbours' stay in the cache
+SHORT_BYTES = 128 << 10  # copied as a whole and added by every rank
+LENGTHS_KEPT = 256  # of short arrays, whose slot views are cached
+WIDE_BYTES = 1 << 20  # slot of longer arrays: own slot and parts of neighbours' fit the cache
 
 
 class Near:
-    """The flags and the slots of the ranks of one node, seen from one of them."""
+    """The flags and the slots of the ranks of one node, as mapped by one of them."""
 
     def __init__(self, node: Link, flags: Flags, slots: list[np.ndarray]):
         """`slots`: (2 * SHORT_BYTES + WIDE_BYTES,) uint8 of each rank."""
@@ -41,14 +41,14 @@ class Near:
 def _cut(short: list[list[np.ndarray]], nbytes: int, dtype: np.dtype, odd: int) -> list[np.ndarray]:
     """Return every rank's short slot as an array of `nbytes`.
 
-    Short slots alternate with the rounds of the flags: when one is written again, all ranks have
-    been through a round since, and so have read it.
+    Short slots alternate with the rounds of the flags: before one is written again, all ranks have
+    completed another round, and so have read it.
     """
     return [slot[:nbytes].view(dtype) for slot in short[odd]]
 
 
-def near(node: Link, spins: bool) -> Near | None:
-    """Return what the ranks of `node` share, None where they can share nothing; collective."""
+def node_buffers(node: Link, spins: bool) -> Near | None:
+    """Return the buffers shared by the ranks of `node`, None without shared memory; collective."""
     memory = Memory(node, partial(all_gather_bytes, node))
     words = memory.one_for_all(words_needed(node.size), np.uint64)
     slots = memory.neighbours(memory.zeros(2 * SHORT_BYTES + WIDE_BYTES, np.uint8))

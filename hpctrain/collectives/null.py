@@ -1,4 +1,4 @@
-"""The all-reduce that sends nothing: what a step costs without communication.
+"""The all-reduce that sends nothing, to time a step without communication.
 
 Every rank keeps its own gradient, so training with it is wrong on purpose: only for timing.
 """
@@ -12,4 +12,4 @@ from hpctrain.collectives.operations import Operation
 
 
 def null(group: Group, x: np.ndarray, op: Operation) -> None:
-    """Leave `x` as it is."""
+    """Leave `x` unchanged."""

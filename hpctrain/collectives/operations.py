@@ -1,4 +1,4 @@
-"""The reductions by their names: which dtype has which, and how two arrays are combined.
+"""The reductions by name: the dtypes that support each, and the function of two arrays.
 
     dtype                          sum       prod          min and max   and  or  xor   mean
     bool                           or        and           and and or    logical        -
@@ -7,8 +7,8 @@
     float32 float64                yes       yes           exact         -              yes
     complex64 complex128           yes       yes           -             -              yes
 
-What overflows an integer wraps around, as in NumPy. The sum of bools is whether any is true, as in
-NumPy and PyTorch. Minimum and maximum of floats are those of IEEE 754-2019: extremum.py. 16-bit
+Integer overflow wraps around, as in NumPy. The sum of bools is their logical or, as in NumPy and
+PyTorch. Minimum and maximum of floats are those of IEEE 754-2019: extremum.py. 16-bit
 floats have too few digits to add many of them, and NumPy adds them slowly: each hop computes in
 float32, block by block, and rounds once. The mean is a sum that is divided: mean.py.
 """
@@ -28,7 +28,7 @@ from hpctrain.collectives.extremum import Extremum, extremum
 from hpctrain.errors import UsageError
 from hpctrain.xp import Array, on_device
 
-#: (accumulator, what came, out=accumulator), as NumPy's ufuncs are called.
+#: (accumulator, received, out=accumulator), called like NumPy's ufuncs.
 Operation = Callable[..., Any]
 
 _LOGICAL: dict[str, np.ufunc] = {
@@ -55,15 +55,15 @@ _BY_DTYPE: dict[str, Mapping[str, np.ufunc]] = {
     **dict.fromkeys(("complex64", "complex128"), _COMPLEX),
 }
 MEAN = "mean"
-#: What may be reduced; bfloat16 is that of ml_dtypes.
+#: The dtypes that can be reduced; bfloat16 is that of ml_dtypes.
 DTYPES = tuple(_BY_DTYPE)
-#: The operations by the names that people type, beside the mean; not every dtype has all of them.
+#: The names of operations, beside the mean; not every dtype supports all of them.
 OPERATIONS = tuple(_INTEGER)
-BLOCK = 32_768  # elements that are computed at once: they stay in the cache
+BLOCK = 32_768  # elements computed at once: they stay in the cache
 
 
 def names(dtype: np.dtype) -> tuple[str, ...]:
-    """Return the names of the operations that `dtype` has; raise UsageError if it has none."""
+    """Return the names of the operations on `dtype`; raise UsageError if it has none."""
     if dtype.name not in _BY_DTYPE:
         raise UsageError(f"a reduction needs one of {', '.join(DTYPES)}, seen {dtype}")
     of_dtype = _BY_DTYPE[dtype.name]
@@ -72,13 +72,13 @@ def names(dtype: np.dtype) -> tuple[str, ...]:
 
 @lru_cache
 def operation(name: str, dtype: np.dtype) -> Operation:
-    """Return the operation `name` for arrays of `dtype`, of the mean its sum.
+    """Return the operation `name` for arrays of `dtype`; for the mean its sum.
 
-    Raises UsageError that names all operations of `dtype` if it is none of them.
+    Raises UsageError with all operations of `dtype` if `name` is none of them.
     """
-    known = names(dtype)
-    if name not in known:
-        raise UsageError(_refusal(name, dtype, known))
+    defined = names(dtype)
+    if name not in defined:
+        raise UsageError(_refusal(name, dtype, defined))
     ufunc = _BY_DTYPE[dtype.name]["sum" if name == MEAN else name]
     if name in ("min", "max") and dtype.name in fused.FRACTION_BITS:
         return extremum(ufunc, dtype)
@@ -87,28 +87,28 @@ def operation(name: str, dtype: np.dtype) -> Operation:
     return complex_product if dtype.kind == "c" and ufunc is np.multiply else ufunc
 
 
-def _refusal(name: str, dtype: np.dtype, known: Sequence[str]) -> str:
-    expected = f"{dtype.name} has: {', '.join(known)}"
+def _refusal(name: str, dtype: np.dtype, defined: Sequence[str]) -> str:
+    expected = f"{dtype.name} has: {', '.join(defined)}"
     if name in (*OPERATIONS, MEAN):
         return f"op '{name}' is not defined for {dtype.name}; {expected}"
-    return f"{config.unknown('op', name, known).partition('; choose')[0]}; {expected}"
+    return f"{config.unknown('op', name, defined).partition('; choose')[0]}; {expected}"
 
 
 def reduced_by_mpi(x: Array, op: Operation) -> bool:
     """Return whether MPI's own reduction of `x` by `op` has the same result as ours.
 
-    It knows no 16-bit floats, Open MPI's sums of short integers saturate, and which minimum of
-    zeros and NaNs it takes is each library's own affair.
+    MPI has no 16-bit floats, Open MPI's sums of short integers saturate, and the minimum of zeros
+    and NaNs depends on the library.
     """
     if type(x) is not np.ndarray or x.itemsize <= 2:
         return False
-    if op is np.add:  # the commonest, and a call of few bytes feels every microsecond
+    if op is np.add:  # the most common; for few bytes every microsecond counts
         return True
     return type(op) is np.ufunc and (op not in (np.minimum, np.maximum) or x.dtype.kind == "i")
 
 
 def ufunc_of(op: Operation) -> Any:
-    """Return what `op` does with two numbers."""
+    """Return the ufunc that `op` applies to two numbers."""
     if op is bfloat16.add:
         return np.add
     if op is complex_product:
@@ -117,7 +117,7 @@ def ufunc_of(op: Operation) -> Any:
 
 
 def combine(arrays: Sequence[Array], op: Operation, outs: Sequence[Array]) -> None:
-    """Do `op` to flat `arrays` of GPUs in one kernel, see `fused.combine`."""
+    """Combine flat `arrays` on GPUs by `op` in one kernel, see `fused.combine`."""
     kind = "bfloat16" if op is bfloat16.add else None
     fused.combine(arrays, ufunc_of(op), outs, kind)
 
@@ -129,7 +129,7 @@ class InFloat32:
     ufunc: np.ufunc
 
     def __call__(self, a: Array, b: Array, out: Array) -> Array:
-        """Write what `ufunc` makes of flat `a` and `b` into `out`, which may be one of them."""
+        """Write `ufunc` of flat `a` and `b` into `out`, which may be one of them."""
         if on_device(out):
             fused.combine([a, b], self.ufunc, [out])
             return out
@@ -148,7 +148,7 @@ def in_float32(ufunc: np.ufunc) -> InFloat32:
 def complex_product(a: Array, b: Array, out: Array) -> Array:
     """Multiply flat complex `a` and `b` into `out`, which may be one of them.
 
-    Each product and each sum is rounded: NumPy's own product is fused or not as the length has it.
+    Each product and each sum is rounded: NumPy's own product is fused or not depending on length.
     """
     if on_device(out):
         fused.combine([a, b], np.multiply, [out])

@@ -1,7 +1,7 @@
 """Sums whose bits depend neither on the number of ranks nor on the algorithm.
 
-Float addition is not associative, so the order has to be fixed by something that P does not change:
-the vector is a sum over B *blocks*, and these are added in one binary tree, whoever holds them.
+Float addition is not associative, so the order must be independent of P: the vector is a sum over B
+*blocks*, and these are added in one binary tree, on whichever ranks they lie.
 Six blocks:
 
     level 3            012345            subtotal i of level k covers 2^k blocks from i 2^k on,
@@ -13,7 +13,7 @@ Six blocks:
     blocks     0  1  2  3  4  5
 
 Rank r of P holds the blocks rB/P .. (r + 1)B/P - 1, rounded down. It adds up the subtotals whose
-blocks it holds all, and is left with m of them: one if P and B are powers of two, else at most
+blocks are all its own, which leaves m of them: one if P and B are powers of two, else at most
 2 log2(B/P) + 2. Three ranks, whose chunks are a b c; `01a` is chunk a of 01:
 
     rank   holds          sends to 0    to 1          to 2          adds up
@@ -21,11 +21,11 @@ blocks it holds all, and is left with m of them: one if P and B are powers of tw
      1     23             23a                         23c           b: the same
      2     45             45a           45b                         c: the same
 
-Each goes straight to the owner of each chunk, and the owner adds in the order of the tree. Where
-all ranks see each other's memory and m is 1, the owner reads there (`from_memory`): no messages.
+Each goes straight to the owner of each chunk, and the owner adds in the order of the tree. If all
+ranks share memory and m is 1, the owner reads there (`from_memory`): no messages.
 Cost: P - 1 steps, m n(P-1)/P bytes sent per rank: with m = 1 those of a ring, in as few messages.
-Scratch: segments of all that come in, SCRATCH_BYTES at most. How finished chunks then reach
-everybody changes no bit of them: n(P-1)/P bytes round the ring, or in log2 P steps by doubling.
+Scratch: segments of all incoming subtotals, SCRATCH_BYTES at most. The all-gather of finished
+chunks changes no bit: n(P-1)/P bytes round the ring, or in log2 P steps by doubling.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from hpctrain.collectives.ring import all_gather as round_the_ring
 from hpctrain.errors import UsageError
 
 SCRATCH_BYTES = 2 << 20
-BLOCK_BYTES = 256 << 10  # of all ranks together, added while they are in the cache
+BLOCK_BYTES = 256 << 10  # of all ranks together, added while in the cache
 
 #: Returns the array that holds the sum of a left and a right one; it may be one of them.
 Add = Callable[[Any, Any], Any]
@@ -62,7 +62,7 @@ class Subtotal(NamedTuple):
 
 
 def into_the_left(op: Operation) -> Add:
-    """Return how two arrays are added in place of the first."""
+    """Return a function that adds two arrays in place of the first."""
 
     def add(left: np.ndarray, right: np.ndarray) -> np.ndarray:
         op(left, right, out=left)
@@ -79,7 +79,7 @@ class Tree:
     ranks: int
 
     def __post_init__(self) -> None:
-        """Raise UsageError where a rank would hold none."""
+        """Raise UsageError if a rank would hold no block."""
         if self.blocks < self.ranks:
             raise UsageError(
                 f"[wire] blocks is {self.blocks}, but {self.ranks} ranks were started, of which "
@@ -91,7 +91,7 @@ class Tree:
         return range(rank * self.blocks // self.ranks, (rank + 1) * self.blocks // self.ranks)
 
     def join(self, subtotals: list[Subtotal], subtotal: Subtotal, add: Add) -> None:
-        """Put `subtotal` behind the last of `subtotals`, and add up what is complete by it."""
+        """Append `subtotal` to `subtotals`, and add up all subtotals that it completes."""
         while subtotals and self.siblings(subtotals[-1], subtotal):
             left = subtotals.pop()
             subtotal = Subtotal(left.start, subtotal.stop, add(left.x, subtotal.x))
@@ -106,13 +106,13 @@ class Tree:
         return whole.x
 
     def siblings(self, left: Subtotal, right: Subtotal) -> bool:
-        """Return whether two subtotals that follow each other are the children of one."""
+        """Return whether two consecutive subtotals are the children of one."""
         width = left.stop - left.start
         return left.start % (2 * width) == 0 and right.stop == min(left.stop + width, self.blocks)
 
     @cached_property
     def held(self) -> list[list[Subtotal]]:
-        """What is left of each rank's blocks once it has added up what it can; without arrays."""
+        """The subtotals of each rank after all local additions; without arrays."""
         held: list[list[Subtotal]] = [[] for _ in range(self.ranks)]
         for rank, subtotals in enumerate(held):
             for block in self.run(rank):
@@ -126,10 +126,10 @@ def sum_of_blocks(
     blocks: int,
     all_gather: AllGather = round_the_ring,
 ) -> np.ndarray:
-    """Return the sum of `blocks` flat arrays alike, the same bytes for any number of ranks.
+    """Return the sum of `blocks` equal flat arrays, the same bytes for any number of ranks.
 
-    `partials` are those of this rank's blocks, see `Tree.run`; they are spoilt, and the sum lies
-    in the last.
+    `partials` are those of this rank's blocks, see `Tree.run`; they are overwritten, the last with
+    the sum.
     """
     tree, subtotals = Tree(blocks, group.link.size), list[Subtotal]()
     for block, x in zip(tree.run(group.link.rank), partials, strict=True):
@@ -147,7 +147,7 @@ def reduce_scatter(
     op: Operation,
     offsets: Sequence[int] | None = None,
 ) -> None:
-    """Write the sum over all blocks into this rank's chunk of flat `x`; all else is spoilt.
+    """Write the sum over all blocks into this rank's chunk of flat `x`; overwrites the rest.
 
     `own` are the arrays of `tree.held[rank]`, as long as `x`, which may be one of them. Rank r's
     chunk is `offsets[r]:offsets[r + 1]`, which may be empty; without them all are even.
@@ -162,9 +162,9 @@ def reduce_scatter(
 def from_memory(
     group: Group, tree: Tree, own: Sequence[np.ndarray], x: np.ndarray, op: Operation
 ) -> None:
-    """Do as `reduce_scatter` without a message, where every rank sees all subtotals.
+    """Reduce-scatter as `reduce_scatter`, without messages if all subtotals are in node memory.
 
-    They are, where each rank has one alone, and this lies in node memory; else messages do.
+    This needs a single subtotal on each rank; else it sends messages.
     """
     one_each = all(len(held) == 1 for held in tree.held) and shares_all(group)
     arrays = agreed(group, group.near, x) if one_each and group.near is not None else None
@@ -174,16 +174,16 @@ def from_memory(
     size, at = group.link.size, bounds(x.size, group.link.size)
     first, stop = at[group.link.rank], at[group.link.rank + 1]
     step = max(1, BLOCK_BYTES // (size * x.itemsize))
-    # A row for each addition: what neighbours hold is read and not written.
+    # A row for each addition: neighbours' arrays are read-only.
     rows = group.scratch.beside(x, (size - 1) * step).reshape(size - 1, step)
     for start in range(first, stop, step):
         block = slice(start, min(start + step, stop))
         free = iter(rows[:, : block.stop - start])
-        into_a_row = partial(_into_the_next, op, free)
+        into_a_row = partial(_into_next, op, free)
         x[block] = tree.sum_of([array[block] for array in arrays], into_a_row)
 
 
-def _into_the_next(
+def _into_next(
     op: Operation, free: Iterator[np.ndarray], left: np.ndarray, right: np.ndarray
 ) -> np.ndarray:
     total = next(free)
@@ -199,24 +199,24 @@ def _sum_segments(
     op: Operation,
     segment: list[slice],
 ) -> None:
-    """Do as `reduce_scatter` with one segment of each chunk, one for each rank."""
-    link, here = group.link, segment[group.link.rank]
-    others = [(link.rank - step) % link.size for step in range(1, link.size)]
-    inboxes = iter(_inboxes(group, sum(len(tree.held[other]) for other in others), x[here]))
-    arrays = {other: [next(inboxes) for _ in tree.held[other]] for other in others}
-    come = [link.irecv(one, other) for other in others for one in arrays[other] if one.size]
-    gone = [
-        link.isend(one[segment[other]], other)
-        for other in reversed(others)
-        for one in own
-        if one[segment[other]].size  # no elements are no message
+    """Reduce-scatter one segment of each rank's chunk."""
+    link, local = group.link, segment[group.link.rank]
+    peers = [(link.rank - step) % link.size for step in range(1, link.size)]
+    inboxes = iter(_inboxes(group, sum(len(tree.held[peer]) for peer in peers), x[local]))
+    arrays = {peer: [next(inboxes) for _ in tree.held[peer]] for peer in peers}
+    receives = [link.irecv(array, peer) for peer in peers for array in arrays[peer] if array.size]
+    sends = [
+        link.isend(array[segment[peer]], peer)
+        for peer in reversed(peers)
+        for array in own
+        if array[segment[peer]].size  # empty segments are not sent
     ]
-    for request in come:
+    for request in receives:
         request.wait()
-    arrays[link.rank] = [one[here] for one in own]
-    in_order = [one for rank in range(link.size) for one in arrays[rank]]
-    x[here] = tree.sum_of(in_order, into_the_left(op))
-    for request in gone:
+    arrays[link.rank] = [array[local] for array in own]
+    in_order = [array for rank in range(link.size) for array in arrays[rank]]
+    x[local] = tree.sum_of(in_order, into_the_left(op))
+    for request in sends:
         request.wait()
 
 

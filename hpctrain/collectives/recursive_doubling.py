@@ -14,7 +14,7 @@ receive the result in the end (folding).
 
 Cost: ceil(log2 P) steps, n bytes sent and added at each; folding adds two steps. The fewest
 steps there are: right for short vectors. A vector travels in segments, so the scratch is one
-segment. Of two partners the lower one's vector is the first operand on both, and takes the result:
+segment. Of two partners the lower one's vector is the first operand on both, and holds the result:
 both do the same, and hold the same bytes after every step. (Addition commutes but for the bits of
 a NaN; and NumPy adds one element in another way where the result replaces the second operand.)
 
@@ -64,7 +64,7 @@ def _reduce_segment(
 
 
 def _fold(group: Group, x: np.ndarray, partner: int) -> None:
-    """Hand our vector to `partner` and take the result from it."""
+    """Send this rank's vector to `partner` and receive the result from it."""
     for segment in segments(x):
         group.link.isend(segment, partner).wait()
         group.link.irecv(segment, partner).wait()

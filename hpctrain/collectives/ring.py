@@ -8,18 +8,19 @@ The vector is cut into P chunks. Four ranks, chunks a b c d; `2b` means "the sum
      2    a b c d   2a  b  c  d   2a  b  c 3d   2a  b 4c 3d   2a 4b 4c 3d  ...  4a 4b 4c 4d
      3    a b c d    a 2b  c  d   3a 2b  c  d   3a 2b  c 4d   3a 2b 4c 4d  ...  4a 4b 4c 4d
 
-Index rule: at step s of the reduce-scatter, rank r sends chunk r - 1 - s and adds what comes from
+Index rule: at step s of the reduce-scatter, rank r sends chunk r - 1 - s and adds the chunk from
 the left to chunk r - 2 - s; so it ends owning the sum of chunk r. At step s of the all-gather it
 sends chunk r - s and receives chunk r - 1 - s into place.
 
 A chunk travels in segments: while segment k is added, k + 1 and those behind it are on the wire,
-and the segment that is added still lies in the cache.
+and segment k is still in the cache.
 
     wire   [ seg 0 ][ seg 1 ][ seg 2 ][ seg 3 ]
     add             [ seg 0 ][ seg 1 ][ seg 2 ][ seg 3 ]
 
-Between nodes a segment goes on to the right as soon as it is added, or has come, without waiting
-for the rest of its chunk; so all steps of both halves are one stream, and the wire is never idle:
+Between nodes a segment is forwarded to the right as soon as it is added, or received, without
+waiting for the rest of its chunk; so all steps of both halves are one stream, and the wire is never
+idle:
 
     to the right    [ own 0 ][ own 1 ][ own 2 ][ sum 0 ][ sum 1 ][ sum 2 ][ ...
     from the left   [ seg 0 ][ seg 1 ][ seg 2 ][ ...
@@ -28,7 +29,7 @@ Within a node, where a wire does not idle but costs the cores' own time, long st
 
 Cost of the all-reduce: 2(P-1) steps, 2n(P-1)/P bytes sent per rank (the least possible), n(P-1)/P
 elements added. Scratch: 2 MiB, the segments whose receive is posted before they are needed;
-`plain_ring`, which does not cut chunks: one chunk, n/P. The sum of a chunk is made along one path
+`plain_ring`, which does not cut chunks: one chunk, n/P. The sum of a chunk is added along one path
 and then only copied: all ranks end with the same bytes.
 
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
@@ -50,8 +51,8 @@ from hpctrain.collectives.operations import Operation
 from hpctrain.transport.link import Link, Request
 
 AHEAD = 2  # segments whose receive is posted before they are needed
-#: Between nodes. Shorter segments cost the cores too much of their time at 10 Gbit/s; longer ones,
-#: or more of them ahead, fill queues in which others wait.
+#: Between nodes. Shorter segments cost too much CPU time at 10 Gbit/s; longer ones, or more of them
+#: ahead, fill queues and delay other messages.
 STREAM_BYTES = SEGMENT_BYTES // 2
 
 
@@ -67,7 +68,7 @@ def ring(group: Group, x: np.ndarray, op: Operation) -> None:
 
 
 def plain_ring(group: Group, x: np.ndarray, op: Operation) -> None:
-    """Reduce flat `x` in place with uncut chunks: what the segments are measured against."""
+    """Reduce flat `x` in place with uncut chunks: the baseline of segments."""
     uncut = Group(group.link, group.scratch)
     reduce_scatter(uncut, x, op, segment_bytes=max(x.nbytes, 1))
     all_gather(uncut, x)
@@ -80,7 +81,7 @@ def reduce_scatter(
     segment_bytes: int = SEGMENT_BYTES,
     offsets: Sequence[int] | None = None,
 ) -> np.ndarray:
-    """Return the view of flat `x` that is this rank's chunk, reduced; the rest of `x` is spoilt.
+    """Return this rank's chunk of flat `x` as a view, reduced; the rest of `x` is overwritten.
 
     Rank r's chunk is `offsets[r]:offsets[r + 1]`, which may be empty; without them all are even.
     """
@@ -89,15 +90,15 @@ def reduce_scatter(
     if streams(group, chunk):
         _stream(group, chunk, rank - 1, (size - 1, 0), op)
         return chunk[rank]
-    # By the longest of all, not by those at hand: an empty chunk that is cut into segments is no
-    # message at all, and so whoever receives it must do alike.
+    # By the longest of all chunks, so that sender and receiver agree: an empty chunk is one message
+    # if uncut, and none if cut into segments.
     uncut = max(c.nbytes for c in chunk) <= segment_bytes
     for step in range(size - 1):
-        mine, theirs = chunk[(rank - 1 - step) % size], chunk[(rank - 2 - step) % size]
+        outgoing, target = chunk[(rank - 1 - step) % size], chunk[(rank - 2 - step) % size]
         if uncut:
-            _exchange(group, mine, theirs, op)
+            _exchange(group, outgoing, target, op)
         else:
-            _exchange_in_segments(group, mine, theirs, op, segment_bytes)
+            _exchange_in_segments(group, outgoing, target, op, segment_bytes)
     return chunk[rank]
 
 
@@ -118,7 +119,7 @@ def all_gather(group: Group, x: np.ndarray, offsets: Sequence[int] | None = None
 
 
 def streams(group: Group, chunk: Sequence[np.ndarray]) -> bool:
-    """Return whether these chunks travel as one stream: they cross nodes, and are worth cutting."""
+    """Return whether chunks travel as one stream: they cross nodes, and exceed one segment."""
     return len(group.nodes) > 1 and max(c.nbytes for c in chunk) > STREAM_BYTES
 
 
@@ -127,7 +128,7 @@ def _stream(
 ) -> None:
     """Send chunks `first`, `first - 1`, ... to the right; those but the first come from the left.
 
-    `steps`: in so many what comes is added, in so many more it is received into place.
+    `steps`: the number of steps that add, and of those that receive into place.
     """
     link = group.link
     left, right = _neighbours(link)
@@ -135,18 +136,18 @@ def _stream(
     out = [segment for s in range(sum(steps)) for segment in cut[(first - s) % link.size]]
     into = [segment for s in range(sum(steps)) for segment in cut[(first - 1 - s) % link.size]]
     added = sum(len(cut[(first - 1 - s) % link.size]) for s in range(steps[0]))
-    # No more than a chunk has: a segment must have come before it goes on, and its own partial sum
-    # must be out before it is received anew.
+    # No more than a chunk has: a segment must arrive before it is forwarded, and its own partial
+    # sum must have left before the next receive into its place.
     ahead = min(AHEAD, *map(len, cut))
     inboxes = group.scratch.slots(max(chunk, key=len), ahead, STREAM_BYTES)
     sends: deque[Request | None] = deque([None] * ahead)
     coming: deque[_Coming | None] = deque([None] * ahead)
-    for k, (mine, theirs) in enumerate(zip_longest(out, into)):
+    for k, (outgoing, target) in enumerate(zip_longest(out, into)):
         _add(coming.popleft(), op)
         _wait(sends.popleft())
         inbox = inboxes[k % ahead] if k < added else None
-        coming.append(None if theirs is None else _receive(link, left, theirs, inbox))
-        sends.append(None if mine is None else link.isend(mine, right))
+        coming.append(None if target is None else _receive(link, left, target, inbox))
+        sends.append(None if outgoing is None else link.isend(outgoing, right))
     for segment in coming:
         _add(segment, op)
     for send in sends:
@@ -154,7 +155,7 @@ def _stream(
 
 
 class _Coming(NamedTuple):
-    """A segment on its way, into an inbox from which it is added, or into its place."""
+    """A pending receive of a segment, into an inbox from which it is added, or into place."""
 
     request: Request
     inbox: np.ndarray | None
@@ -166,23 +167,23 @@ def _receive(link: Link, source: int, into: np.ndarray, inbox: np.ndarray | None
     return _Coming(link.irecv(into if inbox is None else inbox, source), inbox, into)
 
 
-def _exchange(group: Group, mine: np.ndarray, theirs: np.ndarray, op: Operation) -> None:
-    """Send chunk `mine` to the right and add what comes from the left to chunk `theirs`."""
+def _exchange(group: Group, outgoing: np.ndarray, target: np.ndarray, op: Operation) -> None:
+    """Send chunk `outgoing` to the right and add the chunk from the left to `target`."""
     left, right = _neighbours(group.link)
-    inbox = group.scratch.like(theirs)
-    group.link.sendrecv(mine, right, inbox, left)
-    op(theirs, inbox, out=theirs)
+    inbox = group.scratch.like(target)
+    group.link.sendrecv(outgoing, right, inbox, left)
+    op(target, inbox, out=target)
 
 
 def _exchange_in_segments(
-    group: Group, mine: np.ndarray, theirs: np.ndarray, op: Operation, segment_bytes: int
+    group: Group, outgoing: np.ndarray, target: np.ndarray, op: Operation, segment_bytes: int
 ) -> None:
     link = group.link
     left, right = _neighbours(link)
-    inboxes = group.scratch.slots(theirs, AHEAD, segment_bytes)
+    inboxes = group.scratch.slots(target, AHEAD, segment_bytes)
     sends: list[Request] = []
     coming: deque[_Coming] = deque()
-    pairs = zip_longest(segments(mine, segment_bytes), segments(theirs, segment_bytes))
+    pairs = zip_longest(segments(outgoing, segment_bytes), segments(target, segment_bytes))
     for k, (out, into) in enumerate(pairs):
         if len(coming) == AHEAD:
             _add(coming.popleft(), op)

@@ -5,15 +5,15 @@
     rank 2   allreduce sum auto of float64 (3,)   07e3..   |  else texts follow: one error, on all
 
 A rank that cannot make the call at all, because an argument is wrong there, takes part too: its
-text says what is wrong, its digest matches no call, and so all ranks raise and none waits.
+text describes the fault, its digest matches no call, and so all ranks raise and none waits.
 
-Inside a node the digest is the payload of one exchange of flags; `direct` sends it along with its
-own (`direct.py`). Between nodes the leaders, or where nothing is shared all ranks, take the maximum
-of (digest, complement): 16 bytes, ceil(log2 nodes) messages. It equals what each has given only if
-all gave the same.
+Inside a node the digest is the payload of one exchange of flags; `direct` combines it with its own
+(`direct.py`). Between nodes the leaders, or without shared memory all ranks, take the maximum of
+(digest, complement): 16 bytes, ceil(log2 nodes) messages. It equals the input of each rank only if
+all inputs are equal.
 
-In a node's first exchange a payload may also depend on where an array lies. So where it differs, a
-second exchange, of digests alone, tells different calls from different places.
+In a node's first exchange a payload may also depend on the place of an array. So if it differs, a
+second exchange, of digests alone, distinguishes different calls from different places.
 
 Source: Falzone, Chan, Lusk and Gropp, "Collective error detection for MPI collective operations",
 2005.
@@ -37,13 +37,13 @@ from hpctrain.transport.link import Link
 
 T = TypeVar("T")
 RANKS_NAMED = 8
-_FAULT, _CALL = b"!", b" "  # before a text that is exchanged
+_FAULT, _CALL = b"!", b" "  # prefixes of exchanged texts
 
 
 class Signature(NamedTuple):
     """A collective call as one rank makes it."""
 
-    text: str  #: the call in words; of a faulty one, what is wrong
+    text: str  #: the call in words; of a faulty one, its fault
     digest: int  #: 64 bits
     faulty: bool = False  #: whether this rank cannot make the call
 
@@ -54,44 +54,44 @@ class Signature(NamedTuple):
 
 
 def signature(text: str) -> Signature:
-    """Return the signature of the call that `text` describes."""
+    """Return the signature of the call described by `text`."""
     return Signature(text, _digest(text))
 
 
 def faulty(text: str) -> Signature:
-    """Return the signature of a call that this rank cannot make, because of what `text` says."""
+    """Return the signature of a call that this rank cannot make, for the reason in `text`."""
     return Signature(text, _digest("fault: " + text), True)
 
 
 @lru_cache(LENGTHS_KEPT)
 def of_length(nbytes: int, on_gpu: bool = False) -> Signature:
-    """Return the signature of a call of which only its array's length and kind are compared."""
+    """Return the signature of a call by its array's length and kind alone."""
     return signature(f"an array of {nbytes} bytes" + on_gpu * " of a GPU")
 
 
 def must_match(group: Group, call: Signature) -> None:
     """Raise UsageError on all ranks, naming those that differ, unless all make the same `call`."""
-    near = group.near
-    if len(group.nodes) == 1 and near is not None:
-        if not near.flags.agree(call.payload) or call.faulty:
-            must_match_in_node(near, call)
-    elif not _matches(group, near, call.digest) or call.faulty:
+    buffers = group.near
+    if len(group.nodes) == 1 and buffers is not None:
+        if not buffers.flags.agree(call.payload) or call.faulty:
+            must_match_in_node(buffers, call)
+    elif not _matches(group, buffers, call.digest) or call.faulty:
         _explain(group.link, call)
 
 
 def matched(group: Group, call: Signature, work: Callable[[], T]) -> Callable[[], T]:
-    """Return what does `work` after `must_match`, with nothing looked up again.
+    """Return a call of `work` after `must_match`, with all lookups done now.
 
-    The first time that anything is matched in `group`, all ranks must do so.
+    The first match in `group` is collective.
     """
-    near = group.near
-    if len(group.nodes) != 1 or near is None:
+    buffers = group.near
+    if len(group.nodes) != 1 or buffers is None:
         return partial(_match_first, group, call, work)
-    agree, payload = near.flags.agree, call.payload
+    agree, payload = buffers.flags.agree, call.payload
 
     def checked() -> T:
         if not agree(payload):
-            must_match_in_node(near, call)
+            must_match_in_node(buffers, call)
         return work()
 
     return checked
@@ -102,29 +102,29 @@ def _match_first(group: Group, call: Signature, work: Callable[[], T]) -> T:
     return work()
 
 
-def must_match_in_node(near: Near, call: Signature) -> None:
-    """Raise as `must_match`, after an exchange of flags that may have differed by place alone."""
-    if not near.flags.agree(call.payload) or call.faulty:
-        _explain(near.link, call)
+def must_match_in_node(buffers: Near, call: Signature) -> None:
+    """Raise as `must_match`, after an exchange of flags that may differ by place alone."""
+    if not buffers.flags.agree(call.payload) or call.faulty:
+        _explain(buffers.link, call)
 
 
-def _matches(group: Group, near: Near | None, digest: int) -> bool:
-    """Return whether all ranks gave the same `digest`: in each node, then among the leaders."""
+def _matches(group: Group, buffers: Near | None, digest: int) -> bool:
+    """Return whether all ranks have the same `digest`: in each node, then among the leaders."""
     if group.node is None or group.across is None or len(group.nodes) < 2:
         return _equal(group.link, None, digest)
     numbers = _with_complement(digest)
-    if not _equal(group.node, near, digest):
-        numbers[:] = np.iinfo(np.uint64).max  # which no digest and its complement are
+    if not _equal(group.node, buffers, digest):
+        numbers[:] = np.iinfo(np.uint64).max  # matches no digest with its complement
     if group.node.rank == 0:
         maximum(group.across, numbers)
     same = np.array_equal(numbers, _with_complement(digest))
-    return _equal(group.node, near, int(same)) and same
+    return _equal(group.node, buffers, int(same)) and same
 
 
-def _equal(link: Link, near: Near | None, number: int) -> bool:
-    """Return whether all ranks of `link` gave the same `number`."""
-    if near is not None:
-        return near.flags.agree(number & MASK)
+def _equal(link: Link, buffers: Near | None, number: int) -> bool:
+    """Return whether all ranks of `link` have the same `number`."""
+    if buffers is not None:
+        return buffers.flags.agree(number & MASK)
     numbers = _with_complement(number)
     maximum(link, numbers)
     return np.array_equal(numbers, _with_complement(number))
@@ -141,7 +141,7 @@ def _digest(text: str) -> int:
 
 
 def _encoded(text: str) -> bytes:
-    return text.encode(errors="backslashreplace")  # a user's string may be no Unicode
+    return text.encode(errors="backslashreplace")  # a user's string may be invalid Unicode
 
 
 def _explain(link: Link, call: Signature) -> None:
@@ -154,8 +154,8 @@ def _explain(link: Link, call: Signature) -> None:
         raise UsageError(texts[0])
     if faults:
         raise UsageError("; ".join(f"rank {rank}: {texts[rank]}" for rank in faults[:RANKS_NAMED]))
-    first, *others = dict.fromkeys(texts)
-    differing = [f"{_ranks_with(text, texts)} {text}" for text in others[:RANKS_NAMED]]
+    first, *rest = dict.fromkeys(texts)
+    differing = [f"{_ranks_with(text, texts)} {text}" for text in rest[:RANKS_NAMED]]
     raise UsageError(
         "shape, dtype and call must be the same on all ranks; "
         f"{_ranks_with(first, texts)} {first}, but {', '.join(differing)}"
@@ -163,7 +163,7 @@ def _explain(link: Link, call: Signature) -> None:
 
 
 def _ranks_with(text: str, texts: Sequence[str]) -> str:
-    """Return "rank 1 has", or "ranks 1, 2, 5 have", of those whose text is `text`."""
+    """Return "rank 1 has", or "ranks 1, 2, 5 have", for the ranks with `text`."""
     ranks = [str(rank) for rank, other in enumerate(texts) if other == text]
     named = ", ".join(ranks[:RANKS_NAMED]) + ", ..." * (len(ranks) > RANKS_NAMED)
     return f"rank {named} has" if len(ranks) == 1 else f"ranks {named} have"

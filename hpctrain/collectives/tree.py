@@ -12,7 +12,7 @@ Eight ranks, root 0; the number on an edge is the bit in which child and parent 
                    7
 
 A vector travels in segments, so the scratch is one segment and a parent adds segment k while
-its children send k + 1. Cost of the all-reduce: 2 ceil(log2 P) steps deep; a rank sends its
+its children send k + 1. Cost of the all-reduce: a depth of 2 ceil(log2 P) steps; a rank sends its
 vector once up and once to each child: 2n(P-1)/P bytes on average, n ceil(log2 P) at the root.
 All ranks receive the root's sum: the same bytes.
 

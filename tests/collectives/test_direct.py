@@ -12,7 +12,7 @@ from ranks import THREAD_RANKS, on_ranks, run_on
 
 from hpctrain.collectives import direct, operation
 from hpctrain.collectives.direct import (
-    _say_that_messages_do,
+    _warn_of_messages,
     all_gather,
     direct_shared,
     parts,
@@ -121,7 +121,7 @@ def test_several_nodes_are_refused():
 
 
 def test_without_node_memory_messages_do(caplog):
-    _say_that_messages_do.cache_clear()
+    _warn_of_messages.cache_clear()
 
     def body(world):
         group = replace(world.main, memory=Memory(world.link, None, kinds=()))
