@@ -1,4 +1,4 @@
-"""The subcommands, a thin file each, imported when asked for."""
+"""The subcommands, a thin file each, imported on use."""
 
 from __future__ import annotations
 

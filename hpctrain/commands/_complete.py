@@ -1,4 +1,4 @@
-"""Shell completion: the words that may follow on a command line, beside those click knows."""
+"""Shell completion: the words that may follow on a command line, beyond click's own."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def choices(names: Iterable[str]) -> Complete:
 def command_line(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Return what may follow where the arguments of a command are a command line of hpctrain."""
+    """Return the completions for a command whose arguments are a command line of hpctrain."""
     words = [*(context.params.get("arguments") or ())]
     root = context.find_root().command
     return ShellComplete(root, {}, "hpctrain", "").get_completions(words, incomplete)
 
 
 class Forwarding(click.Command):
-    """A command that runs the command line in its arguments: that one's options are completed."""
+    """A command that runs the command line in its arguments, and completes its options."""
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         if ctx.params.get("arguments"):

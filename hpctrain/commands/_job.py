@@ -1,4 +1,4 @@
-"""From the words of a command line to a job for Slurm; the recipe is read and checked as well."""
+"""From the options of a command line to a Slurm job; the recipe is validated as well."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from hpctrain.engines.roles import ServerOptions
 from hpctrain.errors import UsageError
 from hpctrain.recipe import Recipe
 
-#: Options of a model that a run which is resumed may change.
+#: Options of a model that a resumed run may change.
 _FREE = ("dropout", "recompute", "arguments", "folder")
 
 
-def asked_for(given: dict[str, Any], interactive: bool = False) -> tuple[Job, Site | None]:
-    """Return the job and the site that `given`, the values of a command's options, describe."""
-    _must_say_something(given)
-    site = sites.load(given["site"]) if given["site"] else None
-    sizes = tuple(_numbers(given["sizes"])) if given["sizes"] else ()
-    nodes = max(sizes, default=1) if given["nodes"] is None else given["nodes"]
+def asked_for(options: dict[str, Any], interactive: bool = False) -> tuple[Job, Site | None]:
+    """Return the job and the site of `options`, the values of a command's options."""
+    _must_say_something(options)
+    site = sites.load(options["site"]) if options["site"] else None
+    sizes = tuple(_numbers(options["sizes"])) if options["sizes"] else ()
+    nodes = max(sizes, default=1) if options["nodes"] is None else options["nodes"]
     direct = ("gpus_per_node", "cpus_per_task", "time", "warn_s", "max_restarts", "servers",
               "server_nodes", "out")  # fmt: skip
-    engine, overrides = _engine(given)
+    engine, overrides = _engine(options)
     job = Job(
-        recipe=given["name"],
+        recipe=options["name"],
         nodes=nodes,
-        tasks_per_node=_tasks_per_node(given["ranks"], given["tasks_per_node"], nodes),
+        tasks_per_node=_tasks_per_node(options["ranks"], options["tasks_per_node"], nodes),
         sizes=sizes,
-        arguments=tuple(_arguments(engine, given["epochs"], given["sets"])),
-        name=given["job_name"],
-        options=dict(sbatch.named(text) for text in given["options"]),
+        arguments=tuple(_arguments(engine, options["epochs"], options["sets"])),
+        name=options["job_name"],
+        options=dict(sbatch.named(text) for text in options["options"]),
         interactive=interactive,
-        **{key: given[key] for key in direct},
+        **{key: options[key] for key in direct},
     )
     jobs.check(job, site)
     spec = recipe.load(job.recipe, overrides)
@@ -49,30 +49,31 @@ def asked_for(given: dict[str, Any], interactive: bool = False) -> tuple[Job, Si
 
 
 def _must_fit(spec: Recipe, ranks: int, nodes: int) -> None:
-    """Raise UsageError, which names the size, for what `train` would refuse to begin with."""
+    """Raise UsageError, with the size, if `train` would refuse to start."""
     try:
         spec.must_fit(ranks, nodes)
     except UsageError as error:
         raise UsageError(f"a job of {ranks} ranks on {nodes} nodes: {error}") from None
 
 
-def must_go_on(given: dict[str, Any], run: Path) -> None:
-    """Raise UsageError where the checkpoints in `run` are not of the recipe that is asked for.
+def must_go_on(options: dict[str, Any], run: Path) -> None:
+    """Raise UsageError if the checkpoints in `run` belong to another recipe than the job's.
 
-    They are of another model or optimizer, or it was trained on other data: `train --resume` would
-    say so, or go on in silence, when the job has waited for its turn.
+    Another model, optimizer or data: `train --resume` would refuse them, or continue silently, only
+    after the job has waited in the queue.
     """
     file = run / rundir.RECIPE
     if not file.exists() or not checkpoint.listing(run):
         return
-    before, spec = recipe.load(str(file)), recipe.load(given["name"], _engine(given)[1])
-    if wrong := [what for what in ("model", "data", "optimizer") if _differ(before, spec, what)]:
-        told = "; ".join(
-            f"[{what}] there {before.tables[what]}, asked for {spec.tables[what]}" for what in wrong
+    before, spec = recipe.load(str(file)), recipe.load(options["name"], _engine(options)[1])
+    if wrong := [table for table in ("model", "data", "optimizer") if _differ(before, spec, table)]:
+        differences = "; ".join(
+            f"[{table}] there {before.tables[table]}, asked for {spec.tables[table]}"
+            for table in wrong
         )
         raise UsageError(
-            f"--out {run} holds checkpoints of another recipe: {told}. Name another --out, or go "
-            f"on with what was trained there: {file}"
+            f"--out {run} holds checkpoints of another recipe: {differences}. Name another --out, "
+            f"or go on with what was trained there: {file}"
         )
 
 
@@ -83,28 +84,28 @@ def _differ(before: Recipe, spec: Recipe, table: str) -> bool:
     return any(vars(a)[key] != vars(b)[key] for key in vars(a).keys() - set(_FREE))
 
 
-def _must_say_something(given: dict[str, Any]) -> None:
-    """Raise UsageError for an option that is there and empty, as of a variable that is not set,
-    and for one that a terminal would not show as it is."""
-    words = {"name": given["job_name"], "out": given["out"], "arguments": given["sets"]}
-    if wrong := jobs.texts(Job(given["name"], **words)):
+def _must_say_something(options: dict[str, Any]) -> None:
+    """Raise UsageError for an empty option, as from an unset variable, and for one with
+    characters that a terminal would not show."""
+    words = {"name": options["job_name"], "out": options["out"], "arguments": options["sets"]}
+    if wrong := jobs.texts(Job(options["name"], **words)):
         raise UsageError("\n".join(wrong))
     for name in ("sizes", "site", "job_name", "out"):
-        if given[name] == "":
+        if options[name] == "":
             raise UsageError(f"--{name.replace('_', '-')}: expected a value, seen ''")
 
 
-def _engine(given: dict[str, Any]) -> tuple[str | None, list[str]]:
-    """Return the --engine of the job, and all that it sets of the recipe.
+def _engine(options: dict[str, Any]) -> tuple[str | None, list[str]]:
+    """Return the --engine of the job, and its overrides of the recipe.
 
-    Where servers are asked for, and the recipe's engine has none, ps-sync is taken.
+    With --servers, and an engine without servers in the recipe, the engine is ps-sync.
     """
-    servers, engine = given["servers"], given["engine"]
+    servers, engine = options["servers"], options["engine"]
     overrides = [f"engine.kind={engine}"] * (engine is not None)
-    if given["epochs"] is not None:
-        overrides.append(f"run.epochs={given['epochs']}")
-    overrides += given["sets"]
-    spec = recipe.load(given["name"], overrides)
+    if options["epochs"] is not None:
+        overrides.append(f"run.epochs={options['epochs']}")
+    overrides += options["sets"]
+    spec = recipe.load(options["name"], overrides)
     if not servers:
         return engine, overrides
     if not isinstance(spec.engine, ServerOptions):

@@ -1,4 +1,4 @@
-"""Groups whose subcommands are imported when they are asked for: MPI and CuPy cost seconds."""
+"""Groups whose subcommands are imported on use: MPI and CuPy cost seconds."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ class LazyGroup(click.Group):
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if context.resilient_parsing and name not in self.loaders:
-            return None  # a shell completes what is half typed
+            return None  # a shell completes a partial word
         return config.pick(self.loaders, name, "command")()

@@ -1,4 +1,4 @@
-"""`hpctrain bench`: its subcommands, a file each, imported when asked for."""
+"""`hpctrain bench`: its subcommands, a file each, imported on use."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ def _command(name: str) -> click.Command:
     )
     @_options(name)
     def command(sizes: str, rivals: str, **flags: Any) -> None:
-        asked = collectives.check(name, sizes_text=sizes, rivals_text=rivals, **flags)
-        collectives.run(world.init("cpu"), asked)
+        options = collectives.check(name, sizes_text=sizes, rivals_text=rivals, **flags)
+        collectives.run(world.init("cpu"), options)
 
     return command
 

@@ -1,4 +1,4 @@
-"""`hpctrain bench predict`: how long all-reduces and steps take on a machine that is not here."""
+"""`hpctrain bench predict`: predicts all-reduces and steps on a machine that you do not have."""
 
 from __future__ import annotations
 
@@ -78,24 +78,24 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--plot", type=FILE, help="Draw time over size and over ranks there.")
 def bench_predict(**words: Any) -> None:
     """Predict how long all-reduces take on N ranks, and whole training steps; needs no MPI."""
-    found = answer(words)
+    result = answer(words)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    for title, table in predicted.tables(found.rows):
+    for title, table in predicted.tables(result.rows):
         click.echo(title)
         console.print(table)
-    click.echo(f"assumed: {found.said}")
-    _keep(found, words["json"], words["plot"])
+    click.echo(f"assumed: {result.said}")
+    _keep(result, words["json"], words["plot"])
 
 
-def _keep(found: Answer, json_file: Path | None, plot: Path | None) -> None:
-    told = {"machine": asdict(found.machine), "assumed": found.said, "rows": found.rows}
+def _keep(result: Answer, json_file: Path | None, plot: Path | None) -> None:
+    content = {"machine": asdict(result.machine), "assumed": result.said, "rows": result.rows}
     try:
         if json_file:
-            json_file.write_text(json.dumps(told, indent=1) + "\n")
+            json_file.write_text(json.dumps(content, indent=1) + "\n")
         if plot:
             from hpctrain.bench.predicted_plot import draw  # late: only plots need matplotlib
 
-            draw(found.rows, found.said, plot)
+            draw(result.rows, result.said, plot)
     except ImportError as error:
         raise UsageError(f"{MISSING} ({error})") from None
     except (OSError, ValueError) as error:

@@ -39,5 +39,5 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--plot", type=FILE, metavar="FILE", help="Draw them: .png or .svg.")
 def step(name: str, rivals: str, **flags: Any) -> None:
     """Time whole training steps of RECIPE's model, beside other libraries."""
-    asked = steps.check(name, rivals_text=rivals, **flags)
-    steps.run(world.init("cpu"), asked)
+    options = steps.check(name, rivals_text=rivals, **flags)
+    steps.run(world.init("cpu"), options)

@@ -1,4 +1,4 @@
-"""`hpctrain checkpoint`: what checkpoints a run has, and whether they are whole."""
+"""`hpctrain checkpoint`: lists, verifies and exports the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def list_(run: Path) -> None:
     listed = checkpoints.listing(run)
     metric = checkpoints.kept_best(listed)
     best = checkpoints.ranked(listed, metric)[:1] if metric else []
-    for found in listed:
-        ranks = found.about.get("world_size", "?") if found.about else "?"
-        note = f"  (cannot be used: {found.fault})" if found.fault else ""
-        note = "  (damaged, set aside)" if found.set_aside else note
-        if metric and found in best:
-            note = f"  (best {metric}: {checkpoints.value_of(found, metric):.6g})"
+    for entry in listed:
+        ranks = entry.about.get("world_size", "?") if entry.about else "?"
+        note = f"  (cannot be used: {entry.fault})" if entry.fault else ""
+        note = "  (damaged, set aside)" if entry.set_aside else note
+        if metric and entry in best:
+            note = f"  (best {metric}: {checkpoints.value_of(entry, metric):.6g})"
         click.echo(
-            f"step {found.step}  {found.size_bytes} bytes  {ranks} ranks  {found.path}{note}"
+            f"step {entry.step}  {entry.size_bytes} bytes  {ranks} ranks  {entry.path}{note}"
         )
 
 
@@ -40,10 +40,10 @@ def list_(run: Path) -> None:
 @RUN
 def verify(run: Path) -> None:
     """Read every checkpoint in DIR and compare all hashes; end with 2 if one is damaged."""
-    found = [one for one in checkpoints.listing(run) if not one.set_aside]
-    if not found:
+    entries = [entry for entry in checkpoints.listing(run) if not entry.set_aside]
+    if not entries:
         raise UsageError(f"{run} holds no checkpoint")
-    faults = {one.path: checkpoints.verify(one.path) for one in found}
+    faults = {entry.path: checkpoints.verify(entry.path) for entry in entries}
     for path, fault in faults.items():
         click.echo(f"{path}: {fault or 'good'}")
     if any(faults.values()):

@@ -1,4 +1,4 @@
-"""`hpctrain doctor`: what is wrong, or would be slow, on this node, or in this job."""
+"""`hpctrain doctor`: reports faults and slow settings of this node, or of this job."""
 
 from __future__ import annotations
 
@@ -40,36 +40,36 @@ DEVICES: dict[str, gpus.Device] = {"auto": "auto", "cpu": "cpu", "gpu": "gpu"}
 @click.pass_context
 def doctor(context: click.Context, /, job: bool, file: Path | None, **of_job: Any) -> None:
     """Look at MPI, cores, memory, GPUs and network of this node, or this job; tell what to do."""
-    given = {name: value for name, value in of_job.items() if value is not None}
-    if given and not job:
-        raise UsageError(f"--{next(iter(given))} is of a whole job: add --job")
-    context.exit(_job(file, given) if job else _node(file))
+    options = {name: value for name, value in of_job.items() if value is not None}
+    if options and not job:
+        raise UsageError(f"--{next(iter(options))} is of a whole job: add --job")
+    context.exit(_job(file, options) if job else _node(file))
 
 
 def _node(file: Path | None) -> int:
     from hpctrain.doctor import check, examine, show  # `--help` stays quick
 
     _write(file, {})  # refused now, rather than after a minute
-    found = examine.examine()
-    show.show(found, show.console())
-    _write(file, found.table())
-    return check.exit_code(found.checks)
+    report = examine.examine()
+    show.show(report, show.console())
+    _write(file, report.table())
+    return check.exit_code(report.checks)
 
 
-def _job(file: Path | None, given: dict[str, Any]) -> int:
+def _job(file: Path | None, options: dict[str, Any]) -> int:
     from hpctrain.doctor.job import examine
 
-    if "device" in given:
-        given["device"] = config.pick(DEVICES, given["device"], "--device")
+    if "device" in options:
+        options["device"] = config.pick(DEVICES, options["device"], "--device")
     if launchers.launched(os.environ).rank == 0:
         _write(file, {})
-    return examine.run(examine.Asked(json=file, **given))
+    return examine.run(examine.Asked(json=file, **options))
 
 
-def _write(file: Path | None, found: dict[str, Any]) -> None:
+def _write(file: Path | None, content: dict[str, Any]) -> None:
     if file is None:
         return
     try:
-        file.write_text(json.dumps(found, indent=1) + "\n")
+        file.write_text(json.dumps(content, indent=1) + "\n")
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}") from None

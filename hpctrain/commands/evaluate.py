@@ -1,4 +1,4 @@
-"""`hpctrain evaluate`: how good the model of a run is on its test set."""
+"""`hpctrain evaluate`: loss and accuracy of a run's model on its test set."""
 
 from __future__ import annotations
 

@@ -40,6 +40,6 @@ def launch(context: click.Context, ranks: int, arguments: tuple[str, ...]) -> No
 
 
 def _said_before(context: click.Context) -> list[str]:
-    """Return the -v and -q that stood before `launch`: they are for the ranks."""
-    given = context.parent.params if context.parent else {}
-    return [f"--{name}" for name in ("verbose", "quiet") if given.get(name)]
+    """Return the -v and -q before `launch`, which apply to the ranks."""
+    parameters = context.parent.params if context.parent else {}
+    return [f"--{name}" for name in ("verbose", "quiet") if parameters.get(name)]

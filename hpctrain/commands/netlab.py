@@ -1,4 +1,4 @@
-"""`hpctrain netlab`: run a command on several hosts that this one machine pretends to be."""
+"""`hpctrain netlab`: runs a command on several emulated hosts of this machine."""
 
 from __future__ import annotations
 

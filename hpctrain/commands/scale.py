@@ -1,4 +1,4 @@
-"""`hpctrain scale`: how a recipe scales, from one command to a plot."""
+"""`hpctrain scale`: measures the scaling of a recipe, from one command to a plot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpctrain slurm`: its subcommands render a job, submit it, and tell what became of it."""
+"""`hpctrain slurm`: its subcommands render a job, submit it, and report its state."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ Examples:
 @slurm.command(epilog=RENDER)
 @_of_a_job
 @click.option("--interactive", is_flag=True, help="A script that calls salloc.")
-def render(interactive: bool, **given: Any) -> None:
+def render(interactive: bool, **options: Any) -> None:
     """Print the script of a job that trains RECIPE."""
-    click.echo(script(*asked_for(given, interactive)), nl=False)
+    click.echo(script(*asked_for(options, interactive)), nl=False)
 
 
 SUBMIT = """\b
@@ -107,22 +107,22 @@ Examples:
 @slurm.command(epilog=SUBMIT)
 @_of_a_job
 @click.pass_context
-def submit(context: click.Context, /, **given: Any) -> None:
+def submit(context: click.Context, /, **options: Any) -> None:
     """Submit a job that trains RECIPE; prints its id and the run's folder.
 
     The folder keeps the script, the job's id and what the job says.
     """
-    job, site = asked_for(given)
+    job, site = asked_for(options)
     folder = Path(job.out or rundir.default_path(job_name(job)))
     for run in [folder / f"nodes-{size}" for size in job.sizes] or [folder]:
-        must_go_on(given, run)
+        must_go_on(options, run)
     queue.must_be_free(folder, job.options.get("dependency", ""))
     text = script(replace(job, out=str(folder)), site)
     try:
         click.echo(f"{queue.submit(text, folder)}  {folder}")
     except UsageError:
         raise
-    except HpctrainError as error:  # no fault of this program: where it was raised tells nothing
+    except HpctrainError as error:  # not a fault of this program: no traceback
         click.echo(f"hpctrain: {error}", err=True)
         context.exit(error.exit_code)
 
@@ -150,10 +150,10 @@ def status(
     answer.
     """
     named = [job for folder in folders for job in studies.folders(folder) or [folder]]
-    found = named or studies.newest_last(Path("runs").glob("*"))
-    if not found:
+    targets = named or studies.newest_last(Path("runs").glob("*"))
+    if not targets:
         raise UsageError("no run in runs/ was submitted; name the folder of one")
-    rows = becoming.wait(found, wait_s or 0)
+    rows = becoming.wait(targets, wait_s or 0)
     click.echo(json.dumps(rows, indent=1)) if as_json else show(rows)
     good = becoming.is_done if wait_s is not None else _answered
     context.exit(0 if all(map(good, rows)) else 1)

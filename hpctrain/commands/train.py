@@ -1,4 +1,4 @@
-"""`hpctrain train`: train what a recipe says, on as many ranks as were started."""
+"""`hpctrain train`: trains the model of a recipe on all ranks of the job."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def train(
     if resume and out is None:
         raise click.UsageError("--resume needs --out DIR, the folder of the run to go on with")
     flags = {"engine.kind": engine, "run.epochs": epochs, "run.device": device}
-    given = [f"{key}={value}" for key, value in flags.items() if value is not None]
-    given += ["trace.enabled=true"] * trace
-    spec = recipe.load(name, [*given, *sets])
+    settings = [f"{key}={value}" for key, value in flags.items() if value is not None]
+    settings += ["trace.enabled=true"] * trace
+    spec = recipe.load(name, [*settings, *sets])
     runs.train(spec, world.init(spec.run.device), out, resume, replay)

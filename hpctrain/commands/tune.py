@@ -1,4 +1,4 @@
-"""`hpctrain tune`: measure which all-reduce is fastest here, for `auto`."""
+"""`hpctrain tune`: measures the fastest all-reduce on this machine, for `auto`."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def tune(
 ) -> None:
     """Measure which all-reduce is fastest here: `auto` then takes it."""
     if show is None:
-        asked = tuning.check(sizes, rounds, out, plot, device)
-        tuning.run(world.init(asked.device), asked)
+        options = tuning.check(sizes, rounds, out, plot, device)
+        tuning.run(world.init(options.device), options)
     elif (sizes, rounds, out) != (None, None, None):
         raise UsageError("--show measures nothing: leave out --sizes, --rounds and --out")
-    elif (here := launchers.launched(os.environ)).rank == 0:
-        tuning.show(Path(show) if show else None, here.size, plot, device)
+    elif (job := launchers.launched(os.environ)).rank == 0:
+        tuning.show(Path(show) if show else None, job.size, plot, device)
