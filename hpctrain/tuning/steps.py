@@ -24,9 +24,7 @@ from hpctrain.tuning.schedules import Schedule
 class Step:
     """One rank's computation and communication in a step: seconds and bytes per bucket."""
 
-    full: tuple[
-        float, ...
-    ]  #: times of full buckets, from the step's begin; the last ends it
+    full: tuple[float, ...]  #: times of full buckets, from the step's begin; the last ends it
     buckets: tuple[float, ...]  #: bytes, in the order in which buckets leave
     update: float = 0.0
 
