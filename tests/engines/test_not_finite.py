@@ -508,7 +508,7 @@ def test_backup_workers_do_not_mind_what_comes_too_late():
     from hpctrain.faults import FaultsOptions, Pace
     from hpctrain.gradients.slowed import Slowed
 
-    slow = FaultsOptions(slow_rank=2, slow_factor=8, step_ms=2)  # late many times over
+    slow = FaultsOptions(slow_rank=2, slow_factor=8, step_ms=10)  # late many times over
 
     def body(world):
         trainer = Trainer.__new__(Trainer)
