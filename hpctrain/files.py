@@ -104,12 +104,9 @@ def read_log(
     entries: list[T] = []
     with open_regular(path) as file:
         for number, line in enumerate(_lines(path, file, limit_bytes), start=1):
-            try:
-                entries.append(_entry(line, f"{path}, line {number}", check))
-            except FileError:
-                if line.endswith(b"\n"):
-                    raise
+            if not (line.endswith(b"\n") or _is_object(line)):
                 return Log(entries, len(line))
+            entries.append(_entry(line, f"{path}, line {number}", check))
     return Log(entries)
 
 
@@ -123,9 +120,10 @@ def append_lines(path: str | Path, text: str) -> None:
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        end = _end_of_lines(handle)
+        end, data = _end_of_lines(handle), text.encode()
+        if _is_object(os.pread(handle, _BLOCK, end)):  # all but its newline was written
+            end, data = os.fstat(handle).st_size, b"\n" + data
         os.ftruncate(handle, end)
-        data = text.encode()
         try:
             if os.write(handle, data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -246,6 +244,15 @@ def _guarded(path: str | Path, read: Callable[[], bytes]) -> bytes:
         return read()
     except OSError as error:
         raise unreadable(path, error) from None
+
+
+def _is_object(line: bytes) -> bool:
+    """Return whether a line is a JSON object: no beginning of one is."""
+    try:
+        as_object(parsed_json(decoded(line, ""), ""), "")
+    except FileError:
+        return False
+    return True
 
 
 def _entry(line: bytes, source: str, check: Callable[[dict[str, Any]], T]) -> T:

@@ -162,3 +162,13 @@ def test_damaged_logs(count):
     with in_memory() as folder:
         path = folder / "log"
         campaign("damaged logs", count, case)
+
+
+def test_a_whole_last_line_without_its_end_is_kept(tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"step": 1}\n{"step": 2}')
+    files.append_lines(log, '{"step": 3}\n')
+    assert files.read_log(log, dict).entries == [{"step": 1}, {"step": 2}, {"step": 3}]
+    log.write_text('{"step": 1}\n{"step": 2')
+    files.append_lines(log, '{"step": 3}\n')
+    assert files.read_log(log, dict).entries == [{"step": 1}, {"step": 3}]
