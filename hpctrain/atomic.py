@@ -73,9 +73,12 @@ def is_left(path: Path) -> bool:
 
 
 def _process(pid: int | str) -> str:
-    """Return the number and the start of a process, in clock ticks; '' where there is none."""
+    """Return the number and the start of a process, in clock ticks; '' if it has ended.
+
+    A zombie has ended: in a container whose first process does not reap, it stays for ever.
+    """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
-    return f"{pid}-{fields[19]}"
+    return "" if state in "ZX" else f"{pid}-{fields[18]}"

@@ -189,6 +189,18 @@ def test_what_a_killed_writer_left_does_not_make_a_folder_used(tmp_path):
         assert sorted(os.listdir(tmp_path)) == [".lock"]
 
 
+def test_a_zombie_writes_no_more(tmp_path):
+    writer = os.fork()
+    if writer == 0:
+        atomic.write_aside(tmp_path / "recipe.toml", "")
+        os._exit(0)
+    try:
+        os.waitid(os.P_PID, writer, os.WEXITED | os.WNOWAIT)  # it has ended, and is not reaped
+        assert [atomic.is_left(path) for path in tmp_path.iterdir()] == [True]
+    finally:
+        os.waitpid(writer, 0)
+
+
 def test_a_lock_is_no_other_name_of_a_file(tmp_path):
     (tmp_path / "victim").write_text("precious")
     run = tmp_path / "run"
