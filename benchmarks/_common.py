@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain import launchers
 from hpctrain.cluster.launch import launch_argv
+from hpctrain.core import launchers
 from hpctrain.machine import facts
 from hpctrain.tuning.measure import interleaved, paired_ratio, spread
 from hpctrain.world import World, init

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.bench.sizes import shown
+from hpctrain.bench.message_sizes import shown
 
 KIB = 1 << 10
 NATIVES = ("native", "native-plain")

@@ -23,11 +23,11 @@ from hpctrain import world as worlds
 from hpctrain.data import Sampler, Split, share
 from hpctrain.engines import ENGINES, Engine, Flags, Task
 from hpctrain.engines.staleness import metrics
-from hpctrain.faults import FaultsOptions, Pace
+from hpctrain.gradients.faults import FaultsOptions, Pace
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.gradients.slowed import Slowed
 from hpctrain.transport.link import Link
-from hpctrain.transport.local import run_ranks
+from hpctrain.transport.threads.link import run_ranks
 
 LOOK_S = 0.02
 HELD = 3

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from _common import interleaved, options, paired_ratio, spread, world_of, write
 
-from hpctrain.bench.sizes import parse, shown
+from hpctrain.bench.message_sizes import parse, shown
 from hpctrain.bench.sweep import calls_per_round
-from hpctrain.bench.tune import LIMIT_S, ROUNDS, SIZES
+from hpctrain.bench.tuning.command import LIMIT_S, ROUNDS, SIZES
 from hpctrain.collectives import Group
 from hpctrain.tuning import choose, select, sweep
 from hpctrain.tuning.measure import timed

@@ -22,7 +22,7 @@ import numpy as np
 from _common import interleaved, options, spread, world_of, write
 
 import hpctrain as ht
-from hpctrain.bench import sizes
+from hpctrain.bench import message_sizes
 from hpctrain.bench.sweep import calls_per_round
 from hpctrain.tuning.measure import COLD_BYTES
 from hpctrain.world import World
@@ -40,7 +40,7 @@ def main() -> None:
     world = world_of(arguments.ranks)
     x = world.zeros(1 << 20)
     rows, claims = [], {}
-    for nbytes in sizes.parse(arguments.sizes):
+    for nbytes in message_sizes.parse(arguments.sizes):
         for caches in ("hot", "cold"):
             found = measured(world, x[: nbytes // 4], caches, arguments.rounds)
             rows += found

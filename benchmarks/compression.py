@@ -27,12 +27,14 @@ import numpy as np
 import threadpoolctl
 from _common import interleaved, paired_ratio, spread, write
 
-from hpctrain import launchers, nn, optim, recipe, runs
+from hpctrain import nn, optim
 from hpctrain import world as worlds
-from hpctrain.cluster.netlab import Lab, bits_of, netlab
+from hpctrain.cluster.netlab.netlab import Lab, bits_of, netlab
+from hpctrain.core import launchers
 from hpctrain.engines import AllReduce, Flags, Task
 from hpctrain.gradients.replica import Batch, ModelReplica
-from hpctrain.transport.local import run_ranks
+from hpctrain.training import recipe, runs
+from hpctrain.transport.threads.link import run_ranks
 from hpctrain.world import World
 
 METHODS: dict[str, dict[str, Any]] = {

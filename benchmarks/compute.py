@@ -35,7 +35,7 @@ from _in_torch import Text, resnet20_of, step_of, transformer_of
 
 from hpctrain import nn, optim
 from hpctrain.engines import Flags, Task
-from hpctrain.engines.single import Single
+from hpctrain.engines.synchronous.single import Single
 from hpctrain.gradients.replica import Batch, ModelReplica
 
 TEXT = Text(layers=4, width=256, heads=8, length=128)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from _common import interleaved, options, paired_ratio, spread, world_of, write
 
-from hpctrain.arrays import bind
+from hpctrain.user_collectives.calls import bind
 from hpctrain.world import World
 
 SIZES = [64 << 20, 128 << 20]

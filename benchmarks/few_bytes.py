@@ -10,7 +10,7 @@ run, 64 calls between two looks at the clock:
     in notes        the same between the two notes for the watch that every message makes
     noticed         the same in a frame by which the watch finds who stays in it, and with MPI's own
                     kind of memory, since of an array mpi4py asks shape and format in each call
-    bound           hpctrain.arrays.bind: that, unless the array has become read-only
+    bound           user_collectives.calls.bind: that, unless the array has become read-only
     native-plain    comm.Allreduce(MPI.IN_PLACE, x, MPI.SUM), as people type it, in a function
     plain           ht.allreduce(x, check=False), alike: finds the call that was made ready for x
     checked         ht.allreduce(x): that after an exchange of digests, see checked.py
@@ -27,8 +27,8 @@ import numpy as np
 from _common import interleaved, options, paired_ratio, spread, world_of, write
 
 import hpctrain as ht
-from hpctrain import arrays
 from hpctrain.tuning.select import auto
+from hpctrain.user_collectives import calls as user_calls
 from hpctrain.world import World
 
 CALLS = 64
@@ -73,7 +73,7 @@ def contenders(world: World, x: np.ndarray) -> dict[str, Callable[[], Any]]:
         "in a frame": lambda: given(),
         "in notes": partial(noted, world, given, x.nbytes),
         "noticed": link.bind_native(x, np.add),
-        "bound": arrays.bind(x, algorithm="native", world=world),
+        "bound": user_calls.bind(x, algorithm="native", world=world),
         "native-plain": link.native_call("allreduce plain", x, np.add).call,
         "plain": lambda: ht.allreduce(x, check=False),
         "checked": lambda: ht.allreduce(x),

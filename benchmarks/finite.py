@@ -26,8 +26,8 @@ from _common import interleaved, options, paired_ratio, spread, world_of, write
 
 from hpctrain import broadcast, nn, optim
 from hpctrain.engines import Flags, Task
-from hpctrain.engines.allreduce import AllReduceOptions
-from hpctrain.engines.single import Single
+from hpctrain.engines.synchronous.allreduce import AllReduceOptions
+from hpctrain.engines.synchronous.single import Single
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.nn import Sums

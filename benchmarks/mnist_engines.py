@@ -18,10 +18,11 @@ from typing import Any
 from _common import write
 from recipes import is_done
 
-from hpctrain import recipe, rundir, runs
 from hpctrain import world as worlds
+from hpctrain.run_files import run_folder
+from hpctrain.training import recipe, runs
 from hpctrain.transport.link import Link
-from hpctrain.transport.local import run_ranks
+from hpctrain.transport.threads.link import run_ranks
 
 RANKS, POINTS, RATES = 4, 0.015, (0.1, 0.05)
 SMALL = ["model.blocks=1", "model.channels=[8,16,32]"]
@@ -75,11 +76,11 @@ def row_of(name: str, rate: float, changes: list[str], folder: Path) -> dict[str
     out = folder / f"{name}-{rate}".replace(" ", "").replace(",", "-")
 
     def train(link: Link) -> None:
-        runs.train(spec, worlds.over_threads(link), out, rundir.read_summary(out) is None)
+        runs.train(spec, worlds.over_threads(link), out, run_folder.read_summary(out) is None)
 
     if not is_done(out, spec):
         run_ranks(size, train, timeout_s=600)
-    summary = rundir.read_summary(out)
+    summary = run_folder.read_summary(out)
     assert summary and summary["status"] == "done"
     kept = {key: summary[key] for key in KEPT}
     return {"engine": name, "ranks": size, "rate": rate, **kept}

@@ -31,11 +31,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from _common import interleaved, keep, machine, paired_ratio, spread
 
-from hpctrain import launchers
-from hpctrain.cluster.netlab import Lab, bits_of, netlab
+from hpctrain.cluster.netlab.netlab import Lab, bits_of, netlab
 from hpctrain.collectives import ALLREDUCE, Group, all_gather_bytes
 from hpctrain.collectives.chunks import segments
 from hpctrain.collectives.ring import STREAM_BYTES
+from hpctrain.core import launchers
 from hpctrain.world import World, init
 
 MIB = 1 << 20

@@ -18,8 +18,8 @@ from _common import interleaved, options, paired_ratio, spread, world_of, write
 
 from hpctrain import nn, optim
 from hpctrain.engines import Flags, Task
-from hpctrain.engines.allreduce import AllReduce, AllReduceOptions
-from hpctrain.engines.single import Single
+from hpctrain.engines.synchronous.allreduce import AllReduce, AllReduceOptions
+from hpctrain.engines.synchronous.single import Single
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.world import World
 

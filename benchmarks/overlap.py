@@ -27,9 +27,10 @@ from typing import Any
 import numpy as np
 from _common import paired_ratio, spread, world_of, write
 
-from hpctrain import launchers, nn, optim
+from hpctrain import nn, optim
 from hpctrain import world as worlds
-from hpctrain.cluster.netlab import Lab, bits_of, netlab
+from hpctrain.cluster.netlab.netlab import Lab, bits_of, netlab
+from hpctrain.core import launchers
 from hpctrain.engines import AllReduce, Flags, Task
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.tuning.measure import timed

@@ -22,19 +22,20 @@ from typing import Any
 import numpy as np
 from _common import interleaved, options, spread, world_of, write
 
-from hpctrain import collectives, engines, launchers, nn, optim
-from hpctrain.bench.profile import profile
-from hpctrain.cluster.netlab import Lab, bits_of, netlab
+from hpctrain import collectives, engines, nn, optim
+from hpctrain.bench.training_step.profile import profile
+from hpctrain.cluster.netlab.netlab import Lab, bits_of, netlab
 from hpctrain.collectives import Group
+from hpctrain.core import launchers
+from hpctrain.cost_model import fit
+from hpctrain.cost_model.loggp import Clocks, Cluster
+from hpctrain.cost_model.message_schedules import SCHEDULES
+from hpctrain.cost_model.training_step import step_time
 from hpctrain.engines import Flags, Task
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.nn import Key
 from hpctrain.transport.link import Link
-from hpctrain.tuning import fit
-from hpctrain.tuning.loggp import Clocks, Cluster
 from hpctrain.tuning.measure import timed
-from hpctrain.tuning.schedules import SCHEDULES
-from hpctrain.tuning.steps import step_time
 from hpctrain.world import World
 
 KIB, MIB = 1 << 10, 1 << 20

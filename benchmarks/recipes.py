@@ -18,8 +18,9 @@ from typing import Any
 
 from _common import write
 
-from hpctrain import recipe, rundir
 from hpctrain.cluster.launch import launch
+from hpctrain.run_files import run_folder
+from hpctrain.training import recipe
 from hpctrain.world import init
 
 # recipe -> ranks that train it with seed 0, ranks that train it with the other seeds
@@ -51,9 +52,9 @@ def row_of(name: str, ranks: int, seed: int, runs: Path) -> dict[str, Any]:
     out, seeded = runs / f"{name}-{ranks}-ranks-seed-{seed}", f"run.seed={seed}"
     if not is_done(out, recipe.load(name, [seeded])):
         launch(ranks, ["train", name, "--set", seeded, "--out", str(out)])
-    summary = rundir.read_summary(out)
+    summary = run_folder.read_summary(out)
     assert summary and summary["status"] == "done"
-    losses = [row["train_loss"] for row in rundir.rows(out)]
+    losses = [row["train_loss"] for row in run_folder.rows(out)]
     keys = ("steps", "test_accuracy", "test_loss", "train_loss", "wall_s", "compute_s", "wait_s",
             "samples_per_s", "threads", "params_sha256")  # fmt: skip
     kept = {key: summary[key] for key in keys}
@@ -62,7 +63,7 @@ def row_of(name: str, ranks: int, seed: int, runs: Path) -> dict[str, Any]:
 
 def is_done(out: Path, spec: recipe.Recipe) -> bool:
     """Return whether `out` holds a complete run of this very recipe."""
-    summary, kept = rundir.read_summary(out), out / rundir.RECIPE
+    summary, kept = run_folder.read_summary(out), out / run_folder.RECIPE
     return bool(summary) and summary["status"] == "done" and kept.read_text() == spec.toml()
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from _common import options, paired_ratio, spread, world_of, write
 
 from hpctrain import optim
-from hpctrain.engines.shard import AHEAD, Order, Shard, Use, slices
+from hpctrain.engines.parameter_server.shard import AHEAD, Order, Shard, Use, slices
 from hpctrain.gradients import arena as arenas
 from hpctrain.transport.link import Link
 from hpctrain.world import World

@@ -4,7 +4,9 @@ Importing this package starts no MPI and loads no CuPy; `init` does, once.
 """
 
 from hpctrain import data, engines, nn, optim
-from hpctrain.arrays import (
+from hpctrain.training.runs import load
+from hpctrain.training.trainer import Trainer
+from hpctrain.user_collectives.calls import (
     all_gather,
     all_to_all,
     allreduce,
@@ -14,8 +16,6 @@ from hpctrain.arrays import (
     reduce_scatter,
     scatter,
 )
-from hpctrain.runs import load
-from hpctrain.trainer import Trainer
 from hpctrain.world import init
 
 __version__ = "0.1.0"

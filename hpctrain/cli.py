@@ -9,9 +9,10 @@ import sys
 
 import click
 
-from hpctrain import ends, launchers, world
+from hpctrain import abort, world
 from hpctrain.commands import COMMANDS, LazyGroup
-from hpctrain.errors import (
+from hpctrain.core import launchers
+from hpctrain.core.errors import (
     HpctrainError,
     SaveError,
     Stopped,
@@ -63,13 +64,13 @@ def _guarded() -> int:
         code = hpctrain.main(prog_name="hpctrain", standalone_mode=False)
         return _leave(code if isinstance(code, int) else 0)
     except click.ClickException as error:
-        return ends.refuse(error, error.format_message(), _hint(error))
+        return abort.refuse(error, error.format_message(), _hint(error))
     except (click.Abort, KeyboardInterrupt):
         return _end(INTERRUPTED)
     except AGREED as error:
         if world.current() is None:
-            return ends.refuse(error, str(error))
-        _say(ends.signed("hpctrain", "\n".join([str(error), *notes(error)])))
+            return abort.refuse(error, str(error))
+        _say(abort.signed("hpctrain", "\n".join([str(error), *notes(error)])))
         return _leave(error.exit_code)
     except (Exception, SystemExit) as error:  # also sys.exit in a user's code, on this rank alone
         if world.current() is None and _reader_left(error):
@@ -90,7 +91,7 @@ def _end(code: int) -> int:
     """End the whole job, if there is one: the other ranks wait for this one."""
     job = world.current()
     if job is not None and job.size > 1:
-        ends.abort(code)
+        abort.abort(code)
     return code
 
 

@@ -19,19 +19,22 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing
 
-from hpctrain import collectives, ends, launchers
+from hpctrain import abort, collectives
 from hpctrain.collectives import Group, over_nodes
-from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.trace import Trace
-from hpctrain.transport import gpus, room, seat, segments
-from hpctrain.transport.ipc import arenas_of
+from hpctrain.core import launchers
+from hpctrain.core.errors import HpctrainError, UsageError
+from hpctrain.transport.device import gpus
 from hpctrain.transport.link import Link
-from hpctrain.transport.memory import Memory
 from hpctrain.transport.paths import STAGED, Place, Verdict
-from hpctrain.transport.seats import Seated
-from hpctrain.tuning.gpus import Gpus
+from hpctrain.transport.placement import rank_placement, shm_warning
+from hpctrain.transport.placement.check import Seated
+from hpctrain.transport.shared_memory import segments
+from hpctrain.transport.shared_memory.cuda_ipc import arenas_of
+from hpctrain.transport.shared_memory.host import Memory
+from hpctrain.tuning.gpu_layout import Gpus
 from hpctrain.tuning.select import with_choices
 from hpctrain.watch import Record, Watch, record_path
+from hpctrain.watch.trace import Trace
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 300.0
@@ -186,7 +189,7 @@ class World:
             return
         directory = run / "watch"
         record = self.together(lambda: self._record_in(directory))
-        tell = on_hang or partial(ends.hung, self.rank, run)
+        tell = on_hang or partial(abort.hung, self.rank, run)
         watch = Watch(record, directory, timeout_s, tell, 1 if on_hang else 10)
         before = self.record
         self._write_into(record)
@@ -254,23 +257,23 @@ def finish() -> None:
     """Finalize MPI once every rank has called this; a script that called `init` does so at exit."""
     if _world is None:
         return
-    from hpctrain.transport import mpi
+    from hpctrain.transport.mpi import link as mpi_link
 
-    if mpi.running():
+    if mpi_link.running():
         _world.link.barrier()  # on our own link: the watch names the missing ranks
-        mpi.finalize()
+        mpi_link.finalize()
 
 
 def fail_alone(error: BaseException) -> None:
     """Print this rank's error, and abort the job: the other ranks wait for this one."""
     if _world is None:
-        prefix = ends.refuser(error) if isinstance(error, UsageError) else ""
+        prefix = abort.refuser(error) if isinstance(error, UsageError) else ""
         if prefix is not None:
-            ends.say(error, f"{prefix}, before MPI was started".removeprefix(", "))
+            abort.say(error, f"{prefix}, before MPI was started".removeprefix(", "))
         return
-    ends.say(error, f"rank {_world.rank} on {_world.host}", _world.rank, _world.size)
+    abort.say(error, f"rank {_world.rank} on {_world.host}", _world.rank, _world.size)
     if _world.size > 1:
-        ends.abort(error.exit_code if isinstance(error, HpctrainError) else 1)
+        abort.abort(error.exit_code if isinstance(error, HpctrainError) else 1)
 
 
 def _uncaught(
@@ -284,7 +287,7 @@ def _uncaught(
     An error that `init` has `refused` needs no traceback: the script is not at fault.
     """
     if error is refused:
-        ends.refuse(error, str(error))
+        abort.refuse(error, str(error))
     else:
         fail_alone(error)
     if isinstance(error, HpctrainError):
@@ -292,31 +295,31 @@ def _uncaught(
 
 
 def _over_mpi(device: gpus.Device, timeout_s: float) -> World:
-    from hpctrain.transport.probe import knows_pmix, loaded_mpi
+    from hpctrain.transport.mpi.library import knows_pmix, loaded_mpi
 
     launched = launchers.launched(os.environ)
-    own_seat = seat.take(launched, device)
+    own_seat = rank_placement.take(launched, device)
     mpi_is = loaded_mpi()  # its error names what is missing without MPI
     no_pmix = launchers.pmix_alone(os.environ) and not knows_pmix(mpi_is)
     daemons = launchers.of_daemons(os.environ)
     if wrong := launchers.unstartable(launched, mpi_is.vendor, mpi_is.libmpi, no_pmix, daemons):
         raise UsageError(wrong)
-    room.warn(launched)
-    from hpctrain.transport import mpi
+    shm_warning.warn(launched)
+    from hpctrain.transport.mpi import link as mpi_link
 
     record = Record(None, launched.rank, launched.size)
-    link = mpi.start(record.entry("main"), timeout_s)
+    link = mpi_link.start(record.entry("main"), timeout_s)
     segments.announce()
     if wrong := launchers.mismatch(launched, link.size, mpi_is.vendor, mpi_is.libmpi):
         if link.size == 1:  # several ranks of different jobs would wait for each other for ever
-            mpi.finalize()
+            mpi_link.finalize()
         raise UsageError(wrong)
     gather = partial(collectives.all_gather_bytes, link)
-    host = seat.node(gather, link.rank)
-    places, verdict, seats = seat.told(link, gather, host, own_seat)
-    hosts, several = tuple(seated.host for seated in seats), mpi.concurrent()
+    host = rank_placement.node(gather, link.rank)
+    places, verdict, seats = rank_placement.told(link, gather, host, own_seat)
+    hosts, several = tuple(seated.host for seated in seats), mpi_link.concurrent()
     local = hosts[: link.rank].count(host)
     world = World(link, hosts, local, several, "mpi", record, own_seat.gpu, places, verdict, seats)
-    tell = partial(ends.hung, link.rank, None)
+    tell = partial(abort.hung, link.rank, None)
     Watch(record, None, timeout_s, tell, first_step_factor=1)  # no steps are recorded yet
     return world

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hpctrain.collectives import Group
-from hpctrain.transport.local import run_ranks
-from hpctrain.tuning import cost
+from hpctrain.cost_model import cost
+from hpctrain.transport.threads.link import run_ranks
 
 
 class Takes(NamedTuple):

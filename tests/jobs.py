@@ -14,7 +14,8 @@ import psutil
 import pytest
 from conftest import Completed, Job
 
-from hpctrain import rundir, watch
+from hpctrain import watch
+from hpctrain.run_files import run_folder
 
 MARK = "HPCTRAIN_TEST_JOB"
 EVERY = -1  # for `trap`: every rank
@@ -41,7 +42,7 @@ class Training:
 
     @property
     def summary(self) -> dict | None:
-        return rundir.read_summary(self.out)
+        return run_folder.read_summary(self.out)
 
     @property
     def steps(self) -> list[int]:

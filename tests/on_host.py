@@ -28,7 +28,7 @@ from fakes import functions
 from fakes.arrays import write
 from fakes.machine import machine
 
-from hpctrain import kernels
+from hpctrain.core import kernels
 
 HOST = """
 #include <cmath>

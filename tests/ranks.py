@@ -17,9 +17,9 @@ from functools import cache
 import pytest
 
 from hpctrain import world as worlds
-from hpctrain.transport.gpus import Gpu
-from hpctrain.transport.local import LocalLink, run_ranks
+from hpctrain.transport.device.gpus import Gpu
 from hpctrain.transport.paths import Place, Verdict
+from hpctrain.transport.threads.link import LocalLink, run_ranks
 from hpctrain.world import World
 
 STAGED = Verdict("staged", "staged", "staged", "")

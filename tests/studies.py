@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hpctrain import recipe, rundir
-from hpctrain.scaling import collect, places
-from hpctrain.scaling.sizes import Size
+from hpctrain.run_files import run_folder
+from hpctrain.scaling import collect
 from hpctrain.scaling.study import Study
+from hpctrain.scaling.trials import local_runner
+from hpctrain.scaling.world_sizes import Size
+from hpctrain.training import recipe
 
 COLD = 3.0  #: warm-up takes so many times as long, and must not count
 SPEC = recipe.load("digits")
@@ -46,10 +48,10 @@ def write(folder, timing, times, samples, ranks, status="done"):
         told = {name: [clock[name]] * ranks for name in collect.TIMES}
         row = {"step": step, "steps": steps, "since_step": 0, "wall_s": clock["step_s"],
                "samples_per_s": samples / times.step_s / slow, "ranks": told}  # fmt: skip
-        rundir.append_row(folder, row)
+        run_folder.append_row(folder, row)
     summary = {"status": status, "exit_code": 0, "algorithm": times.algorithm, "hosts": ["a"],
                "threads": 1, "gpus": []}  # fmt: skip
-    rundir.write_summary(folder, summary)
+    run_folder.write_summary(folder, summary)
 
 
 def runner(times, calls, failing=()):
@@ -64,7 +66,7 @@ def runner(times, calls, failing=()):
         if "train" not in words:
             calls.append(("link", ranks))
             return 1
-        out = places.Path(words[words.index("--out") + 1])
+        out = local_runner.Path(words[words.index("--out") + 1])
         repeat = int(out.name.partition("-")[2]) if out.name.startswith("repeat") else None
         calls.append(("pilot" if repeat is None else repeat, ranks))
         if ranks in failing:

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from ranks import on_ranks, run_on
 
-from hpctrain import arrays, ready
-from hpctrain.arguments import RESULTS
-from hpctrain.arrays import allreduce
 from hpctrain.collectives import ALLREDUCE
-from hpctrain.errors import UsageError
+from hpctrain.core import bound_calls
+from hpctrain.core.errors import UsageError
 from hpctrain.tuning.choose import Plan, choices
+from hpctrain.user_collectives import calls as user_calls
+from hpctrain.user_collectives.arguments import RESULTS
+from hpctrain.user_collectives.calls import allreduce
 
 
 def refusal(function):
@@ -53,7 +54,7 @@ def test_bound_calls(ranks, algorithm, length):
     def body(world):
         for result in RESULTS:
             for x in (world.zeros(length), np.zeros(length, np.float32)):
-                call = arrays.bind(x, algorithm=algorithm, result=result, world=world)
+                call = user_calls.bind(x, algorithm=algorithm, result=result, world=world)
                 for factor in (1, 2):
                     x[:] = factor * (world.rank + 1)
                     total = call()
@@ -80,7 +81,7 @@ def test_calls_made_ready(ranks, taken, check, times):
     """Where an array comes again, here on one rank only, changed at times; all exchange alike."""
     plan = Plan(((0, taken),), ((0, taken),), ((0, "ring"),), (), True)
     wanted = {"sum": ranks.size * (ranks.size + 1) // 2, "max": ranks.size}
-    calls = ready.checked if check else ready.unchecked
+    calls = bound_calls.checked if check else bound_calls.unchecked
 
     def body(world):
         world.main = replace(world.main, choices=choices(plan))
@@ -115,7 +116,7 @@ def test_what_was_made_ready_is_compared_again(ranks, taken):
             x = np.ones(6, np.float32)
             for _ in range(3):
                 allreduce(x, "max", world=world)
-            assert id(x) in ready.checked
+            assert id(x) in bound_calls.checked
             if world.rank == 1:
                 change(x)
             with pytest.raises(UsageError, match=told):
@@ -133,7 +134,7 @@ def test_a_read_only_array_is_never_written_to(ranks, algorithm):
     def body(world):
         x = np.ones(6, np.float32)
         calls = [
-            arrays.bind(x, algorithm=algorithm, world=world),
+            user_calls.bind(x, algorithm=algorithm, world=world),
             lambda: allreduce(x, algorithm=algorithm, world=world, check=False),
         ]
         for call in calls * 3:
@@ -152,7 +153,7 @@ def test_a_read_only_array_is_never_written_to(ranks, algorithm):
 ])  # fmt: skip
 def test_bind_refuses(options, told):
     def body(world):
-        return refusal(lambda: arrays.bind(np.ones(3), world=world, **options))[1]
+        return refusal(lambda: user_calls.bind(np.ones(3), world=world, **options))[1]
 
     assert all(told in said for said in run_on("threads", 2, body))
 
@@ -224,19 +225,19 @@ def rows(size: int) -> np.ndarray:
 
 # call(x, world) on rank r's x = rows(P)[r] -> what rank r must get, from all = rows(P)
 CALLS = {
-    "all_gather": (lambda x, w: arrays.all_gather(x, w), lambda all_, r: all_),
-    "all_to_all": (lambda x, w: arrays.all_to_all(x, w), lambda all_, r: all_[:, r]),
+    "all_gather": (lambda x, w: user_calls.all_gather(x, w), lambda all_, r: all_),
+    "all_to_all": (lambda x, w: user_calls.all_to_all(x, w), lambda all_, r: all_[:, r]),
     "reduce_scatter": (
-        lambda x, w: arrays.reduce_scatter(x, world=w), lambda all_, r: all_.sum(0)[r]),
+        lambda x, w: user_calls.reduce_scatter(x, world=w), lambda all_, r: all_.sum(0)[r]),
     "reduce_scatter mean": (
-        lambda x, w: arrays.reduce_scatter(x, "mean", w), lambda all_, r: all_.mean(0)[r]),
+        lambda x, w: user_calls.reduce_scatter(x, "mean", w), lambda all_, r: all_.mean(0)[r]),
     "gather": (
-        lambda x, w: arrays.gather(x, 1, w), lambda all_, r: all_ if r == 1 else None),
-    "scatter": (lambda x, w: arrays.scatter(x, 1, w), lambda all_, r: all_[1, r]),
-    "broadcast": (lambda x, w: [arrays.broadcast(x, 1, w), x][1], lambda all_, r: all_[1]),
+        lambda x, w: user_calls.gather(x, 1, w), lambda all_, r: all_ if r == 1 else None),
+    "scatter": (lambda x, w: user_calls.scatter(x, 1, w), lambda all_, r: all_[1, r]),
+    "broadcast": (lambda x, w: [user_calls.broadcast(x, 1, w), x][1], lambda all_, r: all_[1]),
     "reduce": (
-        lambda x, w: [arrays.reduce(x, "max", 1, w), x][1] if w.rank == 1 else
-        arrays.reduce(x, "max", 1, w),
+        lambda x, w: [user_calls.reduce(x, "max", 1, w), x][1] if w.rank == 1 else
+        user_calls.reduce(x, "max", 1, w),
         lambda all_, r: all_.max(0) if r == 1 else None),
 }  # fmt: skip
 
@@ -261,12 +262,12 @@ def test_calls(ranks, name):
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda x, w: arrays.reduce_scatter(x[:1], world=w), "expected 3 rows"),
-        (lambda x, w: arrays.all_to_all(x[0, 0], w), "seen int|expected an array of NumPy"),
-        (lambda x, w: arrays.broadcast(x, 3, w), r"root in 0 \.\. 2, seen 3"),
-        (lambda x, w: arrays.scatter(x[:, ::2], 0, w), "ascontiguousarray"),
+        (lambda x, w: user_calls.reduce_scatter(x[:1], world=w), "expected 3 rows"),
+        (lambda x, w: user_calls.all_to_all(x[0, 0], w), "seen int|expected an array of NumPy"),
+        (lambda x, w: user_calls.broadcast(x, 3, w), r"root in 0 \.\. 2, seen 3"),
+        (lambda x, w: user_calls.scatter(x[:, ::2], 0, w), "ascontiguousarray"),
         (
-            lambda x, w: arrays.reduce(x, root=w.rank, world=w),
+            lambda x, w: user_calls.reduce(x, root=w.rank, world=w),
             r"rank 1 has reduce sum 1 of float64 \(3, 3\)",
         ),
     ],
@@ -281,15 +282,15 @@ def test_calls_refuse(ranks, call, told):
 
 # every function of `ht.*` with the arguments that it has; x (P, 3), float64
 FUNCTIONS = {
-    "allreduce": (arrays.allreduce, {"op", "algorithm"}),
-    "bind": (arrays.bind, {"op", "algorithm", "result"}),
-    "reduce": (arrays.reduce, {"op", "root"}),
-    "broadcast": (arrays.broadcast, {"root"}),
-    "reduce_scatter": (arrays.reduce_scatter, {"op"}),
-    "all_gather": (arrays.all_gather, set()),
-    "gather": (arrays.gather, {"root"}),
-    "scatter": (arrays.scatter, {"root"}),
-    "all_to_all": (arrays.all_to_all, set()),
+    "allreduce": (user_calls.allreduce, {"op", "algorithm"}),
+    "bind": (user_calls.bind, {"op", "algorithm", "result"}),
+    "reduce": (user_calls.reduce, {"op", "root"}),
+    "broadcast": (user_calls.broadcast, {"root"}),
+    "reduce_scatter": (user_calls.reduce_scatter, {"op"}),
+    "all_gather": (user_calls.all_gather, set()),
+    "gather": (user_calls.gather, {"root"}),
+    "scatter": (user_calls.scatter, {"root"}),
+    "all_to_all": (user_calls.all_to_all, set()),
 }
 READS = ("all_gather", "gather", "all_to_all")  # never writes to `x`
 # argument -> what one rank gives in its place -> what is said of it
@@ -381,7 +382,7 @@ def test_misaligned_arrays(ranks, algorithm):
                     allreduce(x, algorithm=algorithm, world=world, check=check)
                     assert (x == 6).all()
                 x[:] = world.rank + 1
-                arrays.bind(x, algorithm=algorithm, world=world)()
+                user_calls.bind(x, algorithm=algorithm, world=world)()
                 assert (x == 6).all()
 
     ranks(body)

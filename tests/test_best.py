@@ -11,16 +11,18 @@ import pytest
 from click.testing import CliRunner
 from ranks import on_ranks, run_on
 
-from hpctrain import checkpoint, nn, optim, recipe, rundir, runs
+from hpctrain import checkpoint, nn, optim
 from hpctrain.checkpoint import Piece
 from hpctrain.commands.checkpoint import checkpoint as command
 from hpctrain.commands.evaluate import evaluate
+from hpctrain.core.errors import Stopped, UsageError
+from hpctrain.core.signals import StopRequest
 from hpctrain.data import Dataset
-from hpctrain.errors import Stopped, UsageError
-from hpctrain.recipe import CheckpointOptions
-from hpctrain.stop import StopRequest
-from hpctrain.trainer import Trainer
-from hpctrain.transport.local import run_ranks
+from hpctrain.run_files import run_folder
+from hpctrain.training import recipe, runs
+from hpctrain.training.recipe import CheckpointOptions
+from hpctrain.training.trainer import Trainer
+from hpctrain.transport.threads.link import run_ranks
 
 
 def save(run, step, metrics, keep=1, keep_best="test_accuracy", size=1):
@@ -108,7 +110,7 @@ def test_a_run_saves_the_best_when_it_is_made(ranks, tmp_path):
         return out
 
     for out in ranks(body)[:1]:
-        by_loss = min(rundir.rows(out), key=lambda row: row["test_loss"])
+        by_loss = min(run_folder.rows(out), key=lambda row: row["test_loss"])
         assert by_loss["step"] < 96  # else the test shows nothing
         assert steps(out) == [by_loss["step"], 96]
         evaluated = runs.evaluate(out, best=True)

@@ -9,11 +9,13 @@ import pydantic
 import pytest
 from ranks import on_ranks, run_on
 
-from hpctrain import data, nn, optim, recipe, rundir, runs
-from hpctrain.callbacks import EarlyStop
-from hpctrain.errors import HpctrainError, Stopped, UsageError
-from hpctrain.stop import StopRequest
-from hpctrain.trainer import Trainer
+from hpctrain import data, nn, optim
+from hpctrain.core.errors import HpctrainError, Stopped, UsageError
+from hpctrain.core.signals import StopRequest
+from hpctrain.run_files import run_folder
+from hpctrain.training import recipe, runs
+from hpctrain.training.callbacks import EarlyStop
+from hpctrain.training.trainer import Trainer
 
 EPOCH = 5  # steps: 40 samples in batches of 8
 
@@ -88,7 +90,7 @@ def test_early_stop_ends_a_run_as_done_with_a_checkpoint(ranks, tmp_path):
         kept = ("status", "steps", "reason", "params_sha256", "test_accuracy")
         assert [again[key] for key in kept] == [first[key] for key in kept]
         assert longer["steps"] == 6 * EPOCH and longer["reason"].endswith("in 5 looks")
-        assert [r["step"] for r in rundir.rows(folder)] == [EPOCH * i for i in range(1, 7)]
+        assert [r["step"] for r in run_folder.rows(folder)] == [EPOCH * i for i in range(1, 7)]
 
 
 def test_a_run_that_early_stop_lets_live_has_no_reason():
@@ -197,7 +199,7 @@ INTERVALS = {
 def test_when_the_model_is_evaluated(tmp_path, interval):
     keys, steps, tested = INTERVALS[interval]
     run_on("threads", 2, lambda w: fit(w, [], tmp_path / "run", epochs=4, **keys))
-    rows = rundir.rows(tmp_path / "run")
+    rows = run_folder.rows(tmp_path / "run")
     assert [one["step"] for one in rows] == steps
     assert [one["step"] for one in rows if one["test_loss"] is not None] == tested
     assert all(("test_accuracy" in one) and one["train_loss"] > 0 for one in rows)
@@ -230,7 +232,7 @@ def test_a_recipe_stops_early_and_is_evaluated_when_it_says(tmp_path):
         "early_stop.metric=test_accuracy", "early_stop.min_delta=1.0"])  # fmt: skip
     summary = run_on("threads", 2, lambda w: runs.train(spec, w, tmp_path / "run", False))[0]
     assert (summary["steps"], summary["status"]) == (20, "done")
-    tested = [one["step"] for one in rundir.rows(tmp_path / "run") if one["test_loss"]]
+    tested = [one["step"] for one in run_folder.rows(tmp_path / "run") if one["test_loss"]]
     assert tested == [5, 10, 15, 20]
 
 

@@ -21,8 +21,8 @@ from fuzz import limited
 from hpctrain import checkpoint
 from hpctrain.checkpoint import Piece
 from hpctrain.checkpoint import format as files
-from hpctrain.errors import SaveError, UsageError
-from hpctrain.transport.local import run_ranks
+from hpctrain.core.errors import SaveError, UsageError
+from hpctrain.transport.threads.link import run_ranks
 
 ABOUT = {"epoch": 2, "sample": 640, "versions": {"numpy": "2"}, "rate": 0.1}
 
@@ -566,8 +566,8 @@ FULL = """
 import resource, signal, sys
 import numpy as np
 from hpctrain import checkpoint
-from hpctrain.errors import SaveError
-from hpctrain.transport.local import run_ranks
+from hpctrain.core.errors import SaveError
+from hpctrain.transport.threads.link import run_ranks
 
 def save(step):
     def rank(link):

@@ -8,7 +8,7 @@ import pytest
 from pydantic import Field
 
 from hpctrain import config
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
 
 
 @config.options

@@ -22,13 +22,14 @@ import pytest
 from conftest import BIN, LAUNCHER
 from ranks import run_on
 
-from hpctrain import data, engines, nn, optim, recipe
+from hpctrain import data, engines, nn, optim
 from hpctrain import world as worlds
-from hpctrain.callbacks import EarlyStop
 from hpctrain.commands.train import train
-from hpctrain.faults import FaultsOptions
+from hpctrain.gradients.faults import FaultsOptions
 from hpctrain.gradients.reducer import WireOptions
-from hpctrain.trace import TraceOptions
+from hpctrain.training import recipe
+from hpctrain.training.callbacks import EarlyStop
+from hpctrain.watch.trace import TraceOptions
 from hpctrain.world import World
 
 ROOT = Path(__file__).parent.parent

@@ -10,11 +10,11 @@ import pytest
 from ranks import on_ranks, run_on
 
 from hpctrain import data, engines, nn, optim
-from hpctrain.errors import UsageError
-from hpctrain.faults import FaultsOptions, Pace, uniform
+from hpctrain.core.errors import UsageError
 from hpctrain.gradients import arena as arenas
+from hpctrain.gradients.faults import FaultsOptions, Pace, uniform
 from hpctrain.gradients.slowed import Slowed
-from hpctrain.trainer import Trainer
+from hpctrain.training.trainer import Trainer
 
 SEED, STEP = 7, 11
 KEY = nn.Key(SEED, STEP, 0)

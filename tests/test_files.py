@@ -9,8 +9,8 @@ import socket
 import pytest
 from fuzz import campaign, in_memory, limited, mutated, torn, value_or_refusal
 
-from hpctrain import files
-from hpctrain.errors import UsageError
+from hpctrain.core import files
+from hpctrain.core.errors import UsageError
 
 FULL = pytest.mark.full
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from ranks import on_gpus, run_on
 
-from hpctrain import data, engines, nn, optim, rundir
-from hpctrain.errors import GpuMemoryError
-from hpctrain.trainer import Trainer
-from hpctrain.xp import shortage
+from hpctrain import data, engines, nn, optim
+from hpctrain.core.errors import GpuMemoryError
+from hpctrain.core.xp import shortage
+from hpctrain.run_files import run_folder
+from hpctrain.training.trainer import Trainer
 
 RANKS, SHORT = 3, 1
 
@@ -120,7 +121,7 @@ def test_a_rank_that_is_short_ends_all(tmp_path, where):
     else:
         free, whole, asked = (int(n.replace(",", "")) for n in re.search(ASKED, said).groups())
         assert free < asked and free <= whole and "smaller batch or more [optimizer] micro" in said
-    summary = rundir.read_summary(tmp_path / "run")
+    summary = run_folder.read_summary(tmp_path / "run")
     if PLACES[where]:
         assert (summary["status"], summary["exit_code"]) == ("failed", 1)
         assert re.search(rf"rank {SHORT} on \S+, step \d: GpuMemoryError: GPU 1", summary["reason"])

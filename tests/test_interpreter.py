@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import BIN
 
-from hpctrain.interpreter import module_command
+from hpctrain.core.interpreter import module_command
 
 # "-P" is refused by Python 3.10, where the other way is taken; that works in every version.
 VERSIONS = [(3, 10), *([(3, 11)] if sys.version_info >= (3, 11) else [])]

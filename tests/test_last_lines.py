@@ -11,9 +11,9 @@ import pytest
 from ranks import run_on
 
 import hpctrain as ht
-from hpctrain import resume
-from hpctrain.errors import Interrupted, Stopped, TrainingError, notes
-from hpctrain.stop import StopRequest
+from hpctrain.core.errors import Interrupted, Stopped, TrainingError, notes
+from hpctrain.core.signals import StopRequest
+from hpctrain.run_files import last_lines
 from hpctrain.world import World
 
 # what was typed, what resumes it in folder "runs/a b"
@@ -32,14 +32,14 @@ STARTED = [
     ({}, "hpctrain train digits"),
     (OPENMPI, "mpirun -n 4 hpctrain train digits"),
     (HYDRA, "mpiexec -n 3 hpctrain train digits"),
-    ({**OPENMPI, resume.COMMAND: "hpctrain launch -n 4 train 'a b.toml'"},
+    ({**OPENMPI, last_lines.COMMAND: "hpctrain launch -n 4 train 'a b.toml'"},
      "hpctrain launch -n 4 train 'a b.toml'"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("typed", TYPED)
 def test_what_resumes_a_command(tmp_path, typed):
-    words = resume.resuming(shlex.split(typed), tmp_path / "a b")
+    words = last_lines.resuming(shlex.split(typed), tmp_path / "a b")
     expected = f"{TYPED[typed] or typed} --out '{tmp_path}/a b' --resume"
     assert words == shlex.split(expected)
 
@@ -49,14 +49,14 @@ def test_the_command_that_started_a_job(monkeypatch, variables, expected):
     monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], **variables})
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/hpctrain", "train", "digits"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    monkeypatch.setattr(resume.shutil, "which", lambda name: f"/somewhere/bin/{name}")
-    assert shlex.join(resume.command_line()) == expected
+    monkeypatch.setattr(last_lines.shutil, "which", lambda name: f"/somewhere/bin/{name}")
+    assert shlex.join(last_lines.command_line()) == expected
 
 
 def test_a_program_that_is_not_on_the_path_is_called_as_it_was(monkeypatch):
     monkeypatch.setattr(sys, "argv", [".venv/bin/hpctrain", "train", "digits"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    assert resume.command_line() == [".venv/bin/hpctrain", "train", "digits"]
+    assert last_lines.command_line() == [".venv/bin/hpctrain", "train", "digits"]
 
 
 def fit(world: World, how: str, **given: object) -> None:

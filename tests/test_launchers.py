@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.launchers import (
+from hpctrain.core.launchers import (
     ALONE,
     Launched,
     launched,

@@ -11,11 +11,14 @@ import pytest
 from fuzz import limited
 from ranks import run_on
 
-from hpctrain import atomic, checkpoint, files, recipe, rundir, runs
+from hpctrain import checkpoint
 from hpctrain.checkpoint import format as formats
 from hpctrain.checkpoint.about import About
 from hpctrain.cli import _guarded
-from hpctrain.errors import SaveError, UsageError
+from hpctrain.core import atomic, files
+from hpctrain.core.errors import SaveError, UsageError
+from hpctrain.run_files import run_folder
+from hpctrain.training import recipe, runs
 
 SMALL = ["model.widths=[64, 10]", "run.interval_steps=1", "run.device=cpu", "checkpoint.keep=9",
          "checkpoint.every_steps=1"]  # fmt: skip
@@ -106,10 +109,10 @@ TORN = {
 @pytest.mark.parametrize("name", TORN)
 def test_half_a_last_row_is_cut_and_said_once(tmp_path, trained, caplog, name):
     run = shutil.copytree(trained[0], tmp_path / "run")
-    metrics = run / rundir.METRICS
+    metrics = run / run_folder.METRICS
     metrics.write_bytes(TORN[name](metrics.read_bytes()))
     assert train(run, 5, resume=True)["params_sha256"] == trained[1]
-    steps = [row["step"] for row in rundir.rows(run)]
+    steps = [row["step"] for row in run_folder.rows(run)]
     assert steps == ([1, 2, 4, 5] if name == "half of the last" else [1, 2, 3, 4, 5])
     said = [record.message for record in caplog.records if "half a line" in record.message]
     assert said == [f"{metrics} ended in half a line, which is dropped"]
@@ -128,7 +131,7 @@ def failing(monkeypatch, module, name, file, times=10**6):
     monkeypatch.setattr(module, name, write)
 
 
-@pytest.mark.parametrize("file", [rundir.RECIPE])
+@pytest.mark.parametrize("file", [run_folder.RECIPE])
 def test_a_disk_that_fails_at_the_beginning_is_refused(tmp_path, monkeypatch, file):
     failing(monkeypatch, atomic, "replace", file)
     with pytest.raises(UsageError, match=r"recipe.toml cannot be written: Input/output error"):
@@ -136,31 +139,31 @@ def test_a_disk_that_fails_at_the_beginning_is_refused(tmp_path, monkeypatch, fi
 
 
 def test_the_last_row_is_tried_again(tmp_path, monkeypatch):
-    failing(monkeypatch, files, "append_lines", rundir.METRICS, times=1)
+    failing(monkeypatch, files, "append_lines", run_folder.METRICS, times=1)
     assert train(tmp_path / "run", 1)["status"] == "done"
-    assert [row["step"] for row in rundir.rows(tmp_path / "run")] == [1]
+    assert [row["step"] for row in run_folder.rows(tmp_path / "run")] == [1]
 
 
 def test_rows_that_cannot_be_written_are_in_the_checkpoint(tmp_path, trained):
     run = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
-        failing(patch, files, "append_lines", rundir.METRICS)
+        failing(patch, files, "append_lines", run_folder.METRICS)
         with pytest.raises(SaveError, match=r"metrics.jsonl lacks the rows of steps 1, 2, 3: "):
             train(run, 3)
-    assert rundir.read_summary(run)["status"] == "failed"
-    assert rundir.read_summary(run)["exit_code"] == 1
-    assert not (run / rundir.METRICS).exists()
+    assert run_folder.read_summary(run)["status"] == "failed"
+    assert run_folder.read_summary(run)["exit_code"] == 1
+    assert not (run / run_folder.METRICS).exists()
     assert train(run, 3, resume=True)["status"] == "done"
-    assert [row["step"] for row in rundir.rows(run)] == [1, 2, 3]
+    assert [row["step"] for row in run_folder.rows(run)] == [1, 2, 3]
     assert train(run, 5, resume=True)["params_sha256"] == trained[1]
-    assert [row["step"] for row in rundir.rows(run)] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in run_folder.rows(run)] == [1, 2, 3, 4, 5]
 
 
 def test_a_summary_that_cannot_be_written_is_no_success(tmp_path, monkeypatch, caplog):
-    failing(monkeypatch, atomic, "replace", rundir.SUMMARY)
+    failing(monkeypatch, atomic, "replace", run_folder.SUMMARY)
     with pytest.raises(SaveError, match=r"summary.json cannot be written: Input/output error"):
         train(tmp_path / "run", 2)
-    assert not (tmp_path / "run" / rundir.SUMMARY).exists()
+    assert not (tmp_path / "run" / run_folder.SUMMARY).exists()
     assert "summary.json cannot be written" in caplog.text
 
 
@@ -177,7 +180,7 @@ def test_a_folder_is_swept_of_what_killed_writers_left(tmp_path, trained):
         path.parent.mkdir(exist_ok=True)
         path.write_text("x")
     os.utime(old, (1, 1))
-    with rundir.claimed(run, resume=True):
+    with run_folder.claimed(run, resume=True):
         pass
     assert not any(path.exists() for path in (old, *gone))
     assert all(path.exists() for path in stay)
@@ -185,7 +188,7 @@ def test_a_folder_is_swept_of_what_killed_writers_left(tmp_path, trained):
 
 def test_what_a_killed_writer_left_does_not_make_a_folder_used(tmp_path):
     (tmp_path / f".recipe.toml.{2**22 + 1}-1.1@{os.uname().nodename}").write_text("x")
-    with rundir.claimed(tmp_path, resume=False):
+    with run_folder.claimed(tmp_path, resume=False):
         assert sorted(os.listdir(tmp_path)) == [".lock"]
 
 
@@ -205,8 +208,11 @@ def test_a_lock_is_no_other_name_of_a_file(tmp_path):
     (tmp_path / "victim").write_text("precious")
     run = tmp_path / "run"
     run.mkdir()
-    os.link(tmp_path / "victim", run / rundir.LOCK)
-    with pytest.raises(UsageError, match="expected a file of its own"), rundir.claimed(run, True):
+    os.link(tmp_path / "victim", run / run_folder.LOCK)
+    with (
+        pytest.raises(UsageError, match="expected a file of its own"),
+        run_folder.claimed(run, True),
+    ):
         pass
     assert (tmp_path / "victim").read_text() == "precious"
 

@@ -16,7 +16,7 @@ import pytest
 from fakes import cuda, functions
 
 from hpctrain import nn
-from hpctrain.kernels import KINDS, written
+from hpctrain.core.kernels import KINDS, written
 from hpctrain.nn.dropout import Dropout
 
 cupy = pytest.importorskip("cupy")

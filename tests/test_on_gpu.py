@@ -20,10 +20,11 @@ from jobs import sets
 from ranks import run_on, run_on_gpus
 from safetensors.numpy import load_file
 
-from hpctrain import rundir
-from hpctrain.collectives import OPERATIONS, fused, operation
-from hpctrain.collectives.operations import ufunc_of
+from hpctrain.collectives import OPERATIONS, operation
+from hpctrain.collectives.reductions import cuda_sum
+from hpctrain.collectives.reductions.operations import ufunc_of
 from hpctrain.gradients.precision import replica_of
+from hpctrain.run_files import run_folder
 
 HERE = Path(__file__).parent
 
@@ -124,7 +125,7 @@ def test_sums_have_the_bytes_of_the_host(dtype, op):
         for other in arrays[1:]:
             how(told, other[skip:], out=told)
         there = [cupy.asarray(x)[skip:] for x in arrays]
-        fused.combine(there, ufunc_of(how), there)
+        cuda_sum.combine(there, ufunc_of(how), there)
         assert all((x.get().view(np.uint8) == told.view(np.uint8)).all() for x in there), (n, skip)
 
 
@@ -181,7 +182,7 @@ def trained(hpctrain, out: Path, device: str, ranks: int | None, steps: int, key
     assert hpctrain("checkpoint", "export", out, "--output", file).returncode == 0
     tensors = load_file(file)
     found = np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
-    return found, rundir.read_summary(out)
+    return found, run_folder.read_summary(out)
 
 
 @pytest.mark.processes
@@ -211,7 +212,7 @@ def test_training_goes_on_and_is_evaluated(hpctrain, tmp_path):
 
 NEIGHBOURS = """
 import numpy as np, hpctrain
-from hpctrain import xp
+from hpctrain.core import xp
 from hpctrain.collectives.direct import direct, direct_shared
 world = hpctrain.init("gpu")
 for n in (1, 1000, 1 << 20):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpctrain import progress
 from hpctrain.cluster import launch
+from hpctrain.core import progress
 
 
 @pytest.mark.parametrize(("terminal", "drawn"), [("100", True), ("", False)])

@@ -12,11 +12,13 @@ import pytest
 from click.testing import CliRunner
 from ranks import run_on_gpus
 
-from hpctrain import data, nn, recipe, runs, xp
+from hpctrain import data, nn
 from hpctrain import world as worlds
 from hpctrain.commands.evaluate import evaluate
-from hpctrain.errors import UsageError
-from hpctrain.transport import gpus
+from hpctrain.core import xp
+from hpctrain.core.errors import UsageError
+from hpctrain.training import recipe, runs
+from hpctrain.transport.device import gpus
 
 PRECISIONS = ("float32", "float64", "bf16", "fp16")
 

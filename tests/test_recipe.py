@@ -8,8 +8,8 @@ from importlib import resources
 import pytest
 from ranks import run_on
 
-from hpctrain import recipe, runs
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
+from hpctrain.training import recipe, runs
 
 SMALL = ["model.widths=[64,16,10]", "run.epochs=1"]
 
@@ -209,7 +209,7 @@ def test_refused(wrong):
 
 
 def text_of(name):
-    return resources.files("hpctrain.recipes").joinpath(f"{name}.toml").read_text()
+    return resources.files("hpctrain.training.recipes").joinpath(f"{name}.toml").read_text()
 
 
 # A file's text -> what is said

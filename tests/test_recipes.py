@@ -9,7 +9,7 @@ import pytest
 from jobs import sets
 from ranks import run_on
 
-from hpctrain import recipe, runs
+from hpctrain.training import recipe, runs
 
 # What makes a few steps of a recipe quick: a smaller model, fewer texts to be tested on.
 SMALLER = {

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from ranks import on_ranks, run_on
 
-from hpctrain import data, recipe, rundir, runs
-from hpctrain.errors import Stopped, UsageError
-from hpctrain.stop import StopRequest
+from hpctrain import data
+from hpctrain.core.errors import Stopped, UsageError
+from hpctrain.core.signals import StopRequest
+from hpctrain.run_files import run_folder
+from hpctrain.training import recipe, runs
 
 EPOCHS = 6
 STEPS = 12 * EPOCHS
@@ -90,7 +92,7 @@ def test_resumed_runs_end_with_the_same_bytes(tmp_path, stops, monkeypatch, size
     assert {one["params_sha256"] for one in ends} == {whole["params_sha256"]}
     buffers = [runs.load(folder).arena.buffer for folder in (tmp_path / "whole", cut)]
     assert np.array_equal(*buffers)
-    rows = rundir.rows(cut)
+    rows = run_folder.rows(cut)
     assert [r["step"] for r in rows] == sorted({r["step"] for r in rows})
     assert sum(row["steps"] for row in rows) == STEPS  # each step in exactly one row
     assert ends[0]["steps_redone"] == 0
@@ -108,19 +110,19 @@ def test_steps_after_the_last_checkpoint_are_done_again_and_counted(tmp_path, ke
         again = run_on("threads", 1, lambda w: train(w, out, True))[0]
         assert again["params_sha256"] == whole["params_sha256"]
         assert again["steps_redone"] == lost * (STEPS - 24 * kept)
-        assert sum(row["steps"] for row in rundir.rows(out)) == STEPS
+        assert sum(row["steps"] for row in run_folder.rows(out)) == STEPS
 
 
 def test_a_row_that_was_not_due_at_a_checkpoint_tells_of_all_its_steps(tmp_path):
     out = tmp_path / "run"
     often = ["checkpoint.every_epochs=", "checkpoint.every_steps=7", "checkpoint.keep=20"]
     run_on("threads", 2, lambda w: train(w, out, False, *often))
-    whole = rundir.rows(out)
+    whole = run_folder.rows(out)
     for lost in (out / "checkpoints").glob("step-*"):
         if int(lost.name.removeprefix("step-")) > 56:
             shutil.rmtree(lost)
     assert run_on("threads", 2, lambda w: train(w, out, True, *often))[0]["steps_redone"] == 16
-    again = rundir.rows(out)
+    again = run_folder.rows(out)
     assert [row["steps"] for row in again] == [12] * EPOCHS
     losses = [row["train_loss"] for row in whole]
     assert [row["train_loss"] for row in again] == pytest.approx(losses, rel=1e-12)
@@ -155,9 +157,9 @@ def test_digits_reaches_its_accuracy(ranks, tmp_path, monkeypatch):
 
 def test_resuming_a_complete_run_changes_nothing(tmp_path):
     whole = run_on("threads", 2, lambda w: train(w, tmp_path / "run"))[0]
-    before = rundir.read_summary(tmp_path / "run")
+    before = run_folder.read_summary(tmp_path / "run")
     for again in run_on("threads", 3, lambda w: train(w, tmp_path / "run", True)):
-        assert again == before == rundir.read_summary(tmp_path / "run")
+        assert again == before == run_folder.read_summary(tmp_path / "run")
     assert before["wall_s"] == whole["wall_s"] > 0
 
 
@@ -178,7 +180,7 @@ def test_a_resumed_run_tells_since_when_its_times_are(tmp_path):
 
 
 def test_rows_for_which_there_is_no_room_follow_when_there_is(tmp_path, monkeypatch, caplog):
-    kept, calls = rundir.append_row, []
+    kept, calls = run_folder.append_row, []
 
     def full_twice(run, *rows):
         calls.append(rows)
@@ -186,10 +188,10 @@ def test_rows_for_which_there_is_no_room_follow_when_there_is(tmp_path, monkeypa
             raise OSError(28, "No space left on device")
         kept(run, *rows)
 
-    monkeypatch.setattr(rundir, "append_row", full_twice)
+    monkeypatch.setattr(run_folder, "append_row", full_twice)
     run_on("threads", 1, lambda w: train(w, tmp_path / "run"))
     assert caplog.text.count("metrics.jsonl of") == 2 and "No space left" in caplog.text
-    assert sum(row["steps"] for row in rundir.rows(tmp_path / "run")) == STEPS
+    assert sum(row["steps"] for row in run_folder.rows(tmp_path / "run")) == STEPS
 
 
 class Drawn:

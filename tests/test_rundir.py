@@ -10,12 +10,12 @@ import sys
 
 import pytest
 
-from hpctrain import rundir
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
+from hpctrain.run_files import run_folder
 
 
 def claim(run, resume=False):
-    with rundir.claimed(run, resume):
+    with run_folder.claimed(run, resume):
         return sorted(path.name for path in run.iterdir())
 
 
@@ -53,7 +53,7 @@ def test_a_file_is_no_folder(tmp_path, resume):
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from hpctrain import rundir
+from hpctrain.run_files import run_folder as rundir
 with rundir.claimed(Path(sys.argv[1]), True):
     print("held", flush=True)
     time.sleep(60)
@@ -74,7 +74,7 @@ def test_where_there_are_no_locks_it_is_said(tmp_path, monkeypatch, caplog):
     def flock(*_):
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(rundir.fcntl, "flock", flock)
+    monkeypatch.setattr(run_folder.fcntl, "flock", flock)
     assert claim(tmp_path) == [".lock"]
     assert "cannot be locked (Function not implemented)" in caplog.text
 
@@ -82,12 +82,12 @@ def test_where_there_are_no_locks_it_is_said(tmp_path, monkeypatch, caplog):
 def test_begin_drops_the_old_summary_and_tells_where(tmp_path, monkeypatch):
     run = tmp_path / "run"
     run.mkdir()
-    rundir.write_summary(run, {"status": "stopped"})
-    with open(os.memfd_create(rundir.NOTE), "rb") as note:
-        monkeypatch.setenv(rundir.ANNOUNCE, f"/proc/{os.getpid()}/fd/{note.fileno()}")
-        rundir.begin(run)
+    run_folder.write_summary(run, {"status": "stopped"})
+    with open(os.memfd_create(run_folder.NOTE), "rb") as note:
+        monkeypatch.setenv(run_folder.ANNOUNCE, f"/proc/{os.getpid()}/fd/{note.fileno()}")
+        run_folder.begin(run)
         assert note.read() == str(run).encode()
-    assert rundir.read_summary(run) is None
+    assert run_folder.read_summary(run) is None
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -95,8 +95,8 @@ def test_where_launch_is_gone_nothing_is_announced(tmp_path, monkeypatch, there)
     file = tmp_path / "of another process"
     if there:
         file.write_text("its own")
-    monkeypatch.setenv(rundir.ANNOUNCE, str(file))
-    rundir.begin(tmp_path)
+    monkeypatch.setenv(run_folder.ANNOUNCE, str(file))
+    run_folder.begin(tmp_path)
     assert (file.read_text() if there else file.exists()) == ("its own" if there else False)
 
 
@@ -106,60 +106,60 @@ def test_where_launch_is_gone_nothing_is_announced(tmp_path, monkeypatch, there)
 )
 def test_rows_after_the_resumed_step_go(tmp_path, step, kept, redone):
     for done in (10, 20, 30):
-        rundir.append_row(tmp_path, {"step": done})
-    with open(tmp_path / rundir.METRICS, "a") as file:
+        run_folder.append_row(tmp_path, {"step": done})
+    with open(tmp_path / run_folder.METRICS, "a") as file:
         file.write('{"step": 4')  # a crash cut it off
-    assert rundir.cut_rows(tmp_path, step) == redone
-    assert rundir.rows(tmp_path) == [{"step": done} for done in kept]
-    rundir.append_row(tmp_path, {"step": 99})
-    assert rundir.rows(tmp_path)[-1] == {"step": 99}
+    assert run_folder.cut_rows(tmp_path, step) == redone
+    assert run_folder.rows(tmp_path) == [{"step": done} for done in kept]
+    run_folder.append_row(tmp_path, {"step": 99})
+    assert run_folder.rows(tmp_path)[-1] == {"step": 99}
 
 
 def test_rows_are_added_whole_or_not_at_all(tmp_path):
-    rundir.append_row(tmp_path, {"step": 1}, {"step": 2})
+    run_folder.append_row(tmp_path, {"step": 1}, {"step": 2})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(
-        resource.RLIMIT_FSIZE, ((tmp_path / rundir.METRICS).stat().st_size + 5, hard)
+        resource.RLIMIT_FSIZE, ((tmp_path / run_folder.METRICS).stat().st_size + 5, hard)
     )
     try:
         with pytest.raises(OSError, match=r"No space|too large"):
-            rundir.append_row(tmp_path, {"step": 3})
+            run_folder.append_row(tmp_path, {"step": 3})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    rundir.append_row(tmp_path, {"step": 3}, {"step": 4})
-    assert [row["step"] for row in rundir.rows(tmp_path)] == [1, 2, 3, 4]
+    run_folder.append_row(tmp_path, {"step": 3}, {"step": 4})
+    assert [row["step"] for row in run_folder.rows(tmp_path)] == [1, 2, 3, 4]
 
 
 def test_a_folder_without_rows(tmp_path):
-    assert rundir.rows(tmp_path) == []
-    assert rundir.cut_rows(tmp_path, 5) == 0
+    assert run_folder.rows(tmp_path) == []
+    assert run_folder.cut_rows(tmp_path, 5) == 0
 
 
 def test_a_summary_is_whole_or_the_one_before(tmp_path, monkeypatch):
-    rundir.write_summary(tmp_path, {"status": "stopped"})
+    run_folder.write_summary(tmp_path, {"status": "stopped"})
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        rundir.write_summary(tmp_path, {"status": "done"})
-    assert json.loads((tmp_path / rundir.SUMMARY).read_text()) == {"status": "stopped"}
+        run_folder.write_summary(tmp_path, {"status": "done"})
+    assert json.loads((tmp_path / run_folder.SUMMARY).read_text()) == {"status": "stopped"}
 
 
 def test_a_changed_recipe_is_told(tmp_path, caplog):
     for text in ("a = 1\nb = 2\n", "a = 1\nb = 2\n", "a = 1\nb = 3\n"):
-        rundir.write_recipe(tmp_path, text)
+        run_folder.write_recipe(tmp_path, text)
     assert [r.getMessage() for r in caplog.records] == ["the recipe of this run changes: b = 3"]
-    assert (tmp_path / rundir.RECIPE).read_text() == "a = 1\nb = 3\n"
+    assert (tmp_path / run_folder.RECIPE).read_text() == "a = 1\nb = 3\n"
 
 
 def test_default_folders_never_meet(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rundir.time, "strftime", lambda _: "now")
+    monkeypatch.setattr(run_folder.time, "strftime", lambda _: "now")
     seen = []
     for _ in range(3):
-        seen.append(rundir.default_path("digits"))
+        seen.append(run_folder.default_path("digits"))
         seen[-1].mkdir(parents=True)
     assert [str(path) for path in seen] == [
         "runs/digits-now",

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from ranks import run_on
 
-from hpctrain import recipe, rundir, runs
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
 from hpctrain.gradients.replica import Batch
+from hpctrain.run_files import run_folder
+from hpctrain.training import recipe, runs
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def finished(tmp_path_factory):
 
 def test_the_loaded_model_is_the_trained_one(finished):
     out, summary = finished
-    spec = recipe.load(str(out / rundir.RECIPE))
+    spec = recipe.load(str(out / run_folder.RECIPE))
     test = spec.data.load(spec.run.seed).test
     right = runs.load(out).outputs(test.x).argmax(1) == test.y
     assert right.mean() == summary["test_accuracy"]
@@ -33,17 +34,19 @@ def test_the_loaded_model_is_the_trained_one(finished):
 
 def test_the_recipe_beside_the_results_repeats_the_run(finished, tmp_path):
     out, summary = finished
-    again = recipe.load(str(out / rundir.RECIPE))
+    again = recipe.load(str(out / run_folder.RECIPE))
     repeated = run_on("threads", 2, lambda w: runs.train(again, w, tmp_path / "again", False))[0]
     assert repeated["params_sha256"] == summary["params_sha256"]
-    assert (tmp_path / "again" / rundir.RECIPE).read_text() == (out / rundir.RECIPE).read_text()
+    assert (tmp_path / "again" / run_folder.RECIPE).read_text() == (
+        out / run_folder.RECIPE
+    ).read_text()
 
 
 def test_rows_tell_the_rate_of_their_last_step_and_where_their_part_began(tmp_path):
     for epochs in (2, 3):  # 12 steps each; the second call goes on with the run of the first
         spec = recipe.load("digits", [f"run.epochs={epochs}"])
         run_on("threads", 2, lambda w, spec=spec: runs.train(spec, w, tmp_path / "run", True))
-    rows = rundir.rows(tmp_path / "run")
+    rows = run_folder.rows(tmp_path / "run")
     assert [row["since_step"] for row in rows] == [0, 0, 24]
     # Warm-up until step 12, then half a cosine over the 12, and from step 24 over the 24, that
     # are left of the run as it was planned.
@@ -96,7 +99,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 
 def test_a_run_without_a_checkpoint_is_refused(finished, tmp_path):
-    (tmp_path / rundir.RECIPE).write_text((finished[0] / rundir.RECIPE).read_text())
+    (tmp_path / run_folder.RECIPE).write_text((finished[0] / run_folder.RECIPE).read_text())
     with pytest.raises(UsageError, match="holds no checkpoint"):
         runs.load(tmp_path)
 

@@ -12,13 +12,13 @@ from queue import Queue
 
 import pytest
 
-from hpctrain.stop import SIGNALS, StopRequest
+from hpctrain.core.signals import SIGNALS, StopRequest
 
 # The main thread takes a mutex twice: like blocking MPI it does not return to Python, and a signal
 # does not end it. The helper tells what it sees meanwhile, then lets the main thread go.
 CHILD = r"""
 import ctypes, signal, sys, threading, time
-from hpctrain.stop import StopRequest
+from hpctrain.core.signals import StopRequest
 
 libc, mutex, plain = ctypes.CDLL(None), ctypes.create_string_buffer(256), []
 look_s, hold_s = map(float, sys.argv[1:])

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from ranks import on_ranks, run_on
 
-from hpctrain import data, engines, nn, optim, recipe, rundir, runs, timeline
-from hpctrain.errors import Stopped, TrainingError, UsageError
-from hpctrain.stop import StopRequest
-from hpctrain.trace import TraceOptions
-from hpctrain.trainer import Trainer
+from hpctrain import data, engines, nn, optim
+from hpctrain.core.errors import Stopped, TrainingError, UsageError
+from hpctrain.core.signals import StopRequest
+from hpctrain.run_files import run_folder
+from hpctrain.training import recipe, runs, timeline
+from hpctrain.training.trainer import Trainer
 from hpctrain.tuning.select import NAMES
+from hpctrain.watch.trace import TraceOptions
 
 ROUNDING_US = 1e-5  # times are written in whole nanoseconds
 SMALL = ["model.widths=[64,32,10]", "run.epochs=2", "trace.enabled=true", "wire.bucket_bytes=2048"]
@@ -76,7 +78,7 @@ def ends(event):
 @pytest.mark.parametrize("size", [1, 3])
 def test_spans_nest_and_add_up_to_the_times_of_each_rank(tmp_path, size, change):
     train(tmp_path / "run", size, *change)
-    seen, row = Traced(tmp_path / "run" / timeline.MERGED), rundir.rows(tmp_path / "run")[-1]
+    seen, row = Traced(tmp_path / "run" / timeline.MERGED), run_folder.rows(tmp_path / "run")[-1]
     assert seen.ranks == list(range(size))
     for rank in seen.ranks:
         for category in ("compute", "wait", "wire"):
@@ -157,7 +159,7 @@ def test_the_trace_is_whole_however_a_run_ends(tmp_path, monkeypatch, how):
         main = seen.threads[rank, "main"]
         exclusive(main)
         assert len({e["args"]["step"] for e in main}) == steps
-    assert rundir.read_summary(tmp_path / "run")["status"] == how.split()[0]
+    assert run_folder.read_summary(tmp_path / "run")["status"] == how.split()[0]
     assert not list((tmp_path / "run").rglob(".*rank*")) + list(tmp_path.rglob(".trace*"))
 
 
@@ -213,7 +215,7 @@ def test_a_trace_that_cannot_be_written_is_one_warning(tmp_path, caplog, blocked
     with caplog.at_level(logging.WARNING):
         summaries = train(out, 2, resume=True)  # where no checkpoint was made, it starts
     assert [one["status"] for one in summaries] == ["done", "done"]
-    assert rundir.read_summary(out)["status"] == "done"
+    assert run_folder.read_summary(out)["status"] == "done"
     assert caplog.text.count("could not be written: ") == 1
     assert blocked in caplog.text
 

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from hpctrain import config
-from hpctrain.errors import UsageError
-from hpctrain.trace import Clock, Reading, Trace, TraceOptions
+from hpctrain.core.errors import UsageError
+from hpctrain.watch.trace import Clock, Reading, Trace, TraceOptions
 
 CLOCK = Clock(0.0, (Reading(0.0, 0.0, 0.0),))
 REFUSED = {

@@ -14,11 +14,13 @@ import pytest
 from click.testing import CliRunner
 from ranks import run_on
 
-from hpctrain import recipe, rundir, runs, usercode
 from hpctrain.commands.checkpoint import checkpoint as checkpoint_command
 from hpctrain.commands.evaluate import evaluate as evaluate_command
 from hpctrain.commands.report import report as report_command
-from hpctrain.errors import UsageError
+from hpctrain.config import usercode
+from hpctrain.core.errors import UsageError
+from hpctrain.run_files import run_folder
+from hpctrain.training import recipe, runs
 
 RECIPE = """
 schema = 1
@@ -161,7 +163,7 @@ def test_a_module_that_a_package_hides_is_refused(project, hidden):
 def test_the_recipe_of_a_run_keeps_folder_and_hash(project, tmp_path, caplog):
     spec = load(project)
     train(spec, tmp_path / "run")
-    kept = recipe.load(str(tmp_path / "run" / rundir.RECIPE))
+    kept = recipe.load(str(tmp_path / "run" / run_folder.RECIPE))
     assert kept.tables["code"] == {
         "folder": str(project.parent),
         "sha256": {project.stem: usercode._sha256(project)},
@@ -169,7 +171,7 @@ def test_the_recipe_of_a_run_keeps_folder_and_hash(project, tmp_path, caplog):
     assert kept.toml() == spec.toml()
     assert "code has changed" not in caplog.text
     project.write_text(MODULE + "# another line")
-    train(recipe.load(str(tmp_path / "run" / rundir.RECIPE)), tmp_path / "again")
+    train(recipe.load(str(tmp_path / "run" / run_folder.RECIPE)), tmp_path / "again")
     assert f"code has changed since the recipe was kept: module {project.stem}" in caplog.text
 
 
@@ -203,7 +205,7 @@ def trained(project, tmp_path):
 
 
 def forget(run: Path, module: Path) -> None:
-    file = run / rundir.RECIPE
+    file = run / run_folder.RECIPE
     file.write_text(file.read_text().partition("[code]")[0] + f'[code]\nfolder="{module.parent}"')
 
 
@@ -214,7 +216,10 @@ def opened(path: Path, bits: int) -> None:
 # name: (what is done to run and module, what the refusal says)
 STRANGE = {
     "run": (lambda run, module: opened(run, 0o2), "run: all may write to it; chmod o-w"),
-    "recipe": (lambda run, module: opened(run / rundir.RECIPE, 0o2), "recipe.toml: all may write"),
+    "recipe": (
+        lambda run, module: opened(run / run_folder.RECIPE, 0o2),
+        "recipe.toml: all may write",
+    ),
     "folder": (lambda run, module: opened(module.parent, 0o2), "project: all may write"),
     "module": (lambda run, module: opened(module, 0o2), ".py: all may write"),
     "cache": (lambda run, module: opened(module.parent / "__pycache__", 0o2), "__pycache__: all"),
@@ -250,7 +255,13 @@ def test_of_another_user_it_is_strange(trained, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(UsageError) as refused:
         runs.evaluate(run)
-    for path in (run, run / rundir.RECIPE, module.parent, module, module.parent / "__pycache__"):
+    for path in (
+        run,
+        run / run_folder.RECIPE,
+        module.parent,
+        module,
+        module.parent / "__pycache__",
+    ):
         assert f"\n  {path}: expected your own, seen that of " in str(refused.value)
     assert not module.with_name("ran").exists()
 
@@ -293,7 +304,7 @@ def test_what_needs_no_code_runs_none(trained):
 
 def test_an_evaluated_recipe_that_names_a_builtin_is_refused_with_trust_too(trained, monkeypatch):
     run, module = trained
-    file = run / rundir.RECIPE
+    file = run / run_folder.RECIPE
     file.write_text(file.read_text().replace(f"{module.stem}:data", "subprocess:run"))
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it ran"))
     monkeypatch.setattr(builtins, "exec", lambda *_: pytest.fail("it ran"))

@@ -351,7 +351,10 @@ LIBRARY = str(Path(threading.__file__).parent)
             ["user.py", f"{PACKAGE}/collectives/ring.py", f"{PACKAGE}/transport/mpi.py"],
             "ring.py:1 call",
         ),
-        (["user.py", f"{PACKAGE}/trainer.py", f"{PACKAGE}/watch/deadline.py"], "trainer.py:1 call"),
+        (
+            ["user.py", f"{PACKAGE}/training/trainer.py", f"{PACKAGE}/watch/deadline.py"],
+            "trainer.py:1 call",
+        ),
         (["user.py", "/venv/lib/site-packages/numpy/linalg.py"], "user.py:1 call"),
         (
             ["user.py", "/usr/lib/python3/dist-packages/a.py", f"{LIBRARY}/threading.py"],

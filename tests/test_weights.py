@@ -12,12 +12,14 @@ import safetensors.numpy
 from click.testing import CliRunner
 from ranks import on_ranks, run_on
 
-from hpctrain import checkpoint, data, nn, optim, recipe, rundir, runs, weights
+from hpctrain import checkpoint, data, nn, optim
 from hpctrain.checkpoint import Piece
 from hpctrain.commands.checkpoint import checkpoint as command
-from hpctrain.errors import UsageError
-from hpctrain.trainer import Trainer
-from hpctrain.transport.local import run_ranks
+from hpctrain.core.errors import UsageError
+from hpctrain.run_files import run_folder
+from hpctrain.training import recipe, runs, weights
+from hpctrain.training.trainer import Trainer
+from hpctrain.transport.threads.link import run_ranks
 
 RESNET = ["model.kind=resnet20", "model.widths=", "model.blocks=1", "model.channels=[4]"]
 SMALL = ["model.widths=[64,16,10]", "run.epochs=1", "checkpoint.keep_best=test_loss"]
@@ -68,7 +70,7 @@ def test_exported_tensors_are_those_of_the_run(made, tmp_path, name, best):
     with safetensors.safe_open(file, framework="numpy") as opened:
         about = opened.metadata()
     assert (about["format"], about["step"], about["recipe"]) == ("np", "12", "digits")
-    assert about["recipe_sha256"] == recipe.load(str(run / rundir.RECIPE)).sha256
+    assert about["recipe_sha256"] == recipe.load(str(run / run_folder.RECIPE)).sha256
     assert float(about["test_loss"]) > 0 and about["hpctrain"]
 
 
@@ -153,10 +155,10 @@ def test_a_warm_start_trains_from_step_0_and_its_recipe_repeats_it(made, tmp_pat
     first = train(spec, "first")
     cold = train(recipe.load("digits", [*SMALL, "run.epochs=2"]), "cold")
     monkeypatch.chdir(tmp_path)
-    again = train(recipe.load(str(tmp_path / "first" / rundir.RECIPE)), "again")
+    again = train(recipe.load(str(tmp_path / "first" / run_folder.RECIPE)), "again")
     assert (first["steps"], first["steps_redone"]) == (24, 0)
     assert first["params_sha256"] == again["params_sha256"] != cold["params_sha256"]
-    losses = [rundir.rows(tmp_path / out)[0]["train_loss"] for out in ("first", "cold")]
+    losses = [run_folder.rows(tmp_path / out)[0]["train_loss"] for out in ("first", "cold")]
     assert losses[0] < 0.9 * losses[1]
 
 
@@ -168,7 +170,7 @@ def test_resume_goes_before_init(made, tmp_path):
         return run_on("threads", 2, lambda w: runs.train(spec, w, tmp_path / out, resume))[0]
 
     whole = train("whole", True)  # nothing there to resume: it begins with the source
-    assert whole["params_sha256"] != rundir.read_summary(source)["params_sha256"]
+    assert whole["params_sha256"] != run_folder.read_summary(source)["params_sha256"]
     shutil.rmtree(source)
     again = train("whole", True)
     assert again["params_sha256"] == whole["params_sha256"]
@@ -275,7 +277,7 @@ def without(run, tmp_path, *keys):
     pieces = [Piece(name, 0, len(x), x) for name, x in found.arrays.items()]
     copy = tmp_path / "old"
     copy.mkdir()
-    shutil.copy(run / rundir.RECIPE, copy)
+    shutil.copy(run / run_folder.RECIPE, copy)
     run_ranks(1, lambda link: checkpoint.save(copy, found.step, pieces, about, link))
     return copy
 
@@ -291,10 +293,10 @@ def test_a_checkpoint_without_names_is_loaded_but_lends_no_weights(made, tmp_pat
 
 def test_a_run_is_loaded_without_its_data(made, tmp_path):
     run = shutil.copytree(made("float32"), tmp_path / "run")
-    text = (run / rundir.RECIPE).read_text()
+    text = (run / run_folder.RECIPE).read_text()
     assert 'kind = "digits"' in text
     gone = text.replace('kind = "digits"', 'kind = "npz"\npath = "gone.npz"')
-    (run / rundir.RECIPE).write_text(gone)
+    (run / run_folder.RECIPE).write_text(gone)
     assert np.array_equal(runs.load(run).arena.param, runs.load(made("float32")).arena.param)
 
 

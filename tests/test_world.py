@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from ranks import on_ranks
 
-from hpctrain import ends
+from hpctrain import abort
 from hpctrain import world as worlds
-from hpctrain.errors import HereError, HpctrainError, SaveError, UsageError
+from hpctrain.core.errors import HereError, HpctrainError, SaveError, UsageError
 
 
 def refusal(function):
@@ -88,7 +88,7 @@ def test_must_agree(ranks, said, told):
 
 ENDS = """
 import hpctrain as ht
-from hpctrain.errors import {0}
+from hpctrain.core.errors import {0}
 ht.init()
 raise {0}("as it was to be")
 """
@@ -126,7 +126,7 @@ def test_who_says_what_went_wrong_before_mpi(case, monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(worlds, "_world", None)
     waited = []
-    monkeypatch.setattr(ends.time, "sleep", waited.append)
+    monkeypatch.setattr(abort.time, "sleep", waited.append)
     worlds.fail_alone(error)
     said = capsys.readouterr().err
     assert said.startswith(begins) and bool(said) == bool(begins)

@@ -1,4 +1,4 @@
-"""One code for both kinds of array: what `hpctrain.xp` does to each."""
+"""One code for both kinds of array: what `hpctrain.core.xp` does to each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from hpctrain import xp
+from hpctrain.core import xp
 
 HOST = np.arange(6, dtype=np.float32)
 

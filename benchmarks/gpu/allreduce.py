@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from _common import RESULTS, interleaved, machine, spread
 from _kept import keep, told
 
-from hpctrain import launchers, xp
 from hpctrain.cluster.launch import launch_argv
 from hpctrain.collectives import Group
 from hpctrain.collectives.direct import direct, direct_shared
 from hpctrain.collectives.ring import ring
-from hpctrain.transport import gpus
+from hpctrain.core import launchers, xp
+from hpctrain.transport.device import gpus
 from hpctrain.transport.paths import BY_POINTER
 from hpctrain.world import World, init
 

@@ -26,8 +26,8 @@ from _common import RESULTS
 from _kept import keep
 from _kept import told as say
 
-from hpctrain import rundir
 from hpctrain.machine import facts
+from hpctrain.run_files import run_folder
 
 STEPS, LIMIT_S = 50, 120
 CLOSE = {"float32": 1e-4, "float64": 1e-10}
@@ -121,7 +121,7 @@ def trained(run: Path, ranks: int, device: str, settings: Sequence[str]) -> dict
         )
     except subprocess.TimeoutExpired:
         return {"run": run, "accuracy": None, "fault": f"still training after {LIMIT_S} s"}
-    summary = rundir.read_summary(run) or {}
+    summary = run_folder.read_summary(run) or {}
     fault = "" if done.returncode == 0 else told(done.stderr)
     return {"run": run, "accuracy": summary.get("test_accuracy"), "fault": fault}
 

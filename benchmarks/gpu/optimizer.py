@@ -23,10 +23,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from _common import RESULTS, interleaved, machine, spread
 from _kept import keep, told
 
-from hpctrain import optim, xp
+from hpctrain import optim
+from hpctrain.core import xp
 from hpctrain.gradients.arena import Slot
 from hpctrain.optim import Optimizer
-from hpctrain.transport import gpus
+from hpctrain.transport.device import gpus
 from hpctrain.world import World, init
 
 SHARE, CALLS, SLOTS = 0.7, 10, 64

@@ -25,12 +25,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from _common import RESULTS, interleaved, machine, spread
 from _kept import keep, told
 
-from hpctrain import launchers, xp
 from hpctrain.bench import p2p, p2p_gpu
-from hpctrain.bench.ends import Ends
+from hpctrain.bench.rank_pair import Ends
 from hpctrain.cluster.launch import launch_argv
-from hpctrain.transport import gpus
-from hpctrain.transport.memory import aligned_zeros
+from hpctrain.core import launchers, xp
+from hpctrain.transport.device import gpus
+from hpctrain.transport.shared_memory.host import aligned_zeros
 from hpctrain.world import World, init
 
 MESSAGES, STAGED_SHARE, POINTER_SHARE = 8, 0.8, 0.8

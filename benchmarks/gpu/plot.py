@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
-from hpctrain.bench.sizes import shown
+from hpctrain.bench.message_sizes import shown
 
 RESULTS = Path(__file__).parents[1] / "results" / "gpu"
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")

@@ -24,8 +24,8 @@ from _common import RESULTS
 from _kept import keep, told
 from equal import told as fault_told
 
-from hpctrain import rundir
 from hpctrain.machine import facts
+from hpctrain.run_files import run_folder
 
 PRECISIONS = ("float32", "bf16", "fp16", "tf32")
 CLOSE = 0.02
@@ -66,7 +66,7 @@ def trained(
         return {"precision": precision, "fault": f"still training after {limit_s:.0f} s"}
     if done.returncode != 0:
         return {"precision": precision, "fault": fault_told(done.stderr)}
-    summary, curve = rundir.read_summary(run) or {}, run / "metrics.jsonl"
+    summary, curve = run_folder.read_summary(run) or {}, run / "metrics.jsonl"
     lines = [json.loads(one) for one in curve.read_text().splitlines()] if curve.exists() else []
     return {
         "precision": precision,

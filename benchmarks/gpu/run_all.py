@@ -35,8 +35,8 @@ from _common import RESULTS
 from _kept import OUTCOMES
 from equal import told as reason
 
-from hpctrain.errors import UsageError
-from hpctrain.transport import gpus
+from hpctrain.core.errors import UsageError
+from hpctrain.transport.device import gpus
 
 HERE = Path(__file__).parent
 TOTAL_S, GRACE_S = 585.0, 5.0

@@ -27,9 +27,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from _common import RESULTS, interleaved, machine, paired_ratio, spread
 from _kept import keep, told
 
-from hpctrain import nn, optim, xp
+from hpctrain import nn, optim
+from hpctrain.core import xp
 from hpctrain.engines import Flags, Task
-from hpctrain.engines.single import Single
+from hpctrain.engines.synchronous.single import Single
 from hpctrain.gradients.precision import Precision, replica_of
 from hpctrain.gradients.replica import Batch
 from hpctrain.world import World, init

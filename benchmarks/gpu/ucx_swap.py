@@ -27,8 +27,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from _common import keep
 
-from hpctrain import launchers
 from hpctrain.cluster.launch import command, find_mpi
+from hpctrain.core import launchers
 from hpctrain.machine import facts
 
 HERE = Path(__file__).parent

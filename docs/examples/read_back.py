@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import hpctrain as ht
-from hpctrain import recipe, runs
+from hpctrain.training import recipe, runs
 
 
 def train_briefly():

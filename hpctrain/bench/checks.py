@@ -15,7 +15,7 @@ import numpy as np
 
 from hpctrain.collectives import operation
 from hpctrain.collectives.chunks import bounds
-from hpctrain.collectives.operations import ufunc_of
+from hpctrain.collectives.reductions.operations import ufunc_of
 
 PERIOD = 65_537  # a prime: no chunk's place is a multiple of it
 BFLOAT16_EPS = 2.0**-7  # absent from NumPy's finfo

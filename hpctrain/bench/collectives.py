@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from hpctrain import collectives, config
-from hpctrain.bench import output, rivals, room, sizes, sweep
-from hpctrain.bench.operations import COLLECTIVES, NATIVE, NATIVE_PLAIN
+from hpctrain.bench import memory_check, message_sizes, output, rivals, sweep
+from hpctrain.bench.measured_collectives import COLLECTIVES, NATIVE, NATIVE_PLAIN
 from hpctrain.collectives import DTYPES, OPERATIONS
-from hpctrain.collectives.operations import reduced_by_mpi
-from hpctrain.errors import UsageError
+from hpctrain.collectives.reductions.operations import reduced_by_mpi
+from hpctrain.core.errors import UsageError
 from hpctrain.tuning.measure import COLD_BYTES
 from hpctrain.world import World
 
@@ -64,7 +64,7 @@ def check(
     collectives.operation(op, kind)
     plan = sweep.Plan(
         collective,
-        sizes.parse(sizes_text),
+        message_sizes.parse(sizes_text),
         names,
         kind,
         op,
@@ -82,7 +82,7 @@ def check(
 def run(world: World, options: Asked) -> list[dict[str, Any]]:
     """Measure, show and save the rows, and return them. Collective."""
     plan = options.plan
-    room.check(world, max(plan.sizes), bool(options.rivals))
+    memory_check.check(world, max(plan.sizes), bool(options.rivals))
     output.must_be_writable(world, options.json, options.plot)
     joined, skipped = rivals.join(world, options.rivals)
     able = {name: library for name, library in joined.items() if _offered(plan, library)}

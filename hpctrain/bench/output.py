@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from hpctrain import machine, progress
-from hpctrain.bench.sizes import shown
-from hpctrain.errors import UsageError
+from hpctrain import machine
+from hpctrain.bench.message_sizes import shown
+from hpctrain.core import progress
+from hpctrain.core.errors import UsageError
 from hpctrain.world import World
 
 Row = Mapping[str, Any]

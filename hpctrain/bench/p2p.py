@@ -18,15 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain import config, xp
-from hpctrain.bench import checks, output, p2p_gpu, room, sizes
+from hpctrain import config
+from hpctrain.bench import checks, memory_check, message_sizes, output, p2p_gpu
 from hpctrain.bench.collectives import must_draw, rounds_of
-from hpctrain.bench.ends import Ends
+from hpctrain.bench.rank_pair import Ends
 from hpctrain.bench.sweep import calls_per_round
 from hpctrain.collectives import all_gather_bytes
-from hpctrain.errors import UsageError
-from hpctrain.transport import gpus
-from hpctrain.transport.memory import aligned_zeros
+from hpctrain.core import xp
+from hpctrain.core.errors import UsageError
+from hpctrain.transport.device import gpus
+from hpctrain.transport.shared_memory.host import aligned_zeros
 from hpctrain.tuning.measure import interleaved, rally, spread
 from hpctrain.world import World
 
@@ -66,7 +67,7 @@ def check(
     """Return the validated options; raise UsageError."""
     must_draw(plot)
     return Asked(
-        sizes.parse(sizes_text),
+        message_sizes.parse(sizes_text),
         None if ranks is None else _pair(ranks),
         rounds_of("--iterations", iterations, 1),
         rounds_of("--warm-up", warm_up, 0),
@@ -79,10 +80,10 @@ def check(
 def run(world: World, options: Asked) -> list[Row]:
     """Measure, show and save the rows, and return them. Collective."""
     source, to = _ends(world, options.ends)
-    room.check(world, max(options.sizes), rivals=False)
+    memory_check.check(world, max(options.sizes), rivals=False)
     on_gpu = options.device == "gpu"
     if on_gpu and all(place.gpu for place in world.places):  # else `ends` names a rank without one
-        room.check_gpu(world, max(options.sizes), max(options.sizes))
+        memory_check.check_gpu(world, max(options.sizes), max(options.sizes))
     output.must_be_writable(world, options.json, options.plot)
     x = _buffer(world, max(options.sizes), on_gpu)
     all_ends = p2p_gpu.ends(world, source, to, x) if on_gpu else [Ends(world.link, source, to)]

@@ -17,15 +17,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpctrain import xp
 from hpctrain.bench import output
-from hpctrain.bench.ends import Ends
-from hpctrain.errors import UsageError
+from hpctrain.bench.rank_pair import Ends
+from hpctrain.core import xp
+from hpctrain.core.errors import UsageError
 from hpctrain.hardware import nics, pci
-from hpctrain.transport import gpus
+from hpctrain.transport.device import gpus
 from hpctrain.transport.link import Link, Request
-from hpctrain.transport.memory import Memory
 from hpctrain.transport.paths import BY_POINTER, Path, path_to
+from hpctrain.transport.shared_memory.host import Memory
 from hpctrain.world import World
 
 COLUMNS = (output.SIZE, output.WHO, *output.TIMES,

@@ -22,7 +22,7 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
-from hpctrain.bench.sizes import shown
+from hpctrain.bench.message_sizes import shown
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKS = "osD^vP*X"

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.arrays import allreduce
-from hpctrain.bench import floors
-from hpctrain.bench.operations import NATIVE, NATIVE_PLAIN, Case, Collective
+from hpctrain.bench import roofline
+from hpctrain.bench.measured_collectives import NATIVE, NATIVE_PLAIN, Case, Collective
 from hpctrain.bench.rivals import Rival
 from hpctrain.collectives import all_gather_bytes, operation
 from hpctrain.tuning.measure import COLD_BYTES, Around, interleaved, paired_ratio, spread
 from hpctrain.tuning.select import auto, name_of
+from hpctrain.user_collectives.calls import allreduce
 from hpctrain.world import World
 
 FLOOR = "floor"
@@ -138,7 +138,7 @@ def _rows(world: World, plan: Plan, rivals: Mapping[str, Rival], x: np.ndarray) 
     by_name = contenders(world, plan, rivals, x)
     verdicts = {name: judge(world, plan, contender, x) for name, contender in by_name.items()}
     x.fill(0)
-    floor, calls = floors.of(world.main, x), calls_per_round(x.nbytes)
+    floor, calls = roofline.of(world.main, x), calls_per_round(x.nbytes)
     timed = {name: contender.call for name, contender in by_name.items()} | {FLOOR: floor.call}
     around = {name: contender.warm for name, contender in by_name.items()}
     seconds = interleaved(world.link, timed, plan.rounds, plan.warm_up, calls, around)

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import Field
 
-from hpctrain.files import brief
-from hpctrain.metrics import Metric
-from hpctrain.schemas import first_fault
+from hpctrain.core.files import brief
+from hpctrain.core.metrics import Metric
+from hpctrain.run_files.schemas import first_fault
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from hpctrain.checkpoint import format as files
 from hpctrain.checkpoint.format import NAME, Damaged
-from hpctrain.errors import UsageError
-from hpctrain.files import FileError
-from hpctrain.metrics import METRICS, Metric, goodness
+from hpctrain.core.errors import UsageError
+from hpctrain.core.files import FileError
+from hpctrain.core.metrics import METRICS, Metric, goodness
 
 
 class Found(NamedTuple):

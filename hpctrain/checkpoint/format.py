@@ -25,12 +25,13 @@ import pydantic
 import safetensors
 import safetensors.numpy
 
-from hpctrain import config, files
+from hpctrain import config
 from hpctrain.checkpoint.about import fault_of
-from hpctrain.errors import UsageError
-from hpctrain.files import brief
-from hpctrain.schemas import first_fault
-from hpctrain.xp import to_host
+from hpctrain.core import files
+from hpctrain.core.errors import UsageError
+from hpctrain.core.files import brief
+from hpctrain.core.xp import to_host
+from hpctrain.run_files.schemas import first_fault
 
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 64 * files.MIB  #: at most; a thousand ranks and ten thousand tensors need 1 MiB

@@ -28,9 +28,9 @@ from hpctrain.checkpoint import folder
 from hpctrain.checkpoint import format as files
 from hpctrain.checkpoint.format import Damaged, Manifest, Piece
 from hpctrain.collectives import all_gather_bytes
-from hpctrain.errors import SaveError, UsageError
-from hpctrain.files import FileError
-from hpctrain.metrics import Metric
+from hpctrain.core.errors import SaveError, UsageError
+from hpctrain.core.files import FileError
+from hpctrain.core.metrics import Metric
 from hpctrain.transport.link import Link
 
 logger = logging.getLogger(__name__)

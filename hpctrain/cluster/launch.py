@@ -21,12 +21,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from hpctrain import launchers, resume, rundir
-from hpctrain.cluster import gpus, guard
-from hpctrain.cluster.job_end import STOPPED, Ended, exit_code, say
-from hpctrain.errors import Stopped, UsageError
-from hpctrain.interpreter import module_command
-from hpctrain.progress import TERMINAL
+from hpctrain.cluster import gpu_probe, guard
+from hpctrain.cluster.slurm.job_end import STOPPED, Ended, exit_code, say
+from hpctrain.core import launchers
+from hpctrain.core.errors import Stopped, UsageError
+from hpctrain.core.interpreter import module_command
+from hpctrain.core.progress import TERMINAL
+from hpctrain.run_files import last_lines, run_folder
 
 _STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 #: Open MPI sends so much over TCP unasked: a segment of the ring, and MPI's header.
@@ -37,7 +38,7 @@ _LEFT = ((5.0, signal.SIGKILL), (5.5, signal.SIGKILL))
 
 
 class Mpi(NamedTuple):
-    """An MPI and its launcher, as `python -m hpctrain.transport.probe` reports them."""
+    """An MPI and its launcher, as `python -m hpctrain.transport.mpi.library` reports them."""
 
     vendor: str
     version: str
@@ -51,8 +52,8 @@ def launch(n: int, arguments: Sequence[str]) -> int:
     Raises UsageError when n < 1, inside a rank of another job, or without an mpiexec.
     """
     _refuse(n, launchers.launched(os.environ))
-    if gpus.wanted(arguments):
-        gpus.verdict()
+    if gpu_probe.wanted(arguments):
+        gpu_probe.verdict()
     return launch_argv(n, [*module_command("hpctrain"), *arguments])
 
 
@@ -72,7 +73,7 @@ def _launched(n: int, argv: Sequence[str]) -> int:
     slots = launchers.slots(os.environ) or _physical_cores()
     line, extra = command(mpi, n, argv, n > slots, os.geteuid() == 0)
     job = uuid.uuid4().hex
-    with open(os.memfd_create(rundir.NOTE), "rb") as note, _guarded(job) as job_environ:
+    with open(os.memfd_create(run_folder.NOTE), "rb") as note, _guarded(job) as job_environ:
         job_environ |= _for_ranks(_proc_path(note.fileno()))
         environ = eager_defaults() | launchers.scrubbed(os.environ) | extra | job_environ
         ended = _supervise(line, environ)
@@ -139,7 +140,7 @@ def find_mpi() -> Mpi:
     """Ask a child which MPI mpi4py loads; raise UsageError where there is none, or no answer."""
     try:
         child = subprocess.run(
-            module_command("hpctrain.transport.probe"),
+            module_command("hpctrain.transport.mpi.library"),
             env=launchers.scrubbed(os.environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -171,8 +172,8 @@ def _for_ranks(note: str) -> dict[str, str]:
     """Return the variables for ranks: where to announce their folder, which terminal shows them."""
     # A terminal whose size was never set reports 0 columns.
     terminal = {TERMINAL: str(os.get_terminal_size(2).columns or 80)} if os.isatty(2) else {}
-    line = shlex.join(resume.command_line())
-    return {rundir.ANNOUNCE: note, resume.COMMAND: line, **terminal}
+    line = shlex.join(last_lines.command_line())
+    return {run_folder.ANNOUNCE: note, last_lines.COMMAND: line, **terminal}
 
 
 def _proc_path(descriptor: int) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hpctrain.collectives.agree import all_gather_bytes, all_gather_short
 from hpctrain.collectives.chunks import chunks
 from hpctrain.collectives.direct import direct
 from hpctrain.collectives.double_tree import double_tree
@@ -19,9 +18,10 @@ from hpctrain.collectives.halving_doubling import halving_doubling
 from hpctrain.collectives.hierarchical import hierarchical
 from hpctrain.collectives.native import native
 from hpctrain.collectives.null import null
-from hpctrain.collectives.operations import DTYPES, OPERATIONS, Operation, operation
 from hpctrain.collectives.recursive_doubling import recursive_doubling
+from hpctrain.collectives.reductions.operations import DTYPES, OPERATIONS, Operation, operation
 from hpctrain.collectives.ring import ring
+from hpctrain.collectives.small_messages import all_gather_bytes, all_gather_short
 from hpctrain.collectives.tree import broadcast, reduce, tree
 
 AllReduceFunction = Callable[[Group, np.ndarray, Operation], None]

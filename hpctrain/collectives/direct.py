@@ -1,7 +1,7 @@
 """Direct: node neighbours add straight out of each other's memory; no message, no copy.
 
-Each array lies in memory shared by all ranks of the node (`transport/memory.py`) and is cut into P
-parts; rank r works on part r. Four ranks, parts a b c d; `4b` means "the sum of four ranks":
+Each array lies in memory shared by all ranks of the node (`transport/shared_memory/`) and is cut
+into P parts; rank r works on part r. Four ranks, parts a b c d; `4b` means "the sum of four ranks":
 
     rank     start         each sums its part of all arrays          ... and writes it to all
      0      a  b  c  d     a0 + a1 + a2 + a3 = 4a       |  into      4a 4b 4c 4d
@@ -19,13 +19,13 @@ blocks that stay in the core's cache from the sum to the write-back. Always in t
 Cost: two exchanges of flags; 2n bytes through memory per rank (2Pn in all), n (P-1)/P added;
 `direct_shared` n (P+1)/P per rank. Whatever the sizes, no bytes are sent.
 
-Arrays outside of node memory, and all short ones, go through slots (slots.py). Ranks agree on this
-in the first exchange, whose payload is a digest of the call and of the place of the array. If any
-rank's array lies at another place than the others', all go through slots; if calls differ, all
-ranks raise (signature.py).
+Arrays outside of node memory, and all short ones, go through slots (copy_through.py). Ranks agree
+on this in the first exchange, whose payload is a digest of the call and of the place of the array.
+If any rank's array lies at another place than the others', all go through slots; if calls differ,
+all ranks raise (signature.py).
 
-Arrays of GPUs lie in memory that CUDA IPC maps (`transport/ipc.py`); a part is one kernel, which
-reads it in all arrays and writes it to all (fused.py). The host alone synchronises: each rank waits
+Arrays of GPUs lie in memory that CUDA IPC maps (`cuda_ipc.py`); a part is one kernel, which reads
+it in all arrays and writes it to all (`cuda_sum.py`). The host alone synchronises: each rank waits
 for its stream, then come the flags. Arrays in other memory travel as messages. If all ranks share
 one GPU, `direct_shared` moves (P+1)n bytes there, `direct` 2Pn; across GPUs `direct_shared` is
 `direct`, since all would read the sum over one link.
@@ -41,17 +41,17 @@ from zlib import crc32
 
 import numpy as np
 
+from hpctrain.collectives import copy_through
 from hpctrain.collectives import ring as messages
-from hpctrain.collectives import slots
 from hpctrain.collectives.chunks import parts_of
+from hpctrain.collectives.copy_through import parts
 from hpctrain.collectives.group import Group
-from hpctrain.collectives.near import Near
-from hpctrain.collectives.operations import Operation, combine
+from hpctrain.collectives.node_buffers import Near
+from hpctrain.collectives.reductions.operations import Operation, combine
 from hpctrain.collectives.signature import Signature, must_match, must_match_in_node, of_length
-from hpctrain.collectives.slots import parts
-from hpctrain.errors import UsageError
-from hpctrain.transport.memory import Place
-from hpctrain.xp import Array, finish, on_device
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array, finish, on_device
+from hpctrain.transport.shared_memory.host import Place
 
 log = logging.getLogger(__name__)
 BLOCK_BYTES = 128 << 10
@@ -93,7 +93,7 @@ def prepared(
         return partial(_on_gpus, group, buffers, x, op, call, shared)
     call = call or of_length(x.nbytes)
     if x.nbytes <= ANYWHERE_BYTES:
-        return slots.short_call(buffers, x, op, call)
+        return copy_through.short_call(buffers, x, op, call)
     place = None if group.memory is None else group.memory.place(x)
     arrays = None if place is None else place.arrays
     blocks = None if arrays is None else _our_blocks(buffers, arrays)
@@ -107,7 +107,7 @@ def prepared(
             work(blocks, op)
             agree()
             return result[0]
-        slots.long(buffers, x, op)
+        copy_through.long(buffers, x, op)
         return x
 
     return reduce
@@ -133,7 +133,7 @@ def reduce_scatter(
     total = group.scratch.beside(x, BLOCK_BYTES // x.itemsize)
     for block in _blocks([array[offsets[rank] : offsets[rank + 1]] for array in arrays]):
         out = total[: block[0].size]
-        slots.add(block, op, out)
+        copy_through.add(block, op, out)
         block[rank][:] = out
     return x[offsets[rank] : offsets[rank + 1]]
 

@@ -40,7 +40,7 @@ import numpy as np
 
 from hpctrain.collectives.chunks import SEGMENT_BYTES, segments
 from hpctrain.collectives.group import Group
-from hpctrain.collectives.operations import Operation
+from hpctrain.collectives.reductions.operations import Operation
 from hpctrain.collectives.ring import AHEAD, STREAM_BYTES
 from hpctrain.transport.link import Link, Request
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.collectives.agree import all_gather_bytes
-from hpctrain.collectives.choices import Choices
-from hpctrain.collectives.near import Near, node_buffers
+from hpctrain.collectives.dispatch import Choices
+from hpctrain.collectives.node_buffers import Near, node_buffers
+from hpctrain.collectives.small_messages import all_gather_bytes
+from hpctrain.core.xp import Array, finish, namespace
 from hpctrain.transport.link import Link
-from hpctrain.transport.memory import Memory
-from hpctrain.xp import Array, finish, namespace
+from hpctrain.transport.shared_memory.host import Memory
 
 
 class Scratch:

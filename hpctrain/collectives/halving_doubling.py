@@ -28,7 +28,7 @@ import numpy as np
 
 from hpctrain.collectives.chunks import bounds, segments
 from hpctrain.collectives.group import Group
-from hpctrain.collectives.operations import Operation
+from hpctrain.collectives.reductions.operations import Operation
 from hpctrain.transport.link import Link
 
 

@@ -33,7 +33,7 @@ import numpy as np
 
 from hpctrain.collectives.direct import all_gather, direct, parts, reduce_scatter
 from hpctrain.collectives.group import Group
-from hpctrain.collectives.operations import Operation
+from hpctrain.collectives.reductions.operations import Operation
 from hpctrain.collectives.ring import ring
 
 

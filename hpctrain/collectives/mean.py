@@ -18,9 +18,9 @@ from collections.abc import Callable
 import numpy as np
 
 from hpctrain.collectives.group import Group
-from hpctrain.collectives.operations import BLOCK, Operation
+from hpctrain.collectives.reductions.operations import BLOCK, Operation
 from hpctrain.collectives.vote import largest
-from hpctrain.xp import Array, namespace, on_device, to_host, wide
+from hpctrain.core.xp import Array, namespace, on_device, to_host, wide
 
 #: Sums in place, and returns this rank's part of the sum; None: all of it.
 Sum = Callable[[Group, Array, Operation], Array | None]

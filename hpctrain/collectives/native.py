@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpctrain.collectives.extremum import Extremum
 from hpctrain.collectives.group import Group
-from hpctrain.collectives.operations import Operation, complex_product
-from hpctrain.xp import copy, on_device, to_host
+from hpctrain.collectives.reductions.extremum import Extremum
+from hpctrain.collectives.reductions.operations import Operation, complex_product
+from hpctrain.core.xp import copy, on_device, to_host
 
 
 def native(group: Group, x: np.ndarray, op: Operation) -> None:

@@ -1,7 +1,7 @@
 """NVIDIA's all-reduce, with CuPy and GPUs: like `native`, a rival and an oracle.
 
 Each group makes its communicator on the first call, from an identifier that rank 0 broadcasts. The
-bytes may differ between ranks. See `hpctrain.transport.nccl`.
+bytes may differ between ranks. See `hpctrain.transport.device.nccl`.
 
 CUDA numbers GPUs per process: if a site makes one GPU visible to each rank, all are number 0. So
 ranks of a node exchange the PCI addresses of theirs, by which NCCL distinguishes them, too.
@@ -13,16 +13,16 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from hpctrain.collectives.agree import all_gather_bytes
-from hpctrain.collectives.extremum import Extremum
 from hpctrain.collectives.group import Group
-from hpctrain.collectives.operations import Operation
 from hpctrain.collectives.recursive_doubling import recursive_doubling
+from hpctrain.collectives.reductions.extremum import Extremum
+from hpctrain.collectives.reductions.operations import Operation
+from hpctrain.collectives.small_messages import all_gather_bytes
 from hpctrain.collectives.tree import broadcast
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array, on_device
+from hpctrain.transport.device.nccl import ID_BYTES, Communicator, devices, libraries, new_id
 from hpctrain.transport.link import Link
-from hpctrain.transport.nccl import ID_BYTES, Communicator, devices, libraries, new_id
-from hpctrain.xp import Array, on_device
 
 _communicators: WeakKeyDictionary[Link, Communicator] = WeakKeyDictionary()
 

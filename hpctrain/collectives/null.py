@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from hpctrain.collectives.group import Group
-from hpctrain.collectives.operations import Operation
+from hpctrain.collectives.reductions.operations import Operation
 
 
 def null(group: Group, x: np.ndarray, op: Operation) -> None:

@@ -38,13 +38,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpctrain.collectives.all_gathers import AllGather, shares_all
 from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.direct import agreed
-from hpctrain.collectives.gathers import AllGather, shares_all
 from hpctrain.collectives.group import Group
-from hpctrain.collectives.operations import Operation
+from hpctrain.collectives.reductions.operations import Operation
 from hpctrain.collectives.ring import all_gather as round_the_ring
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
 
 SCRATCH_BYTES = 2 << 20
 BLOCK_BYTES = 256 << 10  # of all ranks together, added while in the cache

@@ -28,7 +28,7 @@ import numpy as np
 
 from hpctrain.collectives.chunks import segments
 from hpctrain.collectives.group import Group
-from hpctrain.collectives.operations import Operation
+from hpctrain.collectives.reductions.operations import Operation
 
 
 def recursive_doubling(group: Group, x: np.ndarray, op: Operation) -> None:

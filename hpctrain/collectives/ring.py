@@ -47,7 +47,7 @@ import numpy as np
 
 from hpctrain.collectives.chunks import SEGMENT_BYTES, bounds, chunks, segments, slices
 from hpctrain.collectives.group import Group
-from hpctrain.collectives.operations import Operation
+from hpctrain.collectives.reductions.operations import Operation
 from hpctrain.transport.link import Link, Request
 
 AHEAD = 2  # segments whose receive is posted before they are needed

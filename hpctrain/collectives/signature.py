@@ -28,12 +28,12 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from hpctrain.collectives.agree import all_gather_bytes, maximum
 from hpctrain.collectives.group import Group
-from hpctrain.collectives.near import LENGTHS_KEPT, Near
-from hpctrain.errors import UsageError
-from hpctrain.transport.flags import MASK
+from hpctrain.collectives.node_buffers import LENGTHS_KEPT, Near
+from hpctrain.collectives.small_messages import all_gather_bytes, maximum
+from hpctrain.core.errors import UsageError
 from hpctrain.transport.link import Link
+from hpctrain.transport.shared_memory.flags import MASK
 
 T = TypeVar("T")
 RANKS_NAMED = 8

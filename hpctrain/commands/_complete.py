@@ -15,7 +15,7 @@ def recipes(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Return the recipes that begin with `incomplete`, built-in ones and TOML files."""
-    from hpctrain import recipe  # `launch --help` stays quick
+    from hpctrain.training import recipe  # `launch --help` stays quick
 
     names = [*recipe.built_in(), *sorted(glob(f"{escape(incomplete)}*.toml"))]
     # Shells drop the names that stand before an item of this type.

@@ -7,15 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain import checkpoint, recipe, rundir
-from hpctrain.cluster import job as jobs
-from hpctrain.cluster import sbatch
-from hpctrain.cluster import site as sites
-from hpctrain.cluster.job import Job
-from hpctrain.cluster.site import Site
-from hpctrain.engines.roles import ServerOptions
-from hpctrain.errors import UsageError
-from hpctrain.recipe import Recipe
+from hpctrain import checkpoint
+from hpctrain.cluster.slurm import job as jobs
+from hpctrain.cluster.slurm import sbatch
+from hpctrain.cluster.slurm import site as sites
+from hpctrain.cluster.slurm.job import Job
+from hpctrain.cluster.slurm.site import Site
+from hpctrain.core.errors import UsageError
+from hpctrain.engines.parameter_server.roles import ServerOptions
+from hpctrain.run_files import run_folder
+from hpctrain.training import recipe
+from hpctrain.training.recipe import Recipe
 
 #: Options of a model that a resumed run may change.
 _FREE = ("dropout", "recompute", "arguments", "folder")
@@ -62,7 +64,7 @@ def must_go_on(options: dict[str, Any], run: Path) -> None:
     Another model, optimizer or data: `train --resume` would refuse them, or continue silently, only
     after the job has waited in the queue.
     """
-    file = run / rundir.RECIPE
+    file = run / run_folder.RECIPE
     if not file.exists() or not checkpoint.listing(run):
         return
     before, spec = recipe.load(str(file)), recipe.load(options["name"], _engine(options)[1])

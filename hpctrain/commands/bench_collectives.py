@@ -10,7 +10,7 @@ import click
 
 from hpctrain import world
 from hpctrain.bench import collectives
-from hpctrain.bench.operations import COLLECTIVES
+from hpctrain.bench.measured_collectives import COLLECTIVES
 
 DEFAULTS = {
     "allreduce": "auto,auto-unchecked,ring,native",

@@ -11,10 +11,18 @@ from typing import Any
 import click
 from rich.console import Console
 
-from hpctrain.bench import predicted
-from hpctrain.bench.asked import LATENCY, LINK, MEMORY, NODE_LATENCY, NODE_LINK, Answer, answer
+from hpctrain.bench.prediction import tables
+from hpctrain.bench.prediction.command import (
+    LATENCY,
+    LINK,
+    MEMORY,
+    NODE_LATENCY,
+    NODE_LINK,
+    Answer,
+    answer,
+)
 from hpctrain.commands.report import MISSING
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
 
 EPILOG = """\b
 Examples:
@@ -80,7 +88,7 @@ def bench_predict(**words: Any) -> None:
     """Predict how long all-reduces take on N ranks, and whole training steps; needs no MPI."""
     result = answer(words)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    for title, table in predicted.tables(result.rows):
+    for title, table in tables.tables(result.rows):
         click.echo(title)
         console.print(table)
     click.echo(f"assumed: {result.said}")
@@ -93,7 +101,7 @@ def _keep(result: Answer, json_file: Path | None, plot: Path | None) -> None:
         if json_file:
             json_file.write_text(json.dumps(content, indent=1) + "\n")
         if plot:
-            from hpctrain.bench.predicted_plot import draw  # late: only plots need matplotlib
+            from hpctrain.bench.prediction.plots import draw  # late: only plots need matplotlib
 
             draw(result.rows, result.said, plot)
     except ImportError as error:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from hpctrain import world
-from hpctrain.bench import steps
+from hpctrain.bench.training_step import command
 from hpctrain.commands import _options
 from hpctrain.commands._complete import recipes
 
@@ -39,5 +39,5 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--plot", type=FILE, metavar="FILE", help="Draw them: .png or .svg.")
 def step(name: str, rivals: str, **flags: Any) -> None:
     """Time whole training steps of RECIPE's model, beside other libraries."""
-    options = steps.check(name, rivals_text=rivals, **flags)
-    steps.run(world.init("cpu"), options)
+    options = command.check(name, rivals_text=rivals, **flags)
+    command.run(world.init("cpu"), options)

@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from hpctrain import checkpoint as checkpoints
-from hpctrain import weights
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
+from hpctrain.training import weights
 
 RUN = click.argument("run", type=click.Path(path_type=Path, exists=True), metavar="DIR")
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import click
 
-from hpctrain import config, launchers
-from hpctrain.errors import UsageError
-from hpctrain.transport import gpus
+from hpctrain import config
+from hpctrain.core import launchers
+from hpctrain.core.errors import UsageError
+from hpctrain.transport.device import gpus
 
 EPILOG = """\b
 Examples:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from hpctrain import runs
-from hpctrain.transport.gpus import Device
+from hpctrain.training import runs
+from hpctrain.transport.device.gpus import Device
 
 
 @click.command(epilog="\b\nExample:\n  hpctrain evaluate runs/digits-20260101-120000")

@@ -33,7 +33,7 @@ def netlab(
     context: click.Context, hosts: int, ranks_per_host: int, link: str, arguments: tuple[str, ...]
 ) -> None:
     """Run COMMAND on N hosts x R ranks, with MPI over TCP on links of a given speed."""
-    from hpctrain.cluster import netlab as module  # `--help` stays quick
+    from hpctrain.cluster.netlab import netlab as module  # `--help` stays quick
 
     lab = module.Lab(hosts, ranks_per_host, module.bits_of(link))
     context.exit(module.netlab(lab, arguments))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
 
 MISSING = "reports are drawn with matplotlib and jinja2; run: pip install 'hpctrain[report]'"
 

@@ -9,8 +9,8 @@ import click
 
 from hpctrain.commands import _options
 from hpctrain.commands._complete import recipes
-from hpctrain.scaling.changes import MODES
-from hpctrain.scaling.places import PLACES
+from hpctrain.scaling.trial_recipe import MODES
+from hpctrain.scaling.trials.local_runner import PLACES
 
 EPILOG = """\b
 Examples:
@@ -65,6 +65,6 @@ interrupted. See docs/scaling.md.
 @click.pass_context
 def scale(context: click.Context, /, **words: Any) -> None:
     """Measure how RECIPE scales: a table, fits, plots and a report, from trials on many sizes."""
-    from hpctrain.scaling import product  # `--help` stays quick
+    from hpctrain.scaling import command  # `--help` stays quick
 
-    context.exit(product.scale(words))
+    context.exit(command.scale(words))

@@ -10,19 +10,20 @@ from typing import Any
 
 import click
 
-from hpctrain import engines, rundir
-from hpctrain.cluster import site as sites
-from hpctrain.cluster import status as becoming
-from hpctrain.cluster import studies
-from hpctrain.cluster import submit as queue
-from hpctrain.cluster.controller import NO_ANSWER
-from hpctrain.cluster.job import job_name
-from hpctrain.cluster.show import show
-from hpctrain.cluster.slurm import render as script
+from hpctrain import engines
+from hpctrain.cluster.slurm import site as sites
+from hpctrain.cluster.slurm import status as becoming
+from hpctrain.cluster.slurm import studies
+from hpctrain.cluster.slurm import submit as queue
+from hpctrain.cluster.slurm.job import job_name
+from hpctrain.cluster.slurm.queries import NO_ANSWER
+from hpctrain.cluster.slurm.render import render as script
+from hpctrain.cluster.slurm.status_table import show
 from hpctrain.commands import _options
 from hpctrain.commands._complete import choices, recipes
 from hpctrain.commands._job import asked_for, must_go_on
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.core.errors import HpctrainError, UsageError
+from hpctrain.run_files import run_folder
 
 EPILOG = """\b
 Examples:
@@ -113,7 +114,7 @@ def submit(context: click.Context, /, **options: Any) -> None:
     The folder keeps the script, the job's id and what the job says.
     """
     job, site = asked_for(options)
-    folder = Path(job.out or rundir.default_path(job_name(job)))
+    folder = Path(job.out or run_folder.default_path(job_name(job)))
     for run in [folder / f"nodes-{size}" for size in job.sizes] or [folder]:
         must_go_on(options, run)
     queue.must_be_free(folder, job.options.get("dependency", ""))

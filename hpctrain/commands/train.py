@@ -7,10 +7,11 @@ from typing import get_args
 
 import click
 
-from hpctrain import engines, recipe, runs, world
+from hpctrain import engines, world
 from hpctrain.commands import _options
 from hpctrain.commands._complete import choices, recipes
-from hpctrain.transport.gpus import Device
+from hpctrain.training import recipe, runs
+from hpctrain.transport.device.gpus import Device
 
 EPILOG = """\b
 Examples:

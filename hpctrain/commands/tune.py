@@ -7,9 +7,10 @@ from pathlib import Path
 
 import click
 
-from hpctrain import launchers, world
-from hpctrain.bench import tune as tuning
-from hpctrain.errors import UsageError
+from hpctrain import world
+from hpctrain.bench.tuning import command as tuning
+from hpctrain.core import launchers
+from hpctrain.core.errors import UsageError
 
 FILE = click.Path(path_type=Path)
 EPILOG = """\b

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from hpctrain import config, usercode
-from hpctrain.data.call import CallOptions
+from hpctrain import config
+from hpctrain.config import usercode
 from hpctrain.data.dataset import Dataset, Samples, Split, in_pieces
 from hpctrain.data.digits import DigitsOptions
+from hpctrain.data.from_function import CallOptions
 from hpctrain.data.idx import IdxOptions
 from hpctrain.data.mnist import MnistOptions
 from hpctrain.data.npy import NpyOptions

@@ -15,8 +15,8 @@ import numpy as np
 import pydantic
 
 from hpctrain import config
+from hpctrain.core.errors import UsageError
 from hpctrain.data.dataset import Samples, Split
-from hpctrain.errors import UsageError
 
 # Separates this stream from that of `sampler.order`, which has the same key.
 _STREAM = (0, 0, 0, 2)

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
 
 PIECE = 1024  #: samples read at once in a pass over all of them
 LABELS = 1 << 20  #: labels checked at once: they may lie in a file

@@ -11,9 +11,9 @@ from types import ModuleType
 import numpy as np
 
 from hpctrain import config
+from hpctrain.core.errors import UsageError
 from hpctrain.data.augment import AugmentOptions
 from hpctrain.data.dataset import Dataset, Split, split
-from hpctrain.errors import UsageError
 
 _MISSING = "the digits come with scikit-learn; run: pip install 'hpctrain[datasets]'"
 

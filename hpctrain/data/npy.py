@@ -13,11 +13,11 @@ import numpy as np
 import pydantic
 
 from hpctrain import config
+from hpctrain.core.errors import UsageError
+from hpctrain.core.files import brief, expanded, open_regular
 from hpctrain.data.augment import AugmentOptions
 from hpctrain.data.dataset import Split, split
 from hpctrain.data.stored import Stored, mapped
-from hpctrain.errors import UsageError
-from hpctrain.files import brief, expanded, open_regular
 
 _HINT = "write it with numpy.save(path, array)"
 MOST_BYTES = 10_000  #: of a header, as in NumPy: they are parsed as Python's own literals

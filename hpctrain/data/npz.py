@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain import config
+from hpctrain.core.errors import UsageError
+from hpctrain.core.files import expanded, open_regular
 from hpctrain.data.augment import AugmentOptions
 from hpctrain.data.dataset import Dataset, Split, checked, split
 from hpctrain.data.npy import header
 from hpctrain.data.stored import unpacked
-from hpctrain.errors import UsageError
-from hpctrain.files import expanded, open_regular
 
 _KEYS = ("x", "y", "x_test", "y_test")
 _HINT = "write it with numpy.savez(path, x=..., y=...)"

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from hpctrain.core.errors import HpctrainError
 from hpctrain.data.augment import Augmented
 from hpctrain.data.dataset import Dataset, Samples
 from hpctrain.data.resized import Resized
-from hpctrain.errors import HpctrainError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
 
 # Separates this stream from others that use Philox with a key of (seed, small number).
 _STREAM = (0, 0, 0, 1)

@@ -14,9 +14,9 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 
+from hpctrain.core.errors import UsageError
+from hpctrain.core.files import brief
 from hpctrain.data.dataset import beyond, faults_of
-from hpctrain.errors import UsageError
-from hpctrain.files import brief
 from hpctrain.hardware.memory import available_bytes
 
 BLOCK = 1 << 20  #: bytes unpacked at once

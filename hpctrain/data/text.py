@@ -20,9 +20,9 @@ import numpy as np
 import pydantic
 
 from hpctrain import config
+from hpctrain.core.errors import UsageError
+from hpctrain.core.files import expanded, unreadable
 from hpctrain.data.dataset import Split
-from hpctrain.errors import UsageError
-from hpctrain.files import expanded, unreadable
 
 BYTES = 256
 #: Folders beside the standard library proper: not in every installation, or not of Python.

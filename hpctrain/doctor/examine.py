@@ -14,17 +14,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hpctrain import launchers
-from hpctrain.cluster import gpus as trying
+from hpctrain.cluster import gpu_probe as trying
 from hpctrain.cluster.launch import find_mpi
+from hpctrain.core import launchers
+from hpctrain.core.errors import UsageError
 from hpctrain.doctor import gpus, mpi, network, node
 from hpctrain.doctor.check import Check, exit_code
-from hpctrain.doctor.picture import Picture, lines, picture
-from hpctrain.errors import UsageError
+from hpctrain.doctor.topology import Picture, lines, picture
 from hpctrain.hardware import gdr, nics, nvidia, pci, quota
 from hpctrain.machine import version
-from hpctrain.transport import bind, verdicts
-from hpctrain.transport.verdicts import Told
+from hpctrain.transport.gpu_probe import verdicts
+from hpctrain.transport.gpu_probe.verdicts import Told
+from hpctrain.transport.placement import core_binding
 
 PACKAGES = ("hpctrain", "numpy", "mpi4py")
 _CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
@@ -131,7 +132,7 @@ def _of_mpi() -> list[Check]:
 
 def _blas(quota_cores: float | None) -> Check:
     cores = len(os.sched_getaffinity(0))
-    return node.blas(bind.asked_threads(os.environ) or cores, cores, quota_cores)
+    return node.blas(core_binding.asked_threads(os.environ) or cores, cores, quota_cores)
 
 
 def cupy() -> str | None:

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from hpctrain.doctor.check import Check
 from hpctrain.hardware.gdr import Gdr
 from hpctrain.hardware.nvidia import Card, Cards
-from hpctrain.transport.gpus import VISIBLE, listed
-from hpctrain.transport.verdicts import Told
+from hpctrain.transport.device.gpus import VISIBLE, listed
+from hpctrain.transport.gpu_probe.verdicts import Told
 
 ALL_IN_SIGHT = (
     "srun --gpus-per-node=N --ntasks-per-node=N, where the site binds tasks to GPUs also "

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.cluster.launch import Mpi, command
+from hpctrain.core.interpreter import module_command
+from hpctrain.core.launchers import launched, scrubbed
 from hpctrain.doctor.check import Check
-from hpctrain.interpreter import module_command
-from hpctrain.launchers import launched, scrubbed
 
 LIMIT_S = 60.0
 FT = ("--with-ft", "ulfm")
-RANKS = "hpctrain.transport.started"
+RANKS = "hpctrain.transport.mpi.hello"
 _NAMES = ("mpirun", "mpiexec")
 
 
@@ -90,7 +90,7 @@ def environ(environment: Mapping[str, str], extra: Mapping[str, str]) -> dict[st
 
 
 def understood(output: str, code: int, errors: str) -> Started:
-    """Parse the output of `python -m hpctrain.transport.started`."""
+    """Parse the output of `python -m hpctrain.transport.mpi.hello`."""
     answers = [json.loads(line) for line in output.splitlines() if line.startswith('{"size"')]
     if code or not answers:  # Hydra prints the signal that ended a rank on stdout
         messages = [line for line in output.splitlines() if not line.startswith('{"size"')]

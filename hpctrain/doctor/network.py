@@ -8,8 +8,8 @@ from pathlib import Path
 from hpctrain.doctor.check import Check
 from hpctrain.hardware.nics import Nic, fastest
 from hpctrain.hardware.pci import ROOT
-from hpctrain.transport import rails
-from hpctrain.transport.seats import THERE_IS
+from hpctrain.transport.placement import nearest_nics
+from hpctrain.transport.placement.check import THERE_IS
 
 
 def checks(nics: Sequence[Nic]) -> list[Check]:
@@ -32,13 +32,17 @@ def checks(nics: Sequence[Nic]) -> list[Check]:
 
 def named(nics: Sequence[Nic], environ: Mapping[str, str], root: Path = ROOT) -> list[Check]:
     """Return the check of the adapters that UCX_NET_DEVICES names; none if it is not set."""
-    value = environ.get(rails.NAMES, "")
-    if not rails.words(value):
+    value = environ.get(nearest_nics.NAMES, "")
+    if not nearest_nics.words(value):
         return []
-    wrong = rails.wrong(value, nics, root)
+    wrong = nearest_nics.wrong(value, nics, root)
     if wrong:
-        return [Check("NICs named", "bad", f"{rails.NAMES}={value}: {', '.join(wrong)}", THERE_IS)]
-    return [Check("NICs named", "ok", f"{rails.NAMES}={value}")]
+        return [
+            Check(
+                "NICs named", "bad", f"{nearest_nics.NAMES}={value}: {', '.join(wrong)}", THERE_IS
+            )
+        ]
+    return [Check("NICs named", "ok", f"{nearest_nics.NAMES}={value}")]
 
 
 def describe(nic: Nic) -> str:

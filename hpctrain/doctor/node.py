@@ -11,7 +11,7 @@ from pathlib import Path
 from hpctrain.doctor.check import Check
 from hpctrain.hardware import shm
 from hpctrain.hardware.shm import GIB, MIB, SHM
-from hpctrain.transport.seats import FEWER
+from hpctrain.transport.placement.check import FEWER
 
 #: Files of MPI libraries and of hpctrain; those of a dead job stay until they are removed.
 LEFT_OVERS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*", "hpctrain-*")

@@ -2,16 +2,16 @@
 
 from typing import Any
 
-from hpctrain.engines.allreduce import AllReduceOptions as AllReduce
-from hpctrain.engines.easgd import EasgdOptions as Easgd
+from hpctrain.core.errors import UsageError
 from hpctrain.engines.engine import Engine, Flags, Task, Times, Work
-from hpctrain.engines.gossip import GossipOptions as Gossip
-from hpctrain.engines.local_sgd import LocalSgdOptions as LocalSgd
-from hpctrain.engines.ps_async import PsAsyncOptions as PsAsync
-from hpctrain.engines.ps_sync import PsSyncOptions as PsSync
-from hpctrain.engines.roles import ServerOptions
-from hpctrain.engines.single import SingleOptions as Single
-from hpctrain.errors import UsageError
+from hpctrain.engines.gossip.options import GossipOptions as Gossip
+from hpctrain.engines.local_sgd.engine import LocalSgdOptions as LocalSgd
+from hpctrain.engines.parameter_server.async_ import PsAsyncOptions as PsAsync
+from hpctrain.engines.parameter_server.easgd import EasgdOptions as Easgd
+from hpctrain.engines.parameter_server.roles import ServerOptions
+from hpctrain.engines.parameter_server.sync import PsSyncOptions as PsSync
+from hpctrain.engines.synchronous.allreduce import AllReduceOptions as AllReduce
+from hpctrain.engines.synchronous.single import SingleOptions as Single
 from hpctrain.gradients.blocks import ReductionOptions
 
 #: The options of each regime by its name on the command line; `build` returns the engine.

@@ -15,14 +15,14 @@ from hpctrain.checkpoint import Piece
 from hpctrain.collectives import Group
 from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.recursive_doubling import recursive_doubling
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import copy
 from hpctrain.engines.replay import Recorder
 from hpctrain.engines.staleness import Staleness
-from hpctrain.errors import UsageError
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.nn import Key, Sums
-from hpctrain.xp import copy
 
 #: Shards of the arena are cut at multiples of this, so that partial sums do not depend on P.
 BLOCK = 65_536
@@ -32,7 +32,7 @@ STEP_BITS = 40  # of a number that holds a rank and a step
 class Flags(NamedTuple):
     """The flags of a rank at a step boundary; all ranks receive the maximum of each."""
 
-    stop: int = 0  #: a rank was asked to stop: the number of the signal, see hpctrain.stop
+    stop: int = 0  #: a rank was asked to stop: the number of the signal, see hpctrain.core.signals
     #: one more than the highest rank whose gradient cannot be taken, 0 for none; where it is the
     #: sum of all, the number of ranks stands for a rank
     failed: int = 0

@@ -26,9 +26,9 @@ import pydantic
 import threadpoolctl
 from pydantic import Field
 
-from hpctrain import atomic, files
-from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.schemas import first_fault
+from hpctrain.core import atomic, files
+from hpctrain.core.errors import HpctrainError, UsageError
+from hpctrain.run_files.schemas import first_fault
 
 log = logging.getLogger(__name__)
 FOLDER = "replay"

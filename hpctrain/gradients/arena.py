@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing
 
-from hpctrain.transport.memory import aligned_zeros
-from hpctrain.xp import Array, address_of, to_host
+from hpctrain.core.xp import Array, address_of, to_host
+from hpctrain.transport.shared_memory.host import aligned_zeros
 
 ALIGN_BYTES = 64
 

@@ -26,10 +26,10 @@ from pydantic import Field
 
 from hpctrain import config, nn
 from hpctrain.collectives.ordered import Subtotal, Tree, into_the_left
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.replica import Batch, Replica, ignore_ready
-from hpctrain.transport.bind import one_blas_thread
+from hpctrain.transport.placement.core_binding import one_blas_thread
 
 BLOCKS = 8  # if no number is given
 NOTHING = nn.Sums(0.0, 0, 0)

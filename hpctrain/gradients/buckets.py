@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hpctrain.errors import HpctrainError
+from hpctrain.core.errors import HpctrainError
 from hpctrain.gradients.arena import Slot
 
 

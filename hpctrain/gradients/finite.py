@@ -9,9 +9,9 @@ is written over it. The result rides on the vote that all ranks exchange in each
 rank changes a parameter before all ranks know the result.
 
 Where all ranks hold the sum anyway, each checks its P-th part of that instead, and the vote comes
-after the reduction (engines/allreduce.py). To read every gradient once more before its neighbours
-read it is 8 to 15 % of a step where cores share no cache: lines that were read again are slower to
-fetch from the core that wrote them.
+after the reduction (engines/synchronous/allreduce.py). To read every gradient once more before its
+neighbours read it is 8 to 15 % of a step where cores share no cache: lines that were read again are
+slower to fetch from the core that wrote them.
 
 One product does for nearly all gradients: where g . g is finite, every element is below 1.9e19 in
 float32, and no sum over ranks overflows either. Where it is not, the elements are checked one by
@@ -32,10 +32,10 @@ from math import isfinite
 
 import numpy as np
 
+from hpctrain.core.kernels import launch, written
+from hpctrain.core.xp import Array, fetch, namespace, on_device
 from hpctrain.gradients.replica import Replica
-from hpctrain.kernels import launch, written
 from hpctrain.nn import Sums
-from hpctrain.xp import Array, fetch, namespace, on_device
 
 #: Two times the place of the first element that does not pass, and one more where it is finite.
 SOURCE = """

@@ -23,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain import nn, xp
-from hpctrain.errors import UsageError
+from hpctrain import nn
+from hpctrain.core import xp
+from hpctrain.core.errors import UsageError
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.replica import Batch, ModelReplica, in_pieces
 

@@ -16,8 +16,9 @@ from typing import Literal
 
 import numpy as np
 
-from hpctrain import nn, xp
-from hpctrain.errors import UsageError
+from hpctrain import nn
+from hpctrain.core import xp
+from hpctrain.core.errors import UsageError
 from hpctrain.gradients.mixed import MixedReplica, dtype_named
 from hpctrain.gradients.replica import ModelReplica
 

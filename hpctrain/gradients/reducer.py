@@ -39,13 +39,13 @@ from hpctrain import config
 from hpctrain.collectives import Group, Operation
 from hpctrain.collectives.direct import direct_shared
 from hpctrain.collectives.recursive_doubling import recursive_doubling
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Event, event, finish, own_stream, wait_for
 from hpctrain.gradients.blocks import ReductionOptions
 from hpctrain.gradients.buckets import Bucket, Filling
 from hpctrain.gradients.compress import CompressionOptions
-from hpctrain.trace import Trace
 from hpctrain.tuning.select import name_of, resolved
-from hpctrain.xp import Event, event, finish, own_stream, wait_for
+from hpctrain.watch.trace import Trace
 
 JOIN_LIMIT_S = 10.0
 #: An all-reduce that returns the array of the sum; None: the array of the call.

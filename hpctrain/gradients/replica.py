@@ -9,12 +9,13 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from hpctrain import nn, xp
-from hpctrain.errors import UsageError
+from hpctrain import nn
+from hpctrain.core import xp
+from hpctrain.core.errors import UsageError
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.arena import Arena
 from hpctrain.hardware.memory import available_bytes
-from hpctrain.transport.memory import aligned_zeros
+from hpctrain.transport.shared_memory.host import aligned_zeros
 
 START_BYTES = 8  #: of a parameter's start value, float64
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from hpctrain import nn
-from hpctrain.faults import Pace
 from hpctrain.gradients.arena import Arena
+from hpctrain.gradients.faults import Pace
 from hpctrain.gradients.replica import Batch, Replica
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hpctrain import config, usercode
+from hpctrain import config
+from hpctrain.config import usercode
 from hpctrain.nn.activations import GELU, ReLU
 from hpctrain.nn.attention import CausalAttention
 from hpctrain.nn.batch_norm import BatchNorm
-from hpctrain.nn.call import CallOptions
 from hpctrain.nn.chain import Chain, Recompute, Residual
 from hpctrain.nn.conv import Conv2d
 from hpctrain.nn.dropout import Dropout
 from hpctrain.nn.embedding import Embedding, Positions, Unembedding
+from hpctrain.nn.from_function import CallOptions
 from hpctrain.nn.layer import Key, Layer, Parameter
 from hpctrain.nn.layer_norm import LayerNorm
 from hpctrain.nn.linear import Linear

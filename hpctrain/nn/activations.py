@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import pi, sqrt
 from typing import Any
 
+from hpctrain.core.xp import Array, fused, namespace, narrow, on_device, wide
 from hpctrain.nn.layer import Key, Parameter, Shape
-from hpctrain.xp import Array, fused, namespace, narrow, on_device, wide
 
 BLOCK = 32_768  #: elements handled at once on the host: all temporaries stay in the cache
 A, B = sqrt(2 / pi), 0.044715

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array, namespace, narrow, on_device, wide
 from hpctrain.nn.embedding import SPREAD
 from hpctrain.nn.layer import Key, Parameter, Shape, at_least, normal, sum_rows, zeros
-from hpctrain.xp import Array, namespace, narrow, on_device, wide
 
 
 class Saved(NamedTuple):

@@ -6,7 +6,7 @@ or empty.
 
     forward    [n, sum x, sum x^2]      backward    [sum dy, sum dy * normal]     added over ranks
 
-On a GPU both are kernels of our own; see channels.py.
+On a GPU both are kernels of our own; see cuda/batch_norm.py.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpctrain.errors import UsageError
-from hpctrain.nn import channels
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array, like, namespace, narrow, on_device, to_host, wide
+from hpctrain.nn.cuda import batch_norm
 from hpctrain.nn.layer import Key, Parameter, Shape, SumOverRanks, ones, rows_of, sum_rows, zeros
-from hpctrain.xp import Array, like, namespace, narrow, on_device, to_host, wide
 
 
 class Saved(NamedTuple):
@@ -35,7 +35,7 @@ class Saved(NamedTuple):
 class SavedOnDevice(NamedTuple):
     """The values saved for backward on a device."""
 
-    normal: channels.Normal
+    normal: batch_norm.Normal
     rows: float  #: of all ranks
     sum_over_ranks: SumOverRanks | None
 
@@ -81,13 +81,13 @@ class BatchNorm:
     ) -> tuple[Array, SavedOnDevice]:
         """Compute `_train` on a device."""
         add, flat = key.sum_over_ranks, namespace(x).ascontiguousarray(rows_of(x))
-        total, rows = channels.sums_of_values(flat), float(len(flat))
+        total, rows = batch_norm.sums_of_values(flat), float(len(flat))
         if add is not None:  # summed over ranks through the host: a few numbers
             numbers = add(np.concatenate([np.array([rows]), to_host(total)]))
             total, rows = like(total, numbers[1:]), float(numbers[0])
         running, note = (p["mean"], p["variance"]), rows > 0 and not key.again
-        normal = channels.normal_of(flat, total, rows, running, note, self.momentum, self.epsilon)
-        y = channels.normalized(normal, p["weight"], p["bias"])
+        normal = batch_norm.normal_of(flat, total, rows, running, note, self.momentum, self.epsilon)
+        y = batch_norm.normalized(normal, p["weight"], p["bias"])
         return y.reshape(x.shape), SavedOnDevice(normal, rows, add)
 
     def _train(
@@ -154,12 +154,12 @@ def _back_on_device(
     """Compute `BatchNorm.backward` on a device."""
     normal, rows, add = saved
     flat = namespace(dy).ascontiguousarray(dy).reshape(normal.x.shape)
-    total = channels.sums_of_gradients(normal, flat, g["bias"], g["weight"])
+    total = batch_norm.sums_of_gradients(normal, flat, g["bias"], g["weight"])
     if add is not None:
         total = like(total, add(to_host(total)))
     if not want_dx:
         return None
-    return channels.back(normal, flat, weight, total, rows).reshape(dy.shape)
+    return batch_norm.back(normal, flat, weight, total, rows).reshape(dy.shape)
 
 
 def _mean_of(flat: np.ndarray) -> np.ndarray:

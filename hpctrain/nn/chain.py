@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array
 from hpctrain.nn.layer import Key, Layer, Parameter, Shape
-from hpctrain.xp import Array
 
 LAYERS = 1 << 16  #: more than a chain has: separates the random numbers of nested layers
 

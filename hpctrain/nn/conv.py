@@ -8,7 +8,7 @@ Every window of the image becomes a row, and the kernel a matrix:
 With channels last, a row of a window is one run of memory, y leaves the product in its final
 order, and no array is transposed on either way. The price: `columns` is kernel^2 / stride^2 times
 as large as x, and is saved for backward. A GPU gathers it, and scatters its gradient, in one kernel
-each; see windows.py.
+each; see cuda/im2col.py.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.errors import UsageError
-from hpctrain.nn import windows
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array, namespace, narrow, on_device
+from hpctrain.nn.cuda import im2col
 from hpctrain.nn.layer import Key, Parameter, Shape, at_least, he_normal, sum_rows, zeros
-from hpctrain.xp import Array, namespace, narrow, on_device
 
 
 def image_shape(shape: Shape, window: int, stride: int, padding: int = 0) -> tuple[int, int]:
@@ -101,7 +101,7 @@ class Conv2d:
         if self._is_product:
             return x.reshape(n * oh * ow, c)
         if on_device(x):
-            return windows.columns(x, (oh, ow), k, self.stride, self.padding)
+            return im2col.columns(x, (oh, ow), k, self.stride, self.padding)
         if self.padding:
             x = _pad(x, self.padding)
         a, b, d, e = x.strides
@@ -122,7 +122,7 @@ class Conv2d:
             products = dy @ weight.reshape(-1, self.outputs).T
             if self._is_product:
                 return products.reshape(shape)
-            return windows.image(products, shape, (oh, ow), self.kernel, self.stride, q)
+            return im2col.image(products, shape, (oh, ow), self.kernel, self.stride, q)
         x = np.zeros((n, h + 2 * q, w + 2 * q, c), np.float32 if dy.itemsize == 2 else dy.dtype)
         part = np.empty((len(dy), c), dy.dtype)
         # One product per place of the kernel: the part is still in the cache when it is added,

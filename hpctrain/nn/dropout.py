@@ -6,7 +6,7 @@ ranges that follow each other, so one call draws the rows of any share.
 
     counter words    [ sample * blocks + block,  step,  layer,  0 ]      key words  [ seed, STREAM ]
 
-A GPU draws the same numbers itself; see philox.py.
+A GPU draws the same numbers itself; see cuda/philox.py.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array, on_device
+from hpctrain.nn.cuda.philox import DRAWS, dropped
 from hpctrain.nn.layer import Key, Parameter, Shape
-from hpctrain.nn.philox import DRAWS, dropped
-from hpctrain.xp import Array, on_device
 
 STREAM = 1 << 63  #: separate from the initial values, whose keys are (seed, index)
 

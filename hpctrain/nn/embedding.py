@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array, namespace, on_device
 from hpctrain.nn.layer import Key, Parameter, Shape, at_least, normal, rows_of, sum_rows
-from hpctrain.xp import Array, namespace, on_device
 
 SPREAD = 0.02  #: standard deviation at the start, as in GPT-2 (Radford et al., 2019)
 ONES_BYTES = 64 << 20  #: of the largest matrix of zeros and ones; see `_by_product`

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hpctrain.errors import UsageError
-from hpctrain.xp import Array, namespace
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array, namespace
 
 MOST_LAYERS = 10_000  #: of a kind in a model: a larger number is a mistake, and takes all memory
 Shape = tuple[int, ...]

@@ -1,6 +1,6 @@
 """Layer normalization: of each vector alone, so without data of other samples or ranks.
 
-On a GPU forward and backward are kernels of our own; see vectors.py.
+On a GPU forward and backward are kernels of our own; see cuda/layer_norm.py.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.errors import UsageError
-from hpctrain.nn import vectors
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array, namespace, narrow, on_device, wide
+from hpctrain.nn.cuda import layer_norm
 from hpctrain.nn.layer import Key, Parameter, Shape, ones, rows_of, sum_rows, zeros
-from hpctrain.xp import Array, namespace, narrow, on_device, wide
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class LayerNorm:
 
     def forward(
         self, p: Mapping[str, Array], x: Array, key: Key | None
-    ) -> tuple[Array, tuple[np.ndarray, np.ndarray] | vectors.Normal]:
+    ) -> tuple[Array, tuple[np.ndarray, np.ndarray] | layer_norm.Normal]:
         if on_device(x):
-            out, saved = vectors.normalized(rows_of(x), p["weight"], p["bias"], self.epsilon)
+            out, saved = layer_norm.normalized(rows_of(x), p["weight"], p["bias"], self.epsilon)
             return out.reshape(x.shape), saved
         full = wide(x)
         normal = full - full.mean(axis=-1, keepdims=True)
@@ -55,14 +55,14 @@ class LayerNorm:
         self,
         p: Mapping[str, Array],
         g: Mapping[str, Array],
-        saved: tuple[np.ndarray, np.ndarray] | vectors.Normal,
+        saved: tuple[np.ndarray, np.ndarray] | layer_norm.Normal,
         dy: Array,
         want_dx: bool,
     ) -> Array | None:
-        if isinstance(saved, vectors.Normal):
+        if isinstance(saved, layer_norm.Normal):
             flat = namespace(dy).ascontiguousarray(rows_of(dy))
-            vectors.sums(saved, flat, g["bias"], g["weight"])
-            return vectors.back(saved, flat, p["weight"]).reshape(dy.shape) if want_dx else None
+            layer_norm.sums(saved, flat, g["bias"], g["weight"])
+            return layer_norm.back(saved, flat, p["weight"]).reshape(dy.shape) if want_dx else None
         (normal, scale), incoming = saved, dy
         dy = wide(dy)
         sum_rows(rows_of(dy), out=g["bias"])

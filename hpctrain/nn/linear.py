@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array, namespace
 from hpctrain.nn.layer import (
     Key,
     Parameter,
@@ -17,7 +18,6 @@ from hpctrain.nn.layer import (
     sum_rows,
     zeros,
 )
-from hpctrain.xp import Array, namespace
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpctrain.errors import UsageError
-from hpctrain.nn.entropies import entropies
-from hpctrain.xp import Array, fetch, namespace, on_device, to_host
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array, fetch, namespace, on_device, to_host
+from hpctrain.nn.cuda.cross_entropy import entropies
 
 
 class Sums(NamedTuple):

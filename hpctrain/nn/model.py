@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array, like, namespace, narrow, on_device, wide
 from hpctrain.nn.chain import named, shapes
 from hpctrain.nn.embedding import Embedding
 from hpctrain.nn.layer import Key, Layer, Parameter, Shape
 from hpctrain.nn.losses import Loss, Sums, add, arrived, cross_entropy
-from hpctrain.xp import Array, like, namespace, narrow, on_device, wide
 
 EVALUATION_TARGETS = 2048  #: at once in `evaluate`; bounds the memory whatever the test set
 EVALUATION_ROWS = 256  #: samples at once, at most

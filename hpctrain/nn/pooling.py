@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array, namespace, narrow, wide
 from hpctrain.nn.conv import image_shape, places
 from hpctrain.nn.layer import Key, Parameter, Shape, at_least
-from hpctrain.xp import Array, namespace, narrow, wide
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array, namespace
 from hpctrain.nn.layer import Key, Parameter, Shape, at_least
-from hpctrain.xp import Array, namespace
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Annotated
 import pydantic
 
 from hpctrain.config import options
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
 from hpctrain.nn.activations import ReLU
 from hpctrain.nn.batch_norm import BatchNorm
 from hpctrain.nn.chain import Chain, Recompute, Residual

@@ -15,7 +15,7 @@ from typing import Annotated
 import pydantic
 
 from hpctrain.config import options
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
 from hpctrain.nn.activations import GELU
 from hpctrain.nn.attention import CausalAttention
 from hpctrain.nn.chain import Chain, Recompute, Residual

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import pydantic
 
 from hpctrain.config import options
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
 from hpctrain.nn.activations import ReLU
 from hpctrain.nn.conv import Conv2d
 from hpctrain.nn.dropout import Dropout

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from hpctrain.config import options
+from hpctrain.core.xp import Array, fused, namespace, on_device
 from hpctrain.optim.norms import clip_factor, decayed, runs
 from hpctrain.optim.optimizer import (
     BLOCK,
@@ -32,7 +33,6 @@ from hpctrain.optim.optimizer import (
     require,
     start,
 )
-from hpctrain.xp import Array, fused, namespace, on_device
 
 
 class _Numbers(NamedTuple):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpctrain.config import options
+from hpctrain.core.xp import Array, fused, namespace, on_device
 from hpctrain.optim.adamw import check, direction, direction_in_kernel, follow, following, moments
 from hpctrain.optim.norms import (
     Piece,
@@ -48,7 +49,6 @@ from hpctrain.optim.optimizer import (
     rate_of,
     start,
 )
-from hpctrain.xp import Array, fused, namespace, on_device
 
 
 class _Numbers(NamedTuple):

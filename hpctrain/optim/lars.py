@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpctrain.config import options
+from hpctrain.core.xp import Array, fused, namespace, on_device
 from hpctrain.optim.norms import (
     by_slot,
     clip_factor,
@@ -43,7 +44,6 @@ from hpctrain.optim.optimizer import (
     require,
     start,
 )
-from hpctrain.xp import Array, fused, namespace, on_device
 
 
 class _Numbers(NamedTuple):

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpctrain.core.xp import Array, namespace, on_device, raw_kernel, to_host
 from hpctrain.optim.optimizer import BLOCK, Slot, Total, blocks
-from hpctrain.xp import Array, namespace, on_device, raw_kernel, to_host
 
 
 class Piece(NamedTuple):

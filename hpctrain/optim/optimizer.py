@@ -9,8 +9,8 @@ import numpy as np
 import pydantic
 
 from hpctrain.config import options
-from hpctrain.errors import UsageError
-from hpctrain.xp import Array, namespace
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array, namespace
 
 BLOCK = 65_536  #: elements handled at once; with their state they fit the second-level cache
 CURVE_POINTS = 17  #: of the rate in an interval, at most

@@ -16,7 +16,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from hpctrain.config import options
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array, fused, namespace, on_device
 from hpctrain.optim.norms import clip_factor, decayed, runs
 from hpctrain.optim.optimizer import (
     BLOCK,
@@ -33,7 +34,6 @@ from hpctrain.optim.optimizer import (
     require,
     start,
 )
-from hpctrain.xp import Array, fused, namespace, on_device
 
 
 class _Numbers(NamedTuple):

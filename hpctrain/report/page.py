@@ -11,7 +11,7 @@ from typing import Any
 
 import jinja2
 
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
 from hpctrain.report.plots import plots
 from hpctrain.report.record import Record, read
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain import files, rundir
-from hpctrain.errors import UsageError
-from hpctrain.files import FileError, MissingError
+from hpctrain.core import files
+from hpctrain.core.errors import UsageError
+from hpctrain.core.files import FileError, MissingError
+from hpctrain.run_files import run_folder
 
 MOST_COUNTS = 10**8  #: rows times kinds of staleness
 TIMES = ("wall_s", "compute_s", "wait_s", "wire_s")
@@ -100,17 +101,17 @@ class Record:
 
 def read(run: Path) -> Record:
     """Return the record of the run in folder `run`; raise UsageError if there is none."""
-    names = (rundir.RECIPE, rundir.METRICS, rundir.SUMMARY)
+    names = (run_folder.RECIPE, run_folder.METRICS, run_folder.SUMMARY)
     if not any(os.path.lexists(run / name) for name in names):
         raise UsageError(f"{run} holds no run: expected {', '.join(names[:2])} or {names[2]}")
-    summary = rundir.read_summary(run) or {}
-    return Record(run.resolve().name, _forward(rundir.rows(run)), summary, _recipe(run))
+    summary = run_folder.read_summary(run) or {}
+    return Record(run.resolve().name, _forward(run_folder.rows(run)), summary, _recipe(run))
 
 
 def _recipe(run: Path) -> str:
     """Return the text of the recipe, empty where there is none, as in a run from Python."""
     try:
-        return files.read_text(run / rundir.RECIPE, rundir.RECIPE_BYTES)
+        return files.read_text(run / run_folder.RECIPE, run_folder.RECIPE_BYTES)
     except MissingError:
         return ""
 

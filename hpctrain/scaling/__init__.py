@@ -1,12 +1,12 @@
 """Scaling studies: `hpctrain scale` trains one recipe on several sizes and reports how it scales.
 
-    sizes x repeats    sizes.py, changes.py   trials: one recipe per size, made for timing
+    sizes x repeats    world_sizes.py, trial_recipe.py trials: one recipe per size, made for timing
     folder             study.py               study.json, a folder per trial: those there are done
-    trials             places.py, conduct.py  on this machine, on a netlab, as jobs of Slurm
+    trials             trials/ on this machine, on a netlab, as jobs of Slurm
     files -> numbers   collect.py, table of   summary.json and metrics.jsonl of each trial, no more
                        numbers: results.py
     laws, forecast     laws.py, forecast.py   Amdahl, Gustafson; the alpha-beta model beyond
-    display            board.py, teller.py while trials run; show.py, plots.py, page.py of results
+    display            output/             live_view.py while trials run; tables, plots, page
 
 Everything after the trials reads files only; so a study that was stopped anywhere goes on when it
 is called again, and the trials measured so far are drawn.

@@ -14,13 +14,13 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from hpctrain import rundir
-from hpctrain.scaling.changes import INTERVALS, Timing
+from hpctrain.run_files import run_folder
+from hpctrain.scaling.trial_recipe import INTERVALS, Timing
 
 TIMES = ("compute_s", "wire_s", "wait_s")
 #: Facts in a run's summary about its machine; jobs run elsewhere than this process.
 FACTS = ("transport", "threads", "gpus", "gpu_paths")
-SUMMARY = rundir.SUMMARY
+SUMMARY = run_folder.SUMMARY
 Row = dict[str, Any]
 
 
@@ -53,8 +53,8 @@ class Gap:
 def trial(folder: Path, timing: Timing) -> Trial | Gap:
     """Return the medians of the run in `folder`, a Gap where it is missing or incomplete."""
     try:
-        summary = rundir.read_summary(folder)
-        rows = rundir.rows(folder)
+        summary = run_folder.read_summary(folder)
+        rows = run_folder.rows(folder)
     except (OSError, ValueError) as error:
         return Gap(f"its files cannot be read: {error}")
     if summary is None or summary.get("status") != "done":
@@ -62,7 +62,7 @@ def trial(folder: Path, timing: Timing) -> Trial | Gap:
     timed = list(intervals(rows, timing))
     if len(timed) != INTERVALS:
         cause = ": it was resumed on the way" if rows and rows[-1]["since_step"] else ""
-        return Gap(f"{len(timed)} timed rows in {rundir.METRICS}, expected {INTERVALS}{cause}")
+        return Gap(f"{len(timed)} timed rows in {run_folder.METRICS}, expected {INTERVALS}{cause}")
     step_s = {name: median(interval[name] for interval in timed) for name in ("step_s", *TIMES)}
     rate = median(interval["samples_per_s"] for interval in timed)
     hosts = tuple(summary.get("hosts") or ())
@@ -85,7 +85,7 @@ def intervals(rows: Sequence[Row], timing: Timing) -> Iterator[dict[str, float]]
 def step(folder: Path) -> int | None:
     """Return the last step in the metrics of the run in `folder`."""
     try:
-        rows = rundir.rows(folder)
+        rows = run_folder.rows(folder)
     except OSError:  # a shared file system may take it away for a moment
         return None
     return rows[-1]["step"] if rows else None

@@ -4,8 +4,8 @@
 
 compute    strong scaling: a + b / P fitted to the measured times; weak: that of the largest size
 exposed    the all-reduce of n bytes, replayed message by message on a clock per rank, as
-           `hpctrain bench predict` does (tuning/schedules.py): on a ring 2(P-1) messages of n/P
-           bytes, each alpha + m beta. Overlapped compute hides a part of it (tuning/steps.py)
+           `hpctrain bench predict` does (message_schedules.py): on a ring 2(P-1) messages
+           of n/P bytes, each alpha + m beta. Overlapped compute hides a part of it
 uneven     waiting that the wire does not explain: for each other; that of the largest size
 other      reading, bookkeeping; that of the largest size
 
@@ -29,12 +29,13 @@ from functools import cache
 
 import numpy as np
 
-from hpctrain.bench.predict import Layout, fits
-from hpctrain.scaling.sizes import Size
-from hpctrain.tuning import cost, fit, guess
-from hpctrain.tuning.loggp import Clocks, Cluster, Wire, alike
-from hpctrain.tuning.schedules import SCHEDULES
-from hpctrain.tuning.steps import even, step_time
+from hpctrain.bench.prediction.predict import Layout, fits
+from hpctrain.cost_model import cost, fit
+from hpctrain.cost_model.loggp import Clocks, Cluster, Wire, alike
+from hpctrain.cost_model.message_schedules import SCHEDULES
+from hpctrain.cost_model.training_step import even, step_time
+from hpctrain.scaling.world_sizes import Size
+from hpctrain.tuning import defaults
 
 #: All-reduces without a schedule in hpctrain, and the schedule nearest to each.
 LIKE = {"direct-shared": "direct", "native": "halving-doubling"}
@@ -211,7 +212,7 @@ def _cluster(
     steps: Sequence[StepTimes], nbytes: int, inside: Wire | None, between: Wire | None
 ) -> Cluster:
     """Return the machine before it is scaled: measured messages, else wire times, else guesses."""
-    node_cluster, network_cluster = alike(guess.NODE), alike(guess.ACROSS)
+    node_cluster, network_cluster = alike(defaults.NODE), alike(defaults.ACROSS)
     return replace(
         node_cluster,
         inside=inside or _from_wire_times(_over(False, steps), nbytes) or node_cluster.inside,

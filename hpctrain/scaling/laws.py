@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hpctrain.tuning.fit import nonnegative
+from hpctrain.cost_model.fit import nonnegative
 
 Numbers = Sequence[float]
 

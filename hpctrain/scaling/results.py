@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
+from hpctrain.cost_model.loggp import Wire
 from hpctrain.scaling import laws
 from hpctrain.scaling.collect import Gap, Trial
+from hpctrain.scaling.confidence import Estimate, estimate
 from hpctrain.scaling.forecast import Model, StepTimes, fitted
-from hpctrain.scaling.sizes import Size
-from hpctrain.scaling.student import Estimate, estimate
 from hpctrain.scaling.study import Study
-from hpctrain.tuning.loggp import Wire
+from hpctrain.scaling.world_sizes import Size
 
 Row = dict[str, Any]
 Outcomes = Mapping[Size, Sequence[Trial | Gap]]  #: of each size a trial, or a gap, per repeat

@@ -20,10 +20,11 @@ from typing import Annotated, Any
 
 import pydantic
 
-from hpctrain import atomic, files, rundir
-from hpctrain.errors import UsageError
-from hpctrain.scaling.changes import Timing
-from hpctrain.scaling.sizes import Positive, Size, oversubscribed
+from hpctrain.core import atomic, files
+from hpctrain.core.errors import UsageError
+from hpctrain.run_files import run_folder
+from hpctrain.scaling.trial_recipe import Timing
+from hpctrain.scaling.world_sizes import Positive, Size, oversubscribed
 
 FILE, FORMAT = "study.json", 1
 MOST_REPEATS = 10_000  #: a larger number is damage: trials are listed
@@ -137,10 +138,10 @@ def claimed(path: Path) -> Iterator[Folder]:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        names = sorted(entry.name for entry in path.iterdir() if entry.name != rundir.LOCK)
+        names = sorted(entry.name for entry in path.iterdir() if entry.name != run_folder.LOCK)
         if names and FILE not in names:
             raise UsageError(f"--out {path} is in use, and by no study: it holds {names[0]}, ...")
-        lock = rundir.locked(path)
+        lock = run_folder.locked(path)
     except OSError as error:
         raise UsageError(f"--out {path} cannot be written: {error.strerror}") from None
     try:

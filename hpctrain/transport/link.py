@@ -1,9 +1,9 @@
 """The interface of every transport: one rank's view of the ranks it can send to.
 
 A Link belongs to one thread; another thread gets its own by `split`. Arrays are contiguous, of
-NumPy or CuPy (lanes.py), and travel as bytes. There is no receive from "anyone": its order could
-not be replayed, and a dead peer would leave it pending. Every receive compares the bytes that came
-with the bytes expected.
+NumPy or CuPy (device/transfers.py), and travel as bytes. There is no receive from "anyone": its
+order could not be replayed, and a dead peer would leave it pending. Every receive compares the
+bytes that came with the bytes expected.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hpctrain.stairs import Steps
+from hpctrain.core.thresholds import Steps
 from hpctrain.transport.paths import Path
 
 

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from hpctrain import stairs
-from hpctrain.stairs import Steps
+from hpctrain.core import thresholds
+from hpctrain.core.thresholds import Steps
 
 Path = Literal["gdr", "cuda-aware", "ipc", "staged"]
 #: The paths on which MPI is given device pointers.
@@ -104,4 +104,4 @@ def steps_to(verdict: Verdict, local: Place, remote: Place) -> Steps:
 
 def by_pointer(path: Path, steps: Steps, nbytes: int) -> bool:
     """Return whether MPI is given pointers for messages of `nbytes`, the same on both sides."""
-    return path in BY_POINTER and (not steps or stairs.at(steps, nbytes) == POINTER)
+    return path in BY_POINTER and (not steps or thresholds.at(steps, nbytes) == POINTER)

@@ -1,7 +1,7 @@
 """Turn times of algorithms over lengths, measured or predicted, into the thresholds of `auto`.
 
 Plain arrays, arrays in node memory and dtypes that MPI cannot reduce have a table of thresholds
-each (stairs.py); the three are merged in the end.
+each (core/thresholds.py); the three are merged in the end.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Annotated
 import pydantic
 
 from hpctrain.collectives import ALLREDUCE
-from hpctrain.collectives.choices import Choices, Pick
-from hpctrain.stairs import Steps, Times, at, steps, taken_at
+from hpctrain.collectives.dispatch import Choices, Pick
+from hpctrain.core.thresholds import Steps, Times, at, steps, taken_at
 
 NOISY = 0.25  #: interquartile range over the median: the machine was busy
 FALLBACK = "recursive-doubling"  #: any dtype, any layout: without other times

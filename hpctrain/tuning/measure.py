@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from hpctrain.collectives import all_gather_short
+from hpctrain.core.xp import Array, finish
 from hpctrain.transport.link import Link, Request
-from hpctrain.xp import Array, finish
 
 COLD_BYTES = 8 << 20  #: of other arrays that a rank writes before a call that is timed cold
 Around = Callable[[], AbstractContextManager[Any]]

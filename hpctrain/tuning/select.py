@@ -19,23 +19,23 @@ import numpy as np
 
 from hpctrain import collectives, config
 from hpctrain.collectives import AllReduceFunction, Group, broadcast
-from hpctrain.collectives.choices import Choices
+from hpctrain.collectives.all_gathers import ALL_GATHERS, AllGather, joined_by
 from hpctrain.collectives.direct import direct
 from hpctrain.collectives.direct import prepared as direct_prepared
-from hpctrain.collectives.gathers import ALL_GATHERS, AllGather, joined_by
+from hpctrain.collectives.dispatch import Choices
 from hpctrain.collectives.native import native
 from hpctrain.collectives.nccl import nccl
 from hpctrain.collectives.null import null
-from hpctrain.collectives.operations import Operation, reduced_by_mpi
 from hpctrain.collectives.recursive_doubling import recursive_doubling
+from hpctrain.collectives.reductions.operations import Operation, reduced_by_mpi
 from hpctrain.collectives.signature import Signature, matched
-from hpctrain.errors import UsageError
-from hpctrain.transport.nccl import libraries
-from hpctrain.tuning import guess_gpus, table
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array, on_device
+from hpctrain.transport.device.nccl import libraries
+from hpctrain.tuning import defaults_gpu, table
 from hpctrain.tuning.choose import Plan, choices
-from hpctrain.tuning.gpus import Gpus
-from hpctrain.tuning.guess import Layout, guessed, layout_of
-from hpctrain.xp import Array, on_device
+from hpctrain.tuning.defaults import Layout, guessed, layout_of
+from hpctrain.tuning.gpu_layout import Gpus
 
 #: The names of all-reduces for users.
 NAMES = ("auto", *collectives.ALLREDUCE, "nccl")
@@ -192,7 +192,7 @@ def _decided(group: Group, mpi: bool, gpus: Gpus | None) -> list[dict[str, Any]]
     """Return the plans of fitting tables, else of the model: for the host, then for `gpus`."""
     plans = [_measured(group, mpi, None) or guessed(layout_of(group, mpi))]
     if gpus is not None:
-        plans.append(_measured(group, mpi, gpus) or guess_gpus.guessed(group, gpus))
+        plans.append(_measured(group, mpi, gpus) or defaults_gpu.guessed(group, gpus))
     return list(map(asdict, plans))
 
 

@@ -27,11 +27,11 @@ from types import ModuleType
 import numpy as np
 
 from hpctrain.collectives import ALLREDUCE, Group, all_gather_short
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array
 from hpctrain.tuning import choose, select
 from hpctrain.tuning.choose import Buckets, Row
 from hpctrain.tuning.measure import timed
-from hpctrain.xp import Array
 
 #: Bytes reduced between two readings of the clock, in as many calls, but 32 at most.
 BATCH_BYTES, MOST_CALLS = 1 << 20, 32

@@ -27,10 +27,11 @@ import pydantic
 
 from hpctrain import collectives, machine
 from hpctrain.collectives import Group
-from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.files import FileError, brief, read_bytes
-from hpctrain.tuning import choose, cost
-from hpctrain.tuning.gpus import Gpus
+from hpctrain.core.errors import HpctrainError, UsageError
+from hpctrain.core.files import FileError, brief, read_bytes
+from hpctrain.cost_model import cost
+from hpctrain.tuning import choose
+from hpctrain.tuning.gpu_layout import Gpus
 
 log = logging.getLogger(__name__)
 SCHEMA = 1

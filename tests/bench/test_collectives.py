@@ -11,8 +11,8 @@ import pytest
 from ranks import on_ranks, run_on
 
 from hpctrain.bench import collectives, sweep
-from hpctrain.bench.operations import COLLECTIVES, Case
-from hpctrain.errors import UsageError
+from hpctrain.bench.measured_collectives import COLLECTIVES, Case
+from hpctrain.core.errors import UsageError
 
 ASKED = {
     "sizes_text": "4B,1000B",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from ranks import run_on_gpus
 
-from hpctrain.cluster import gpus
+from hpctrain.cluster import gpu_probe
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -160,11 +160,11 @@ def test_a_run_on_the_cpu_tries_no_way_between_gpus(script, monkeypatch, tmp_pat
         return SimpleNamespace(returncode=1, stderr="Error")
 
     monkeypatch.setattr(equal, "subprocess", SimpleNamespace(run=run))
-    monkeypatch.setattr(gpus.nvidia, "driver", lambda: "580.1")
-    monkeypatch.setattr(gpus, "find_spec", lambda name: name)
+    monkeypatch.setattr(gpu_probe.nvidia, "driver", lambda: "580.1")
+    monkeypatch.setattr(gpu_probe, "find_spec", lambda name: name)
     for device in ("cpu", "gpu"):
         equal.trained(tmp_path / "run", 1, device, ())
-    assert [gpus.wanted(line) for line in lines] == [False, True]
+    assert [gpu_probe.wanted(line) for line in lines] == [False, True]
 
 
 def test_plots(script, monkeypatch, tmp_path):

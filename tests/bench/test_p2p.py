@@ -11,14 +11,14 @@ from machines import infiniband
 from ranks import on_ranks, run_on
 
 from hpctrain.bench import p2p, p2p_gpu
-from hpctrain.bench.ends import Ends
+from hpctrain.bench.rank_pair import Ends
 from hpctrain.collectives import all_gather_bytes
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
 from hpctrain.hardware import nics
-from hpctrain.transport import gpus
-from hpctrain.transport.gpus import Gpu
-from hpctrain.transport.ipc import arenas_of
+from hpctrain.transport.device import gpus
+from hpctrain.transport.device.gpus import Gpu
 from hpctrain.transport.paths import Place, Verdict
+from hpctrain.transport.shared_memory.cuda_ipc import arenas_of
 
 ASKED = {"ranks": None, "iterations": 2, "warm_up": 0, "json": None, "plot": None}
 

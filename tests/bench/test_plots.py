@@ -8,9 +8,10 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from hpctrain.bench import plot, predicted_plot
-from hpctrain.bench.sizes import shown
-from hpctrain.tuning.schedules import SCHEDULES
+from hpctrain.bench import plot
+from hpctrain.bench.message_sizes import shown
+from hpctrain.bench.prediction import plots as prediction_plots
+from hpctrain.cost_model.message_schedules import SCHEDULES
 
 SIZES = [4 << i for i in range(0, 25)]
 
@@ -72,7 +73,7 @@ def test_times_of_predictions_have_one_unit(drawn, tmp_path):
          "bytes": size, "predicted_s": 2e-3 * (1 + i % 5)}
         for i, name in enumerate(SCHEDULES) for ranks in (2, 4) for size in SIZES
     ]  # fmt: skip
-    predicted_plot.draw(rows, "a title", tmp_path / "x.png")
+    prediction_plots.draw(rows, "a title", tmp_path / "x.png")
     for axes in drawn[0].axes:
         said = [label.get_text() for label in labels(axes.yaxis)]
         assert said and all(text.endswith(" ms") for text in said)

@@ -9,14 +9,15 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain import optim
-from hpctrain.bench import measured, predict, predicted, quantities
-from hpctrain.bench.profile import profile
+from hpctrain.bench import units
+from hpctrain.bench.prediction import measurements, predict, tables
+from hpctrain.bench.training_step.profile import profile
 from hpctrain.commands.bench_predict import bench_predict
+from hpctrain.core.errors import UsageError
+from hpctrain.cost_model import cost
 from hpctrain.engines import Task
-from hpctrain.errors import UsageError
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.nn import MODELS, Key
-from hpctrain.tuning import cost
 from hpctrain.tuning.table import Fingerprint, Table, write
 
 BIG = [1 << 16, 1 << 20, 1 << 24]
@@ -70,7 +71,7 @@ def test_files_that_are_no_measurement(text, said, tmp_path):
     file = tmp_path / "measured.json"
     file.write_text(text)
     with pytest.raises(UsageError, match=said):
-        measured.read(file)
+        measurements.read(file)
 
 
 def bench_json(tmp_path, hosts: int, ranks: int, rows: list):
@@ -91,7 +92,7 @@ REDUCED = [
 
 @pytest.mark.parametrize(("hosts", "fitted"), [(1, "inside"), (4, "between"), (2, None)])
 def test_a_machine_is_fitted_where_one_kind_of_wire_was_used(tmp_path, hosts, fitted):
-    found = measured.read(bench_json(tmp_path, hosts, 4, REDUCED))
+    found = measurements.read(bench_json(tmp_path, hosts, 4, REDUCED))
     known = {"inside": found.inside, "between": found.between}
     assert [name for name, wire in known.items() if wire] == [fitted] * bool(fitted)
     if fitted:
@@ -102,7 +103,7 @@ def test_a_machine_is_fitted_where_one_kind_of_wire_was_used(tmp_path, hosts, fi
 def test_messages_tell_the_wire(tmp_path):
     rows = [("p2p", "one-way", n, 1e-6 + n * 1e-9) for n in [4, *BIG]]
     rows += [("p2p", "ping-pong", n, 8e-6 + n * 1e-9) for n in [4, *BIG]]
-    wire = measured.read(bench_json(tmp_path, 2, 2, rows)).between
+    wire = measurements.read(bench_json(tmp_path, 2, 2, rows)).between
     assert (wire.latency + 2 * wire.overhead, wire.per_byte) == pytest.approx(
         (8e-6, 1e-9), rel=1e-3
     )
@@ -112,7 +113,7 @@ def test_a_tuning_table_tells_both_wires(tmp_path):
     fingerprint = Fingerprint("cpu", 2, 2, "MPI", "4 ranks on 2 nodes: 0 1, 2 3")
     other = cost.Machine(1e-6, 1e-10, 3e-11)
     write(Table(fingerprint, [], [], other, MACHINE), tmp_path / "table.json")
-    found = measured.read(tmp_path / "table.json")
+    found = measurements.read(tmp_path / "table.json")
     assert (found.hosts, found.gamma) == (2, 3e-11)
     assert (found.inside.latency, found.between.per_byte) == (1e-6, 1e-9)
 
@@ -171,7 +172,7 @@ def test_a_profile_tells_when_each_bucket_is_full():
     [("400Gbit", 50e9), ("2.5gbit/s", 312.5e6), ("50GB/s", 50e9), ("1 Tbit", 125e9)],
 )
 def test_speeds(text, found):
-    assert quantities.speed(text, "--link") == found
+    assert units.speed(text, "--link") == found
 
 
 def test_ranks_of_a_node_share_its_memory_when_they_add():
@@ -185,4 +186,4 @@ def test_ranks_of_a_node_share_its_memory_when_they_add():
     (5e-8, "0.05 us"), (83.0, "83 s"),
 ])  # fmt: skip
 def test_times_have_the_unit_of_what_is_shown(seconds, text):
-    assert predicted.time(seconds) == text
+    assert tables.time(seconds) == text

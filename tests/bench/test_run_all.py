@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.transport import gpus
+from hpctrain.transport.device import gpus
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "run_all.py"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.bench.room import check
-from hpctrain.bench.sizes import parse, shown
-from hpctrain.errors import UsageError
-from hpctrain.transport.local import run_ranks
+from hpctrain.bench.memory_check import check
+from hpctrain.bench.message_sizes import parse, shown
+from hpctrain.core.errors import UsageError
+from hpctrain.transport.threads.link import run_ranks
 from hpctrain.world import over_threads
 
 MIB = 1 << 20

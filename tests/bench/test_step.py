@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from ranks import on_ranks, run_on
 
-from hpctrain import recipe
-from hpctrain.bench import step, steps
 from hpctrain.bench.rivals import Dense
-from hpctrain.errors import UsageError
+from hpctrain.bench.training_step import command, timing
+from hpctrain.core.errors import UsageError
+from hpctrain.training import recipe
 
 COMPARED = Path(__file__).parents[2] / "benchmarks" / "mlp-10m.toml"
 ASKED = {
@@ -29,13 +29,13 @@ ASKED = {
 
 
 def asked(name="digits", sets=(), **changes):
-    return steps.check(name, sets, **{**ASKED, **changes})
+    return command.check(name, sets, **{**ASKED, **changes})
 
 
 @on_ranks(1, 2, 3, mpi=(2, 3))
 def test_all_ways_to_train_end_with_the_same_loss(ranks):
     wanted = asked(algorithms="ring,direct,auto,share-parameters", batches="8,16")
-    for rows in ranks(lambda world: steps.run(world, wanted)):
+    for rows in ranks(lambda world: command.run(world, wanted)):
         names = ["ring", "direct", "auto", "share-parameters", "null"]
         assert [row["algorithm"] for row in rows] == names * 2
         assert all(row["correct"] for row in rows)
@@ -94,7 +94,7 @@ def test_a_rival_that_trains_something_else_is_seen(right):
 
     def body(world):
         rivals = {"other": Rival(world, right)}
-        return next(step.run(world, plan, model, split.train, rivals))
+        return next(timing.run(world, plan, model, split.train, rivals))
 
     for rows in run_on("threads", 2, body):
         by = {row["algorithm"]: row for row in rows}
@@ -118,7 +118,7 @@ REFUSED = {
 def test_refused(wrong):
     changes, message = REFUSED[wrong]
     with pytest.raises(UsageError) as error:
-        run_on("threads", 2, lambda world: steps.run(world, asked(**changes)))
+        run_on("threads", 2, lambda world: command.run(world, asked(**changes)))
     assert message in str(error.value)
 
 
@@ -136,12 +136,12 @@ CANNOT = {
 @pytest.mark.parametrize("what", CANNOT)
 def test_what_rivals_cannot_train_is_said(what):
     name, sets, word = CANNOT[what]
-    assert word in step.why_not(recipe.load(name, sets))
+    assert word in timing.why_not(recipe.load(name, sets))
 
 
 def test_the_recipe_of_the_comparison_has_ten_million_parameters():
     spec = recipe.load(str(COMPARED))
-    assert step.why_not(spec) is None
+    assert timing.why_not(spec) is None
     assert sum(a * b + b for a, b in pairwise(spec.model.widths)) == 10_020_874
 
 

@@ -10,9 +10,9 @@ from jobs import on_fakes
 from ranks import run_on
 
 from hpctrain import world as worlds
-from hpctrain.bench import tune
+from hpctrain.bench.tuning import command as tune_command
 from hpctrain.commands.tune import tune as command
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
 from hpctrain.tuning import choose, table
 
 AUTO = """
@@ -109,12 +109,12 @@ def test_show_where_there_is_no_table_says_how_to_make_one(tmp_path, monkeypatch
 def test_what_cannot_be_written_is_said_before_anything_is_measured(out, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
-    monkeypatch.setattr(tune, "constants", None)  # the first that would be measured
+    monkeypatch.setattr(tune_command, "constants", None)  # the first that would be measured
 
     def body(world):
-        asked = tune.check("4B", 3, tmp_path / out, None)
+        asked = tune_command.check("4B", 3, tmp_path / out, None)
         with pytest.raises(UsageError, match=r"cannot be written|expected a file"):
-            tune.run(world, asked)
+            tune_command.run(world, asked)
 
     run_on("threads", 2, body)
 
@@ -122,22 +122,28 @@ def test_what_cannot_be_written_is_said_before_anything_is_measured(out, tmp_pat
 def test_the_newest_of_so_many_ranks_is_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(table.FILE, str(tmp_path))
     for ranks in (2, 3):
-        run_on("threads", ranks, lambda world: tune.run(world, tune.check("8B", 3, None, None)))
+        run_on(
+            "threads",
+            ranks,
+            lambda world: tune_command.run(world, tune_command.check("8B", 3, None, None)),
+        )
     capsys.readouterr()
     for ranks, shown in ((1, 3), (2, 2), (3, 3)):
-        tune.show(None, ranks, None)
+        tune_command.show(None, ranks, None)
         assert f"{shown} ranks on 1 node" in capsys.readouterr().out
     with pytest.raises(UsageError, match="of 9 ranks"):
-        tune.show(None, 9, None)
+        tune_command.show(None, 9, None)
 
 
 @pytest.mark.parametrize("noisy", [0.414, None])
 def test_a_table_made_on_a_busy_machine_says_so(noisy, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(choose, "noisy", lambda rows: noisy)
     out = tmp_path / "table.json"
-    run_on("threads", 2, lambda world: tune.run(world, tune.check("8B", 3, out, None)))
+    run_on(
+        "threads", 2, lambda world: tune_command.run(world, tune_command.check("8B", 3, out, None))
+    )
     told = "noisy: repeats lay 41% of their median apart (quartiles), expected at most 25%"
     assert (f"hpctrain: tune: {told}" in capsys.readouterr().err) == (noisy is not None)
     assert json.loads(out.read_text())["noisy"] == noisy
-    tune.show(out, 2, None)
+    tune_command.show(out, 2, None)
     assert (told in capsys.readouterr().out) == (noisy is not None)

@@ -11,7 +11,8 @@ from typing import Any
 
 from campaign.attempt import Attempt
 from campaign.case import BATCH, SAMPLES, Case, FailingFile, Fault, Signal
-from hpctrain import checkpoint, rundir
+from hpctrain import checkpoint
+from hpctrain.run_files import run_folder
 
 STATUS = {0: "done", 1: "failed", 2: "failed", 3: "failed", 75: "stopped", 86: "hung",
           130: "failed"}  # fmt: skip
@@ -112,7 +113,7 @@ def _problems_of_summary(case: Case, seen: Attempt, run: Path) -> Iterator[str]:
 
 def _read_summary(run: Path) -> dict[str, Any] | None:
     try:
-        return rundir.read_summary(run)
+        return run_folder.read_summary(run)
     except (OSError, ValueError):
         return None
 
@@ -130,7 +131,7 @@ def problems_at_end(case: Case, run: Path, hung: bool) -> Iterator[str]:
         yield f"the summary does not tell of a complete run: {summary}"
     elif summary["samples"] != samples_of(total):
         yield f"{summary['samples']} samples, expected {samples_of(total)}"
-    yield from problems_of_rows(run / rundir.METRICS, total)
+    yield from problems_of_rows(run / run_folder.METRICS, total)
     names = (str(path.relative_to(run)) for path in sorted(run.rglob("*")))
     spare = [n for n in names if not FILES.fullmatch(n) and not (hung and AFTER_HANG.fullmatch(n))]
     if spare:

@@ -20,7 +20,7 @@ from campaign import attempt as attempts
 from campaign import disks, isolation, oracle
 from campaign.attempt import Attempt, Place
 from campaign.case import ORPHAN_MS, SAMPLES, Case, Fault, dump, orphans
-from hpctrain import rundir
+from hpctrain.run_files import run_folder
 
 
 @dataclass
@@ -171,4 +171,4 @@ def reference(case: Case, work: Path) -> str | None:
 
 
 def _sha256(run: Path) -> str | None:
-    return (rundir.read_summary(run) or {}).get("params_sha256")
+    return (run_folder.read_summary(run) or {}).get("params_sha256")

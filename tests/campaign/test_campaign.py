@@ -15,7 +15,8 @@ import pytest
 from ranks import run_on
 
 from campaign import case, disks, isolation, oracle
-from hpctrain import recipe, rundir, runs
+from hpctrain.run_files import run_folder
+from hpctrain.training import recipe, runs
 
 HERE = Path(__file__).parent
 NO_NAMESPACES = isolation.unavailable()
@@ -134,13 +135,13 @@ def rewritten(path: Path, change) -> None:
 # What is done to the folder of the run -> what the oracle says
 PLANTED = {
     "nothing": (lambda run: None, []),
-    "a lost row": (lambda run: rewritten(run / rundir.METRICS, lambda rows: rows[:1] + rows[2:]),
+    "a lost row": (lambda run: rewritten(run / run_folder.METRICS, lambda rs: rs[:1] + rs[2:]),
         ["metrics.jsonl:2 has steps 13 to 14", "after step 7"]),
-    "a row twice": (lambda run: rewritten(run / rundir.METRICS, lambda rows: rows[:1] + rows),
+    "a row twice": (lambda run: rewritten(run / run_folder.METRICS, lambda rows: rows[:1] + rows),
         ["metrics.jsonl:2 has steps 0 to 7"]),
-    "no last row": (lambda run: rewritten(run / rundir.METRICS, lambda rows: rows[:-1]),
+    "no last row": (lambda run: rewritten(run / run_folder.METRICS, lambda rows: rows[:-1]),
         ["metrics.jsonl ends at step 14 of 20"]),
-    "half a row": (lambda run: rewritten(run / rundir.METRICS, lambda rows: [*rows, rows[0][:9]]),
+    "half a row": (lambda run: rewritten(run / run_folder.METRICS, lambda rs: [*rs, rs[0][:9]]),
         ["metrics.jsonl:5 is no JSON"]),
     "a file aside": (lambda run: (run / ".summary.json.17.17").touch(),
         ["files left: ['.summary.json.17.17']"]),
@@ -149,7 +150,7 @@ PLANTED = {
     "a damaged checkpoint": (
         lambda run: (run / "checkpoints/step-00000020/part-00001.safetensors").write_bytes(b"x"),
         ["step-00000020 is damaged"]),
-    "an old summary": (lambda run: (run / rundir.SUMMARY).write_text('{"status": "failed"}'),
+    "an old summary": (lambda run: (run / run_folder.SUMMARY).write_text('{"status": "failed"}'),
         ["the summary does not tell of a complete run"]),
 }  # fmt: skip
 

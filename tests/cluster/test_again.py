@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from hpctrain.cluster.slurm import Job, render
+from hpctrain.cluster.slurm.render import Job, render
 
 SRUN = """#!/bin/bash
 # A rank that ends as a row of the table says; it began with what lies in runs/digits-7.

@@ -13,14 +13,14 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from hpctrain import rundir
 from hpctrain.cli import hpctrain as whole_command
 from hpctrain.cluster import guard
 from hpctrain.cluster import launch as module
-from hpctrain.cluster.job_end import Ended, exit_code
 from hpctrain.cluster.launch import Mpi, command
+from hpctrain.cluster.slurm.job_end import Ended, exit_code
 from hpctrain.commands.launch import launch as launch_command
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
+from hpctrain.run_files import run_folder
 
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
@@ -122,22 +122,22 @@ CODES = {"done": 0, "stopped": 75, "failed": 3, "hung": 86}
 @pytest.mark.parametrize("code, signals, status, expected", OUTCOMES)
 def test_outcome(tmp_path, code, signals, status, expected):
     if status:
-        rundir.write_summary(tmp_path, {"status": status, "exit_code": CODES[status]})
+        run_folder.write_summary(tmp_path, {"status": status, "exit_code": CODES[status]})
     run = None if status == "" else tmp_path
     assert exit_code(Ended(code, signals), os.fsencode(run or ""), time.time() - 1) == expected
 
 
 @pytest.mark.parametrize("age_s, status", [(60, "done"), (0, "running")])
 def test_what_this_job_did_not_end_with_is_no_outcome(tmp_path, capsys, age_s, status):
-    rundir.write_summary(tmp_path, {"status": status, "exit_code": 0, "steps": 7})
+    run_folder.write_summary(tmp_path, {"status": status, "exit_code": 0, "steps": 7})
     then = time.time() - age_s
-    os.utime(tmp_path / rundir.SUMMARY, (then, then))
+    os.utime(tmp_path / run_folder.SUMMARY, (then, then))
     (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-00000007" / "manifest.json").touch()
     assert exit_code(Ended(-9, ()), os.fsencode(tmp_path), time.time() - 1) == 1
     told = {"status": "failed", "exit_code": 1, "launcher_exit_code": -9, "steps": 7}
     told["reason"] = "a rank was lost: mpiexec ended with SIGKILL"
-    assert rundir.read_summary(tmp_path) == told
+    assert run_folder.read_summary(tmp_path) == told
     said = capsys.readouterr().err
     assert said == (
         "hpctrain: a rank was lost: mpiexec ended with SIGKILL\n"
@@ -228,7 +228,7 @@ def test_a_stop_reaches_every_rank_as_sigusr1(job, number):
     launch, run = job
     running = launch("polite")
     running.until("ready")
-    rundir.write_summary(run, {"status": "stopped", "exit_code": 75})
+    run_folder.write_summary(run, {"status": "stopped", "exit_code": 75})
     running.process.send_signal(number)
     ended = running.finish(20)
     assert [f"rank {r} of 3 was asked" in ended.stdout for r in range(3)] == [True] * 3
@@ -264,7 +264,7 @@ def test_second_interrupt_kills_the_job(job, stopped):
     ended = running.finish(20)
     assert time.monotonic() - began < 10
     assert ended.returncode == 130
-    assert rundir.read_summary(run)["exit_code"] == 130
+    assert run_folder.read_summary(run)["exit_code"] == 130
     assert f"results: {run}\n" in ended.stderr
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cluster.launch import Mpi
-from hpctrain.cluster.netlab import Lab, bits_of, command, environment, refusal
-from hpctrain.cluster.netns import cores_of, shape
+from hpctrain.cluster.netlab.namespaces import cores_of, shape
+from hpctrain.cluster.netlab.netlab import Lab, bits_of, command, environment, refusal
 from hpctrain.collectives.chunks import SEGMENT_BYTES
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
 
 OPENMPI = Mpi("Open MPI", "5", "/opt/libmpi.so", "/opt/mpiexec")
 MPICH = Mpi("MPICH", "5", "/opt/libmpi.so", "/opt/mpiexec")

@@ -20,9 +20,11 @@ import pytest
 import real_slurm
 import threadpoolctl
 
-from hpctrain import checkpoint, recipe, rundir, runs
-from hpctrain.cluster.slurm import Job, render
-from hpctrain.transport.local import LocalLink, run_ranks
+from hpctrain import checkpoint
+from hpctrain.cluster.slurm.render import Job, render
+from hpctrain.run_files import run_folder
+from hpctrain.training import recipe, runs
+from hpctrain.transport.threads.link import LocalLink, run_ranks
 from hpctrain.world import World, over_threads
 
 pytestmark = pytest.mark.processes
@@ -116,7 +118,7 @@ class Training:
     @property
     def steps(self) -> list[int]:
         """The steps of which there are rows."""
-        return [row["step"] for row in rundir.rows(self.run)]
+        return [row["step"] for row in run_folder.rows(self.run)]
 
     @property
     def to_do_again(self) -> int:
@@ -126,7 +128,7 @@ class Training:
 
     @property
     def summary(self) -> dict:
-        return rundir.read_summary(self.run) or {}
+        return run_folder.read_summary(self.run) or {}
 
 
 def submit(
@@ -176,7 +178,7 @@ def test_launchers_take_the_nodes_of_the_job(slurm, tmp_path, line):
     text = f"#!/bin/bash\n{line} train digits {sets} --out run\n"
     job = slurm.sbatch(text, "--nodes=4", "--ntasks-per-node=1", cwd=tmp_path)
     assert slurm.wait(job) == "COMPLETED", slurm.told(job)
-    summary = rundir.read_summary(tmp_path / "run")
+    summary = run_folder.read_summary(tmp_path / "run")
     assert (summary["status"], summary["hosts"]) == ("done", list(real_slurm.NODES))
 
 
@@ -198,7 +200,7 @@ def test_templates_train_as_they_are(slurm, tmp_path, name, limited):
     tasks = [f"{job}_{i}" for i in range(3)] if name == "scaling_array.sbatch" else [job]
     for task in tasks:
         assert slurm.finish(task, limit_s=100) == "COMPLETED", slurm.told(task)
-    found = [rundir.read_summary(path.parent) for path in tmp_path.rglob(rundir.SUMMARY)]
+    found = [run_folder.read_summary(path.parent) for path in tmp_path.rglob(run_folder.SUMMARY)]
     assert sorted(one["world_size"] for one in found) == TEMPLATES[name]
     assert {one["status"] for one in found} == {"done"}
     assert all(one["test_accuracy"] > 0.96 for one in found)

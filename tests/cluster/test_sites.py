@@ -11,10 +11,10 @@ import pytest
 from scripts import directives, fake, run_script
 
 from hpctrain import cli
-from hpctrain.cluster import site
-from hpctrain.cluster.job import Job
-from hpctrain.cluster.slurm import render
-from hpctrain.errors import UsageError
+from hpctrain.cluster.slurm import site
+from hpctrain.cluster.slurm.job import Job
+from hpctrain.cluster.slurm.render import render
+from hpctrain.core.errors import UsageError
 
 HEAD = 'title = "x"\n[cpu]\n'
 SITES = {

@@ -16,10 +16,10 @@ from random import Random
 import pytest
 from scripts import directives, fake, run_script
 
-from hpctrain.cluster import sbatch, site
-from hpctrain.cluster.job import Job, job_name, ranks, seconds
-from hpctrain.cluster.slurm import DEFAULTS, render
-from hpctrain.errors import UsageError
+from hpctrain.cluster.slurm import sbatch, site
+from hpctrain.cluster.slurm.job import Job, job_name, ranks, seconds
+from hpctrain.cluster.slurm.render import DEFAULTS, render
+from hpctrain.core.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 CPU = site.Site(title="A cluster", cpu=site.Nodes())

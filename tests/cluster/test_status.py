@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 from scripts import fake
 
-from hpctrain import rundir
 from hpctrain.cli import hpctrain
-from hpctrain.cluster import status as becoming
+from hpctrain.cluster.slurm import status as becoming
+from hpctrain.run_files import run_folder
 
 JOB = (
     "JobId={} JobState={} Reason={} Restarts={} RunTime=00:01:02 ExitCode={} NodeList=n1 StdOut={}"
@@ -42,13 +42,13 @@ def run(folder, *jobs, began="", **summary):
     path.mkdir(parents=True)
     if jobs:
         (path / "job.sbatch").write_text(f"run={folder}\n")
-        rundir.write_json(path / "jobs.json", {"jobs": jobs})
+        run_folder.write_json(path / "jobs.json", {"jobs": jobs})
     if began:
         (path / ".began").write_text(f"{began}\n")
     if summary:
-        rundir.append_row(path, {"step": 12, "epoch": 1, "train_loss": 0.5})
-        rundir.write_recipe(path, "[run]\nsteps = 12\n")
-        rundir.write_summary(path, summary)
+        run_folder.append_row(path, {"step": 12, "epoch": 1, "train_loss": 0.5})
+        run_folder.write_recipe(path, "[run]\nsteps = 12\n")
+        run_folder.write_summary(path, summary)
     return path
 
 
@@ -99,7 +99,7 @@ def test_a_summary_that_a_file_system_shows_late_is_waited_for(monkeypatch):
     job(17, "COMPLETED")
 
     def later(seconds):
-        rundir.write_summary(path, {"status": "done"})
+        run_folder.write_summary(path, {"status": "done"})
 
     monkeypatch.setattr(becoming.time, "sleep", later)
     assert told("--wait", "60")[1] == 0

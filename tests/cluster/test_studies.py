@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner
 from scripts import fake
 
-from hpctrain import rundir
 from hpctrain.cli import hpctrain
-from hpctrain.cluster import status as becoming
-from hpctrain.cluster import submit
+from hpctrain.cluster.slurm import status as becoming
+from hpctrain.cluster.slurm import submit
+from hpctrain.run_files import run_folder
 
 ENDED = "JobId={0} JobState=COMPLETED Reason=None RunTime=00:00:09 NodeList=n1"
 RUNS = "JobId={0} JobState=RUNNING Reason=None Restarts=1 RunTime=00:00:09 NodeList=n1"
@@ -40,10 +40,10 @@ def trial(study: Path, size: str, repeat: int, job: int, step: int, status: str 
     kept = run.with_name(f"{run.name}.job")
     kept.mkdir(parents=True)
     (kept / submit.SCRIPT).write_text(f"run={run}\n")
-    rundir.write_json(kept / submit.JOBS, {"jobs": [job]})
+    run_folder.write_json(kept / submit.JOBS, {"jobs": [job]})
     if step:
         run.mkdir()
-        (run / rundir.BEGAN).write_text(f"{job}\n")
+        (run / run_folder.BEGAN).write_text(f"{job}\n")
     make(run, step, status)
 
 
@@ -51,12 +51,12 @@ def make(run: Path, step: int, status: str = "") -> None:
     """Make a run that is at `step`, where it was evaluated half-way there."""
     if step:
         run.mkdir(parents=True, exist_ok=True)
-        rundir.write_recipe(run, "[run]\nsteps = 220\n")
+        run_folder.write_recipe(run, "[run]\nsteps = 220\n")
         early = {"step": step // 2, "epoch": 1, "train_loss": 0.5, "test_accuracy": 0.75}
         for row in (early, early | {"step": step, "train_loss": 0.25, "test_accuracy": None}):
-            rundir.append_row(run, row)
+            run_folder.append_row(run, row)
     if status:
-        rundir.write_summary(run, {"status": status})
+        run_folder.write_summary(run, {"status": status})
 
 
 def told(*words: str) -> tuple[str, int]:
@@ -98,7 +98,7 @@ def test_waiting_for_a_study(slurm):
     trial(study, "2", 0, 12, 220)
     slurm({11: ENDED, 12: ENDED})
     assert told("study", "--wait", "0.1")[1] == 1
-    rundir.write_summary(study / "trials/2/repeat-0", {"status": "done"})
+    run_folder.write_summary(study / "trials/2/repeat-0", {"status": "done"})
     assert told("study", "--wait", "9")[1] == 0
 
 
@@ -107,7 +107,7 @@ def test_tasks_of_an_array_that_slurm_has_forgotten_keep_their_lines(slurm):
     for size, step, status in ((1, 220, "done"), (2, 110, "")):
         make(run / f"nodes-{size}", step, status)
     (run / submit.SCRIPT).write_text("run=runs/first/nodes-$nodes\nsizes=(1 2 4 8)\n")
-    rundir.write_json(run / submit.JOBS, {"jobs": [17]})
+    run_folder.write_json(run / submit.JOBS, {"jobs": [17]})
     task = "{0} ArrayJobId=17 ArrayTaskId="
     slurm({17: "\n".join(
         [RUNS.replace("{0}", f"{task}1"), WAITS.replace("{0}", f"{task}2-3%1")]

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from hpctrain import rundir
 from hpctrain.cli import hpctrain
-from hpctrain.cluster import controller, sbatch, status, submit
-from hpctrain.cluster.job import Job
-from hpctrain.cluster.reasons import explained, lasting
-from hpctrain.cluster.slurm import DEFAULTS, render
-from hpctrain.cluster.submit import State
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.cluster.slurm import queries, sbatch, status, submit
+from hpctrain.cluster.slurm.job import Job
+from hpctrain.cluster.slurm.reasons import explained, lasting
+from hpctrain.cluster.slurm.render import DEFAULTS, render
+from hpctrain.cluster.slurm.submit import State
+from hpctrain.core.errors import HpctrainError, UsageError
+from hpctrain.run_files import run_folder
 
 JOB = "JobId={} JobName=my job JobState={} Reason={} Restarts=1 RunTime=00:01:02 NodeList=n[1-2]"
 SHOWN = {
@@ -63,7 +63,7 @@ def commands(tmp_path, monkeypatch):
     """Return a function that puts a command on the PATH, which has no other."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(controller.sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.setattr(queries.sys, "executable", str(tmp_path / "bin" / "python"))
     (tmp_path / "bin").mkdir()
 
     def make(name: str, script: str) -> None:
@@ -110,7 +110,7 @@ def test_status_outlives_a_controller_that_is_away(commands, monkeypatch):
 def test_status_shows_all_jobs_that_have_not_ended(commands):
     commands("sbatch", "echo 17")
     told("submit", "digits", "--out", "a")
-    rundir.write_json(Path("a", submit.JOBS), {"jobs": [17, 18]})
+    run_folder.write_json(Path("a", submit.JOBS), {"jobs": [17, 18]})
     show = 'case $4 in 17) echo "{}" ;; 18) echo "{}" ;; esac'
     later = JOB.format(18, "PENDING", "Priority")
     for state, seen in (("RUNNING", ["17", "18"]), ("COMPLETED", ["18"])):
@@ -128,7 +128,7 @@ def test_status_reads_the_run_that_the_script_makes(line, sizes, run, commands, 
     commands("sbatch", "echo 17")
     submit.submit(f"#!/bin/sh\n{line.format(tmp_path)}\n{sizes}\n", Path("study", "a.job"))
     Path(run).mkdir(parents=True)
-    rundir.append_row(Path(run), {"step": 120})
+    run_folder.append_row(Path(run), {"step": 120})
     *others, row = status.status([Path("study", "a.job")])
     assert (row["run"], row["step"]) == (str(tmp_path / run), 120)
     assert [(one["job"], one["state"]) for one in others] == [("17_0", "UNKNOWN")] * bool(sizes)
@@ -320,19 +320,19 @@ def test_status_shows_job_and_run(commands):
     assert told("submit", "digits", "--out", "runs/a") == "17  runs/a\n"
     assert submit.jobs_of(Path("runs/a")) == [17]
     assert "run=runs/a\n" in Path("runs/a", submit.SCRIPT).read_text()
-    rundir.write_recipe(Path("runs/a"), "[run]\nsteps = 360\n")
+    run_folder.write_recipe(Path("runs/a"), "[run]\nsteps = 360\n")
     row = {"step": 120, "epoch": 10, "train_loss": 0.25, "test_accuracy": None}
-    rundir.append_row(Path("runs/a"), row)
+    run_folder.append_row(Path("runs/a"), row)
     shown = told("status")
     for words in ("PENDING", "120 of 360", "0.2500", "runs/a", "17: BeginTime: after a requeue"):
         assert words in shown
     (found,) = json.loads(told("status", "--json", "runs/a"))
     assert (found["state"], found["restarts"], found["step"]) == ("PENDING", 1, 120)
-    Path("runs/a", rundir.BEGAN).write_text("17\n")
-    rundir.write_summary(Path("runs/a"), {"status": "failed", "reason": "rank 1: disk full"})
+    Path("runs/a", run_folder.BEGAN).write_text("17\n")
+    run_folder.write_summary(Path("runs/a"), {"status": "failed", "reason": "rank 1: disk full"})
     commands("scontrol", f"echo '{JOB.format(17, 'FAILED', 'NonZeroExitCode')}'")
     assert "17: rank 1: disk full" in told("status", "runs/a")
-    rundir.write_summary(Path("runs/a"), {"status": "stopped", "reason": ""})
+    run_folder.write_summary(Path("runs/a"), {"status": "stopped", "reason": ""})
     for reason, shown in (("JobHeldUser", False), ("DependencyNeverSatisfied", True)):
         commands("scontrol", f"echo '{JOB.format(17, 'CANCELLED', reason)}'")
         assert (f"17: {reason}" in told("status", "runs/a")) == shown
@@ -412,7 +412,7 @@ def test_on_a_real_slurm(slurm, tmp_path, monkeypatch):
     *rows, served = json.loads(told("status", "--json", "--wait", "90", name, "het"))
     assert [row["state"] for row in (*rows, served)] == ["COMPLETED"] * 3, rows
     assert [row["run"] for row in rows] == [f"{name}/nodes-1", f"{name}/nodes-2"]
-    summaries = [rundir.read_summary(Path(row["run"])) for row in (*rows, served)]
+    summaries = [run_folder.read_summary(Path(row["run"])) for row in (*rows, served)]
     assert [one["status"] for one in summaries] == ["done"] * 3
     assert [one["world_size"] for one in summaries] == [1, 2, 2]
     assert summaries[2]["servers"] == 1

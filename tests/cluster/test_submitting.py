@@ -9,9 +9,10 @@ import pytest
 from click.testing import CliRunner
 from scripts import fake
 
-from hpctrain import recipe, rundir
 from hpctrain.cli import hpctrain
-from hpctrain.cluster import controller, submit
+from hpctrain.cluster.slurm import queries, submit
+from hpctrain.run_files import run_folder
+from hpctrain.training import recipe
 
 SHOW = "echo 'JobId=17 JobState={} Reason=None RunTime=00:00:01 NodeList=n1'"
 
@@ -83,7 +84,7 @@ def test_an_answer_that_is_late_is_no_refusal(words, tmp_path):
 
 def test_an_sbatch_that_does_not_answer_at_all(tmp_path, monkeypatch):
     given(tmp_path, "exec sleep 9")
-    monkeypatch.setattr(controller, "LIMIT_S", 0.1)
+    monkeypatch.setattr(queries, "LIMIT_S", 0.1)
     code, said = told("digits", "--out", "kept")
     assert code == 1
     assert "sbatch has not answered within" in said
@@ -150,7 +151,7 @@ def rundir_of(folder, saved):
     """Make the folder of a run of digits; nothing looks into its checkpoint."""
     path = Path(folder)
     path.mkdir()
-    rundir.write_recipe(path, recipe.load("digits").toml())
+    run_folder.write_recipe(path, recipe.load("digits").toml())
     if saved:
         (path / "checkpoints" / "step-00000012").mkdir(parents=True)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain import rundir
+from hpctrain.run_files import run_folder
 
 pytestmark = pytest.mark.processes
 
@@ -39,7 +39,7 @@ def test_interactive_trains(slurm, tmp_path, call):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Granted job allocation" in done.stdout
-    found = rundir.read_summary(tmp_path / "run")
+    found = run_folder.read_summary(tmp_path / "run")
     assert (found["status"], found["world_size"], len(found["hosts"])) == ("done", 4, 1)
     assert found["test_accuracy"] > 0.96
     assert f"{found['test_accuracy']:.4f}" in done.stdout

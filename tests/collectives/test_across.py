@@ -16,8 +16,8 @@ from hpctrain.collectives.ring import (
     all_gather,
     reduce_scatter,
 )
-from hpctrain.transport.local import run_ranks
-from hpctrain.tuning import cost
+from hpctrain.cost_model import cost
+from hpctrain.transport.threads.link import run_ranks
 from hpctrain.world import over_threads
 
 #: The host of each rank.

@@ -19,9 +19,9 @@ from hpctrain.collectives.direct import (
     prepared,
     reduce_scatter,
 )
-from hpctrain.errors import UsageError
-from hpctrain.transport.local import run_ranks
-from hpctrain.transport.memory import Memory
+from hpctrain.core.errors import UsageError
+from hpctrain.transport.shared_memory.host import Memory
+from hpctrain.transport.threads.link import run_ranks
 from hpctrain.world import over_threads
 
 LENGTHS = ("0", "1", "P-1", "P", "P+1", "5003", "40003", "300007")

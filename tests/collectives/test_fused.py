@@ -10,9 +10,10 @@ import on_host
 import pytest
 from cases import dtype_of
 
-from hpctrain import kernels
-from hpctrain.collectives import DTYPES, fused, operation
-from hpctrain.collectives.operations import MEAN, names, ufunc_of
+from hpctrain.collectives import DTYPES, operation
+from hpctrain.collectives.reductions import cuda_sum
+from hpctrain.collectives.reductions.operations import MEAN, names, ufunc_of
+from hpctrain.core import kernels
 
 SHAPES = ((2, 1), (3, 3), (5, 1))  # arrays, outs
 ROWS = [(d, op) for d in DTYPES for op in names(dtype_of(d)) if op != MEAN]
@@ -37,7 +38,7 @@ def compiled(tmp_path_factory):
         kind = computed_in(dtype, ufunc)
         for count, outs in SHAPES:
             name = name_of(ufunc, count, outs)
-            sources[kind, name] = kind, fused.source(name, count, outs, kind, ufunc)
+            sources[kind, name] = kind, cuda_sum.source(name, count, outs, kind, ufunc)
     return on_host.compiled(tmp_path_factory.mktemp("kernels"), sources.values())
 
 
@@ -99,8 +100,8 @@ def test_calls_on_a_device(lazy_gpu, dtype, op):
     hosts = [values(r, 1000, dtype) for r in range(4)]
     arrays = [cupy.asarray(x) for x in hosts]
     how = operation(op, dtype_of(dtype))
-    fused.combine(arrays, ufunc_of(how), [arrays[0], arrays[2]])
-    fused.combine([x[:0] for x in arrays], ufunc_of(how), [arrays[0][:0]])  # nothing to do
+    cuda_sum.combine(arrays, ufunc_of(how), [arrays[0], arrays[2]])
+    cuda_sum.combine([x[:0] for x in arrays], ufunc_of(how), [arrays[0][:0]])  # nothing to do
     told = hosts[0].copy()
     for other in hosts[1:]:
         how(told, other, out=told)

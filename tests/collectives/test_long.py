@@ -11,7 +11,7 @@ from ranks import on_ranks
 from hpctrain.collectives import ALLREDUCE, Group, broadcast
 from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.ring import all_gather, plain_ring
-from hpctrain.transport.mpi import CUT_BYTES
+from hpctrain.transport.mpi.link import CUT_BYTES
 
 LENGTH = ((2 << 30) + 16) // 4  # of int32: rank r holds r, 1 + r, 2 + r, ...
 

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from ranks import on_gpus, run_on
 
-from hpctrain import collectives, engines, nn, optim, recipe
-from hpctrain.errors import UsageError
+from hpctrain import collectives, engines, nn, optim
+from hpctrain.core.errors import UsageError
 from hpctrain.gradients.replica import Batch, ModelReplica
+from hpctrain.training import recipe
 from hpctrain.tuning.select import allreduce_named
 
 ID = tuple(range(-128, 0))

@@ -16,9 +16,9 @@ import pytest
 from cases import dtype_of
 from ranks import on_ranks
 
-from hpctrain import arrays
 from hpctrain.collectives import ALLREDUCE, DTYPES, all_gather_bytes
-from hpctrain.collectives.operations import names
+from hpctrain.collectives.reductions.operations import names
+from hpctrain.user_collectives import calls
 from hpctrain.world import World
 
 EVERY = ("auto", *(name for name in ALLREDUCE if name != "null"))
@@ -94,7 +94,7 @@ def must_be_right(world: World, name: str, dtype: str, step: int) -> int:
                 world.link.barrier()  # nobody writes what others still read
             x = placed(memory, odd.rows(case)[world.rank], form)
             with np.errstate(all="ignore"):
-                arrays.allreduce(x, op, name, world, check=False)
+                calls.allreduce(x, op, name, world, check=False)
                 faults += [(op, form, i) for i in odd.wrong(x.reshape(-1), case)[:3]]
             one_result = case.exact or not by_mpi
             # `auto` may take MPI's own, whose sums of NaNs have any payload on any rank.
@@ -135,19 +135,19 @@ def test_all_reduce(ranks, name, nodes, dtype, step, checks):
 
 
 def on_root(x: np.ndarray, op: str, world: World) -> np.ndarray | None:
-    arrays.reduce(x, op, world.size - 1, world, check=False)
+    calls.reduce(x, op, world.size - 1, world, check=False)
     return x if world.rank == world.size - 1 else None
 
 
 def bound(x: np.ndarray, op: str, world: World) -> np.ndarray | None:
     """Reduce by a bound call; there is none of a mean."""
-    return None if op == "mean" else arrays.bind(x, op, result="shared", world=world)()
+    return None if op == "mean" else calls.bind(x, op, result="shared", world=world)()
 
 
 #: What else reduces `x`: each returns the rows of the result that this rank has, or None.
 OTHERS = {
     "reduce": on_root,
-    "reduce_scatter": lambda x, op, world: arrays.reduce_scatter(x, op, world, check=False),
+    "reduce_scatter": lambda x, op, world: calls.reduce_scatter(x, op, world, check=False),
     "bind": bound,
 }
 

@@ -13,18 +13,18 @@ import pytest
 from cases import DTYPES, OPERATIONS, length, vector
 from ranks import STAGED, on_gpus, on_ranks, run_on
 
-from hpctrain import arrays
 from hpctrain.collectives import ALLREDUCE, broadcast, operation
+from hpctrain.collectives.all_gathers import broadcasts, doubling, joined_by
 from hpctrain.collectives.direct import all_gather, direct, direct_shared, prepared, reduce_scatter
-from hpctrain.collectives.gathers import broadcasts, doubling, joined_by
-from hpctrain.collectives.linear import all_to_all, gather, scatter
 from hpctrain.collectives.ordered import Tree, sum_of_blocks
 from hpctrain.collectives.ring import plain_ring
-from hpctrain.errors import GpuMemoryError, UsageError
-from hpctrain.transport import ipc
-from hpctrain.transport.local import run_ranks
+from hpctrain.collectives.rooted import all_to_all, gather, scatter
+from hpctrain.core.errors import GpuMemoryError, UsageError
 from hpctrain.transport.paths import Verdict
+from hpctrain.transport.shared_memory import cuda_ipc
+from hpctrain.transport.threads.link import run_ranks
 from hpctrain.tuning import select
+from hpctrain.user_collectives import calls as user_calls
 from hpctrain.world import World, over_threads
 
 EVERY = {
@@ -40,7 +40,7 @@ POINTERS = Verdict("cuda-aware", "cuda-aware", "cuda-aware", "")
 def machine(**options):
     """Yield a machine on which threads may stand for processes."""
     with fakes.installed(lazy=True, ipc_within=True, **options) as found:
-        ipc._warn_of_refusal.cache_clear()
+        cuda_ipc._warn_of_refusal.cache_clear()
         yield found
 
 
@@ -138,17 +138,17 @@ def test_as_a_user_calls_them(ranks):
             host = np.arange(12 * world.size, dtype=np.float32).reshape(world.size, 3, 4)
             host *= world.rank + 1
             calls = {
-                "mean": lambda x: arrays.allreduce(x, "mean", world=world),
-                "unchecked": lambda x: arrays.allreduce(x, world=world, check=False),
-                "native": lambda x: arrays.allreduce(x, "max", "native", world),
-                "bound": lambda x: arrays.bind(x, "sum", "native", world=world)(),
-                "reduce": lambda x: arrays.reduce(x, root=world.size - 1, world=world),
-                "broadcast": lambda x: arrays.broadcast(x, world=world),
-                "reduce_scatter": lambda x: arrays.reduce_scatter(x, world=world),
-                "all_gather": lambda x: arrays.all_gather(x, world),
-                "gather": lambda x: arrays.gather(x, 0, world),
-                "scatter": lambda x: arrays.scatter(x, 0, world),
-                "all_to_all": lambda x: arrays.all_to_all(x, world),
+                "mean": lambda x: user_calls.allreduce(x, "mean", world=world),
+                "unchecked": lambda x: user_calls.allreduce(x, world=world, check=False),
+                "native": lambda x: user_calls.allreduce(x, "max", "native", world),
+                "bound": lambda x: user_calls.bind(x, "sum", "native", world=world)(),
+                "reduce": lambda x: user_calls.reduce(x, root=world.size - 1, world=world),
+                "broadcast": lambda x: user_calls.broadcast(x, world=world),
+                "reduce_scatter": lambda x: user_calls.reduce_scatter(x, world=world),
+                "all_gather": lambda x: user_calls.all_gather(x, world),
+                "gather": lambda x: user_calls.gather(x, 0, world),
+                "scatter": lambda x: user_calls.scatter(x, 0, world),
+                "all_to_all": lambda x: user_calls.all_to_all(x, world),
             }
             for name, call in calls.items():
                 x, y = here(host), host.copy()
@@ -168,7 +168,7 @@ def test_arrays_of_both_kinds_are_refused():
             with pytest.raises(
                 UsageError, match=r"rank 0 has allreduce sum auto of float64 \(4,\) of a GPU"
             ):
-                arrays.allreduce(x, world=world)
+                user_calls.allreduce(x, world=world)
 
         run_on("threads", 2, body)
 

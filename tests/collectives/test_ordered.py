@@ -8,10 +8,10 @@ from cases import kept, length
 from oracles.messages import MESSAGES, Call
 from ranks import THREAD_RANKS, on_ranks, run_on
 
-from hpctrain.collectives import gathers, ordered
+from hpctrain.collectives import all_gathers, ordered
 from hpctrain.collectives.ordered import Subtotal, Tree, into_the_left
-from hpctrain.errors import UsageError
-from hpctrain.transport.local import run_ranks
+from hpctrain.core.errors import UsageError
+from hpctrain.transport.threads.link import run_ranks
 from hpctrain.tuning.select import NAMES, all_gather_named
 from hpctrain.world import over_threads
 
@@ -83,7 +83,7 @@ def test_a_long_vector_travels_in_segments(ranks, monkeypatch):
 
     def body(world):
         for blocks in counts(world.size):
-            found = summed(world, blocks, 5000, "float64", gathers.doubling)
+            found = summed(world, blocks, 5000, "float64", all_gathers.doubling)
             assert found == told(blocks, 5000, "float64")
             assert world.size == 1 or world.link.messages_sent > world.size
 
@@ -108,7 +108,7 @@ def test_neighbours_memory_is_read(ranks, n):
             assert size == 1 or group.near is not None  # made now: its links send a little
             before = group.bytes_sent
             ordered.from_memory(group, tree, own, x, np.add)
-            gathers.through_memory(group, x)
+            all_gathers.through_memory(group, x)
             assert x.tobytes() == told(blocks, n, "float32"), blocks
             if n >= 1000:
                 one_each = max(map(len, tree.held)) == 1

@@ -8,8 +8,8 @@ from cases import DTYPES, LENGTHS, OPERATIONS, expected, length, vector
 from ranks import THREAD_RANKS, on_ranks
 
 from hpctrain.collectives import Group, broadcast, chunks, operation, reduce
-from hpctrain.collectives.linear import all_to_all, gather, scatter
 from hpctrain.collectives.ring import all_gather, reduce_scatter
+from hpctrain.collectives.rooted import all_to_all, gather, scatter
 
 
 def same(x: np.ndarray, y: np.ndarray) -> bool:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from ranks import on_ranks
 
-from hpctrain.collectives.agree import maximum
 from hpctrain.collectives.signature import faulty, matched, must_match, of_length, signature
-from hpctrain.errors import UsageError
-from hpctrain.transport.local import run_ranks
-from hpctrain.transport.memory import Memory
+from hpctrain.collectives.small_messages import maximum
+from hpctrain.core.errors import UsageError
+from hpctrain.transport.shared_memory.host import Memory
+from hpctrain.transport.threads.link import run_ranks
 from hpctrain.world import over_threads
 
 CALL, OTHER, FAULT = signature("one call"), signature("another"), faulty("no array")

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hpctrain import data
+from hpctrain.core.errors import UsageError
 from hpctrain.data import augment
 from hpctrain.data.augment import Augmented
-from hpctrain.errors import UsageError
 
 N = 400
 X = np.random.default_rng(0).standard_normal((N, 6, 5))

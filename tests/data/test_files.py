@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from hpctrain import data
+from hpctrain.core.errors import UsageError
 from hpctrain.data import dataset, text
-from hpctrain.errors import UsageError
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.integers(0, 256, (20, 5, 4)).astype(np.uint8)

@@ -7,8 +7,8 @@ import io
 import numpy as np
 import pytest
 
+from hpctrain.core.errors import UsageError
 from hpctrain.data import npy
-from hpctrain.errors import UsageError
 
 
 @pytest.mark.parametrize("failures, read", [(3, True), (1000, False)])

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.data import Prefetch, prefetch
-from hpctrain.errors import HpctrainError, UsageError
 
 AHEAD = [0, 1, 2, 5]
 

@@ -11,10 +11,10 @@ import pytest
 from ranks import run_on
 
 from hpctrain import data, nn, optim
+from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.data import Dataset, Sampler, share
 from hpctrain.data.augment import Augmented
-from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.trainer import Trainer
+from hpctrain.training.trainer import Trainer
 
 N, BATCH, EPOCHS = 103, 20, 3
 X = np.random.default_rng(0).standard_normal((N, 4)).astype(np.float32)

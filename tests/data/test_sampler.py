@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hpctrain.core.errors import UsageError
 from hpctrain.data import Sampler, order, share
-from hpctrain.errors import UsageError
 
 SIZES = [(1, 1), (1, 8), (7, 3), (12, 4), (100, 100), (101, 32), (5, 1)]  # samples, batch
 GOLDEN = [7, 6, 3, 0, 8, 1, 9, 2, 4, 5]

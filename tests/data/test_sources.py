@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from hpctrain import data
+from hpctrain.core.errors import UsageError
 from hpctrain.data import Dataset
-from hpctrain.errors import UsageError
 
 X, Y = np.arange(12.0).reshape(6, 2), np.array([0, 1, 2, 0, 1, 2])
 

@@ -18,9 +18,9 @@ from hpctrain.doctor.show import show
 from hpctrain.hardware.gdr import Gdr
 from hpctrain.hardware.nics import Nic
 from hpctrain.hardware.nvidia import Card, Cards
+from hpctrain.transport.gpu_probe.jobs import Trial
+from hpctrain.transport.gpu_probe.verdicts import Told
 from hpctrain.transport.paths import Verdict
-from hpctrain.transport.trials import Trial
-from hpctrain.transport.verdicts import Told
 
 
 def found(checks, name):
@@ -45,7 +45,7 @@ OF_MPI = {
     "jobs of one": (OPEN, Started((1, 1), "MULTIPLE"), OURS, "ranks", "bad", "jobs of (1, 1)",
                     "must belong"),
     "does not start": (OPEN, Started((), fault="exit code 1: no slots"), OURS, "ranks", "bad",
-                       "no slots", "/env/bin/mpiexec -n 2 python -m hpctrain.transport.started"),
+                       "no slots", "/env/bin/mpiexec -n 2 python -m hpctrain.transport.mpi.hello"),
     "no room": (OPEN, Started((), fault="exit code 7: Bus error (signal 7)"), OURS, "ranks", "bad",
                 "signal 7", "see `shared memory`"),
     "ranks": (OPEN, TWO, OURS, "ranks", "ok", "2 ranks", ""),

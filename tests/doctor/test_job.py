@@ -15,20 +15,29 @@ from ranks import on_ranks
 from hpctrain import collectives
 from hpctrain import world as worlds
 from hpctrain.doctor.check import Check
-from hpctrain.doctor.job import clocks, cores, folder, pings, same, seats, show, sums
-from hpctrain.doctor.job.answers import to_first
+from hpctrain.doctor.job import (
+    binding,
+    clocks,
+    consistency,
+    cores,
+    known_sums,
+    output_folder,
+    ping_pong,
+    show,
+)
 from hpctrain.doctor.job.cores import Core
-from hpctrain.doctor.job.folder import FolderState
-from hpctrain.doctor.job.found import JobResult
+from hpctrain.doctor.job.gather import to_first
 from hpctrain.doctor.job.hosts import listed
 from hpctrain.doctor.job.outliers import usual
-from hpctrain.doctor.job.pings import Ping
-from hpctrain.doctor.job.told import RankFacts, from_table
+from hpctrain.doctor.job.output_folder import FolderState
+from hpctrain.doctor.job.ping_pong import Ping
+from hpctrain.doctor.job.rank_facts import RankFacts, from_table
+from hpctrain.doctor.job.result import JobResult
 from hpctrain.hardware.nics import Nic
-from hpctrain.trace import Reading
-from hpctrain.transport.local import run_ranks
-from hpctrain.transport.rails import Rails
-from hpctrain.transport.seats import Seated
+from hpctrain.transport.placement.check import Seated
+from hpctrain.transport.placement.nearest_nics import Rails
+from hpctrain.transport.threads.link import run_ranks
+from hpctrain.watch.trace import Reading
 
 GIB = 1 << 30
 
@@ -101,7 +110,7 @@ VERSIONS = {
 @pytest.mark.parametrize("case", VERSIONS)
 def test_versions(case):
     told, verdict, words, nodes = VERSIONS[case]
-    check = same.versions(told, HOSTS)
+    check = consistency.versions(told, HOSTS)
     assert (check.verdict, check.nodes) == (verdict, nodes)
     assert words in check.seen
     assert bool(check.remedy) == (verdict == "bad")
@@ -121,19 +130,19 @@ RECIPES = {
 @pytest.mark.parametrize("case", RECIPES)
 def test_recipes(case):
     told, verdict, words = RECIPES[case]
-    (check,) = same.recipe(told, HOSTS)
+    (check,) = consistency.recipe(told, HOSTS)
     assert check.verdict == verdict
     assert words in check.seen
 
 
 def test_no_recipe_was_asked_for():
-    assert same.recipe(ranks_of(), HOSTS) == []
+    assert consistency.recipe(ranks_of(), HOSTS) == []
 
 
 def test_two_machines_of_one_name():
-    (check,) = same.machines(ranks_of(r1={"kernel": "other"}), HOSTS)
+    (check,) = consistency.machines(ranks_of(r1={"kernel": "other"}), HOSTS)
     assert (check.verdict, "n1 is the name of 2 machines" in check.seen) == ("bad", True)
-    assert same.machines(ranks_of(), HOSTS) == []
+    assert consistency.machines(ranks_of(), HOSTS) == []
 
 
 FINE, TINY = Check("shm", "ok", "9 GiB"), Check("shm", "bad", "1 MiB", "grow it")
@@ -153,7 +162,7 @@ NODES = {
 @pytest.mark.parametrize("case", NODES)
 def test_checks_of_all_nodes_as_one_row(case):
     by_node, *wanted = NODES[case]
-    (check,) = same.merged({node: [one] for node, one in by_node.items()})
+    (check,) = consistency.merged({node: [one] for node, one in by_node.items()})
     assert [check.verdict, check.seen, check.nodes] == wanted
     assert bool(check.remedy) == (check.verdict == "bad")
 
@@ -199,7 +208,7 @@ SEATS = {
 @pytest.mark.parametrize("case", SEATS)
 def test_seats(case):
     of, name, verdict, words, remedy = SEATS[case]
-    said = found(seats.checks(of), name)
+    said = found(binding.checks(of), name)
     assert said[0] == verdict
     assert words in said[1]
     assert remedy in said[2]
@@ -208,7 +217,7 @@ def test_seats(case):
 def test_the_map():
     named = replace(ON_GPU, host="n2", rails=Rails(near=("m0:1",), named=("m1:1",)))
     near = replace(NEXT, host="n2", rails=Rails(near=("m0:1", "m1:1")))
-    rows = seats.rows([SEAT, near, named])
+    rows = binding.rows([SEAT, near, named])
     assert rows[0] == ("0", "n1", "0", "0", "1", "-", "-")
     assert rows[1][-1] == "m0:1, m1:1"
     assert rows[2] == ("2", "n2", "1", "0", "1", "G0", "m1:1 (named)")
@@ -240,28 +249,30 @@ FOLDERS = {
 @pytest.mark.parametrize("case", FOLDERS)
 def test_output_folder(case, tmp_path):
     nodes, name, verdict, words, blamed = FOLDERS[case]
-    (check,) = (one for one in folder.checks(Path("/x"), nodes) if one.name == name)
+    (check,) = (one for one in output_folder.checks(Path("/x"), nodes) if one.name == name)
     assert (check.verdict, check.nodes) == (verdict, blamed)
     assert words in check.seen
     assert bool(check.remedy) == (verdict != "ok")
 
 
 def test_a_folder_is_looked_at_and_left_as_it_was(tmp_path):
-    place = folder.nearest_existing(tmp_path / "runs" / "new")
+    place = output_folder.nearest_existing(tmp_path / "runs" / "new")
     assert place == tmp_path
-    marked, word = folder.mark(place)
-    seen = folder.look(place, marked, word)
+    marked, word = output_folder.mark(place)
+    seen = output_folder.look(place, marked, word)
     assert (seen.fault, seen.shared) == ("", True)
     assert seen.free > 0 and seen.fsync_s > 0
-    assert not folder.look(place, marked, "another word").shared
-    folder.remove(marked)
-    assert not folder.look(place, marked, word).shared
+    assert not output_folder.look(place, marked, "another word").shared
+    output_folder.remove(marked)
+    assert not output_folder.look(place, marked, word).shared
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_slow_disk_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder.time, "perf_counter", count(0.0, 1.5).__next__)
-    check = found(folder.checks(tmp_path, {"n1": folder.look(tmp_path, "", "")}), "file system")
+    monkeypatch.setattr(output_folder.time, "perf_counter", count(0.0, 1.5).__next__)
+    check = found(
+        output_folder.checks(tmp_path, {"n1": output_folder.look(tmp_path, "", "")}), "file system"
+    )
     assert check[:2] == ("slow", "median 1500.0 ms to write 64 KiB and fsync (MAD 0.0); n1: up to "
                          "1500 ms")  # fmt: skip
     assert "[checkpoint] every_epochs" in check[2] and "--out" in check[2]
@@ -270,8 +281,10 @@ def test_a_slow_disk_is_told(tmp_path, monkeypatch):
 @pytest.mark.parametrize("asked", ["afile", "afile/x"])
 def test_what_lies_there_is_no_folder(asked, tmp_path):
     (tmp_path / "afile").touch()
-    place = folder.nearest_existing(tmp_path / asked)
-    checks = folder.checks(place, {"n1": folder.look(place, *folder.mark(place))})
+    place = output_folder.nearest_existing(tmp_path / asked)
+    checks = output_folder.checks(
+        place, {"n1": output_folder.look(place, *output_folder.mark(place))}
+    )
     assert found(checks, "output folder")[:2] == ("bad", f"n1: {tmp_path}/afile: Not a directory")
 
 
@@ -282,13 +295,13 @@ def full(tmp_path, monkeypatch):
     place.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", place]).returncode
     if mounted:
-        usage = folder.shutil.disk_usage(place)._replace(free=0)
-        monkeypatch.setattr(folder.shutil, "disk_usage", lambda _: usage)
+        usage = output_folder.shutil.disk_usage(place)._replace(free=0)
+        monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda _: usage)
 
         def refuse(*_):
             raise OSError(28, os.strerror(28))
 
-        monkeypatch.setattr(folder.os, "write", refuse)
+        monkeypatch.setattr(output_folder.os, "write", refuse)
         yield place
         return
     (place / "filler").write_bytes(bytes(60 << 10))
@@ -297,7 +310,7 @@ def full(tmp_path, monkeypatch):
 
 
 def test_a_full_disk(full):
-    checks = folder.checks(full, {"n1": folder.look(full, "", "")})
+    checks = output_folder.checks(full, {"n1": output_folder.look(full, "", "")})
     assert found(checks, "disk")[0] == "bad"
     assert "No space left on device" in found(checks, "output folder")[1]
     assert "--out" in found(checks, "output folder")[2]
@@ -417,7 +430,7 @@ def test_clocks_are_read_once_per_kernel(ranks):
 def test_everybody_meets_everybody_once(size):
     met = []
     for round_ in range(size - 1 + size % 2):
-        partners = [pings.partner(rank, round_, size) for rank in range(size)]
+        partners = [ping_pong.partner(rank, round_, size) for rank in range(size)]
         for rank, other in enumerate(partners):
             assert other is None or (other != rank and partners[other] == rank)
             met += [(rank, other)] if other is not None and rank < other else []
@@ -427,7 +440,7 @@ def test_everybody_meets_everybody_once(size):
 @pytest.mark.parametrize("layout", ["aaaa", "aabb", "abc", "aabbb", "ab"])
 def test_all_pairs_are_measured(layout):
     def body(link):
-        return pings.all_pairs(worlds.over_threads(link, [f"n{name}" for name in layout]))
+        return ping_pong.all_pairs(worlds.over_threads(link, [f"n{name}" for name in layout]))
 
     measured = [one for some in run_ranks(len(layout), body) for one in some]
     local = [layout[:rank].count(name) for rank, name in enumerate(layout)]
@@ -443,7 +456,7 @@ def test_all_pairs_are_measured(layout):
 @on_ranks(3, mpi=(3,))
 def test_pairs_over_mpi(ranks):
     def body(world):
-        mine = [(one.a, one.b) for one in pings.all_pairs(world)]
+        mine = [(one.a, one.b) for one in ping_pong.all_pairs(world)]
         return sorted(tuple(pair) for said in world.gather(json.dumps(mine))
                       for pair in json.loads(said))  # fmt: skip
 
@@ -498,25 +511,25 @@ def test_messages_are_held_against_the_rate_of_adapters(case):
     seconds, ports, wanted = RATES[case]
     measured = [Ping(0, 1, True, 1e-6, 1e-5), Ping(0, 2, False, 2e-6, seconds)]
     measured.append(Ping(1, 3, False, 2e-6, 2 * seconds))
-    found = pings.of_adapters(measured, ports)
+    found = ping_pong.of_adapters(measured, ports)
     assert [(one.verdict, bool(one.remedy)) for one in found] == (
         [(wanted[0], wanted[0] == "slow")] if wanted else []
     )
     assert all(wanted[1] in one.seen for one in found)
-    assert pings.of_adapters(measured[:1], ports) == []
+    assert ping_pong.of_adapters(measured[:1], ports) == []
 
 
 @pytest.mark.parametrize("case", LINKS)
 def test_slow_links_are_named(case):
     measured, hosts, verdict, words, nodes = LINKS[case]
-    (check,) = pings.checks(measured, hosts, crowded=False)
+    (check,) = ping_pong.checks(measured, hosts, crowded=False)
     assert (check.verdict, check.nodes) == (verdict, nodes)
     assert words in check.seen
     assert bool(check.remedy) == (verdict != "ok")
 
 
 def test_ranks_that_take_turns_are_not_judged():
-    (check,) = pings.checks(links(FOUR, [2]), FOUR, crowded=True)
+    (check,) = ping_pong.checks(links(FOUR, [2]), FOUR, crowded=True)
     assert (check.verdict, "not judged" in check.seen) == ("note", True)
 
 
@@ -525,9 +538,9 @@ def test_ranks_that_take_turns_are_not_judged():
 
 @on_ranks(1, 2, 3, 5, mpi=(1, 3))
 def test_sums_are_right(ranks):
-    wrong = ranks(sums.wrong)
+    wrong = ranks(known_sums.wrong)
     assert not any(wrong)
-    assert sums.check(wrong, ["ring"]).verdict == "ok"
+    assert known_sums.check(wrong, ["ring"]).verdict == "ok"
 
 
 @on_ranks(3, mpi=(3,))
@@ -537,15 +550,15 @@ def test_a_wrong_sum_is_named(ranks, monkeypatch):
         x[-1:] += group.link.rank == 1
 
     monkeypatch.setitem(collectives.ALLREDUCE, "ring", off_by_one)
-    wrong = ranks(lambda world: world.gather(",".join(sums.wrong(world))))
+    wrong = ranks(lambda world: world.gather(",".join(known_sums.wrong(world))))
     assert all(one == ["", "ring", ""] for one in wrong)
-    check = sums.check([[], ["ring"], []], ["auto", "ring"])
+    check = known_sums.check([[], ["ring"], []], ["auto", "ring"])
     assert (check.verdict, "ring is wrong on rank 1" in check.seen) == ("bad", True)
-    assert "the MPI library's own" in sums.check([["native"]], ["native"]).seen
+    assert "the MPI library's own" in known_sums.check([["native"]], ["native"]).seen
 
 
 def test_direct_is_left_out_where_there_are_several_nodes():
-    body = lambda link: sums.names(worlds.over_threads(link, ("a", "b")))  # noqa: E731
+    body = lambda link: known_sums.names(worlds.over_threads(link, ("a", "b")))  # noqa: E731
     assert all("direct" not in names and "ring" in names for names in run_ranks(2, body))
 
 
@@ -583,7 +596,7 @@ def test_not_all_nodes_are_left_out():
 
 
 def test_a_long_map_is_cut():
-    rows = [("0",) * len(seats.COLUMNS)] * (show.MOST_RANKS + 2)
+    rows = [("0",) * len(binding.COLUMNS)] * (show.MOST_RANKS + 2)
     assert show.binding_map(rows).caption == "and 2 ranks more: --json"
 
 
@@ -594,7 +607,9 @@ def test_what_many_nodes_say_fits_on_a_page(capsys):
     told = [replace(TOLD, lines=(f"node {host}", "  NUMA 0, cores 0-63: -")) for host in hosts]
     between = combinations(range(0, len(hosts), 8), 2)
     slow = [Ping(a, b, False, 2e-6, 9e-4 if a // 8 % 2 else 1e-4) for a, b in between]
-    job = JobResult(tuple(hosts), tuple(sitting), told, pings.checks(slow, hosts, crowded=False))
+    job = JobResult(
+        tuple(hosts), tuple(sitting), told, ping_pong.checks(slow, hosts, crowded=False)
+    )
     show.show(job)
     out = capsys.readouterr().out
     assert "node n[01-64]" in out

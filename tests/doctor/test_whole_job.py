@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 
-from hpctrain.cluster.netlab import refusal
+from hpctrain.cluster.netlab.netlab import refusal
 
 pytestmark = pytest.mark.processes
 QUICK = {"OMP_NUM_THREADS": "1"}
@@ -37,7 +37,7 @@ if rank == 2:
     os.chdir(here + "/elsewhere")
 """
 SILENT = """
-from hpctrain.doctor.job import examine, sums
+from hpctrain.doctor.job import examine, known_sums as sums
 examine.LIMIT_S = 1.5
 if rank == 1:
     sums.wrong = lambda world: time.sleep(100)
@@ -85,7 +85,7 @@ def test_several_faults_at_once(spoilt, tmp_path):
     about.parent.mkdir(parents=True)
     about.write_text("Metadata-Version: 2.1\nName: mpi4py\nVersion: 9.9.9\n")
     (tmp_path / "elsewhere").mkdir()
-    from hpctrain import recipe
+    from hpctrain.training import recipe
 
     mine = recipe.load("digits").toml()
     (tmp_path / "mine.toml").write_text(mine)

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from ranks import on_ranks, run_on, run_on_gpus
 
-from hpctrain import data, engines, nn, optim, recipe, rundir, runs
+from hpctrain import data, engines, nn, optim
 from hpctrain.collectives import all_gather_bytes
-from hpctrain.errors import TrainingError, UsageError
-from hpctrain.trainer import Trainer
+from hpctrain.core.errors import TrainingError, UsageError
+from hpctrain.run_files import run_folder
+from hpctrain.training import recipe, runs
+from hpctrain.training.trainer import Trainer
 
 METHODS = {
     "bf16": {"compression": "bf16"},
@@ -157,7 +159,7 @@ def test_what_is_owed_matters_to_a_resumed_run(tmp_path, method, monkeypatch):
     """Otherwise the test above would see nothing."""
     whole = trained(3, tmp_path / "whole", method, 20)
     trained(3, tmp_path / "cut", method, 9)
-    monkeypatch.setattr("hpctrain.engines.compressed.load", lambda *_: None)
+    monkeypatch.setattr("hpctrain.engines.synchronous.compression_state.load", lambda *_: None)
     again = trained(3, tmp_path / "cut", method, 20)
     assert again["params_sha256"] != whole["params_sha256"]
 
@@ -257,4 +259,4 @@ def test_a_ratio_too_large_is_refused_by_all_ranks(tmp_path):
             runs.train(spec, world, tmp_path / "run", False)
 
     run_on("threads", 3, body)
-    assert rundir.read_summary(tmp_path / "run") is None
+    assert run_folder.read_summary(tmp_path / "run") is None

@@ -11,15 +11,18 @@ import pytest
 from quadratic import LENGTH, Quadratic, Targets, target
 from ranks import on_ranks, run_on
 
-from hpctrain import data, nn, optim, recipe
-from hpctrain.engines import Easgd, Flags, Gossip, serving, shard
-from hpctrain.engines.desk import Event
-from hpctrain.engines.shard import Use
-from hpctrain.errors import TrainingError, UsageError
-from hpctrain.faults import FaultsOptions
+from hpctrain import data, nn, optim
+from hpctrain.core.errors import TrainingError, UsageError
+from hpctrain.engines import Easgd, Flags, Gossip
+from hpctrain.engines.parameter_server import server as server_side
+from hpctrain.engines.parameter_server import shard
+from hpctrain.engines.parameter_server.coordinator import Event
+from hpctrain.engines.parameter_server.shard import Use
+from hpctrain.gradients.faults import FaultsOptions
 from hpctrain.gradients.replica import ModelReplica
-from hpctrain.recipe import CheckpointOptions
-from hpctrain.trainer import Trainer
+from hpctrain.training import recipe
+from hpctrain.training.recipe import CheckpointOptions
+from hpctrain.training.trainer import Trainer
 
 RATE, MOMENTUM = 0.1, 0.9
 
@@ -175,7 +178,7 @@ SLOW = {
 @pytest.mark.parametrize("way", SLOW)
 def test_who_serves_waits_for_the_last_step_of_another(monkeypatch, way):
     """However long it takes: the limit is for threads that have nothing more to do."""
-    monkeypatch.setattr(serving, "JOIN_LIMIT_S", 0.1)
+    monkeypatch.setattr(server_side, "JOIN_LIMIT_S", 0.1)
 
     def body(world):
         engine = SLOW[way].build(world, Quadratic(), METHODS["EASGD"])

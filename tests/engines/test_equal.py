@@ -17,9 +17,9 @@ from ranks import on_ranks, run_on
 
 from hpctrain import collectives, data, engines, nn, optim
 from hpctrain.collectives.ring import ring
-from hpctrain.engines import shared, update
+from hpctrain.engines.synchronous import node_shared_params, update
 from hpctrain.gradients.replica import ModelReplica
-from hpctrain.trainer import Trainer
+from hpctrain.training.trainer import Trainer
 
 ALGORITHMS = ("auto", *(name for name in collectives.ALLREDUCE if name != "null"))
 OTHERS = {
@@ -110,7 +110,7 @@ def relative_distance(w, model: str, precision: str) -> float:
 @pytest.fixture
 def short_blocks(monkeypatch):
     """Without them these small models would be one shard."""
-    for module in (shared, update):
+    for module in (node_shared_params, update):
         monkeypatch.setattr(module, "BLOCK", 512)
 
 

@@ -10,15 +10,16 @@ import pytest
 from quadratic import LENGTH, Quadratic, Targets, target
 from ranks import on_ranks, run_on
 
-from hpctrain import data, nn, optim, recipe
+from hpctrain import data, nn, optim
+from hpctrain.core.errors import TrainingError, UsageError
 from hpctrain.engines import Flags, Gossip
-from hpctrain.engines.d_psgd import GRAPHS
-from hpctrain.engines.pairs import LEFT, OWN, partner
-from hpctrain.errors import TrainingError, UsageError
-from hpctrain.faults import FaultsOptions
+from hpctrain.engines.gossip.d_psgd import GRAPHS
+from hpctrain.engines.gossip.pairs import LEFT, OWN, partner
+from hpctrain.gradients.faults import FaultsOptions
 from hpctrain.gradients.replica import ModelReplica
-from hpctrain.recipe import CheckpointOptions
-from hpctrain.trainer import Trainer
+from hpctrain.training import recipe
+from hpctrain.training.recipe import CheckpointOptions
+from hpctrain.training.trainer import Trainer
 
 RATE, MOMENTUM = 0.02, 0.9
 EVERY = ("bipartite", "ring", "exponential")

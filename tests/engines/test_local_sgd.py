@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from ranks import on_ranks, run_on
 
-from hpctrain import data, engines, nn, optim, recipe, runs
-from hpctrain.errors import Stopped, TrainingError, UsageError
+from hpctrain import data, engines, nn, optim
+from hpctrain.core.errors import Stopped, TrainingError, UsageError
+from hpctrain.core.signals import StopRequest
 from hpctrain.gradients.replica import Batch, ModelReplica
-from hpctrain.stop import StopRequest
-from hpctrain.trainer import Trainer
+from hpctrain.training import recipe, runs
+from hpctrain.training.trainer import Trainer
 from hpctrain.world import World
 
 SAMPLES, BATCH, STEPS = 151, 37, 26  # the last batch of an epoch has 3 samples: fewer than 5 ranks

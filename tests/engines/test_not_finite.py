@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 from ranks import on_ranks, run_on, run_on_gpus
 
-from hpctrain import data, engines, nn, optim, recipe, runs, xp
-from hpctrain.errors import TrainingError, UsageError
+from hpctrain import data, engines, nn, optim
+from hpctrain.core import xp
+from hpctrain.core.errors import TrainingError, UsageError
 from hpctrain.gradients import finite
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Batch, ModelReplica
-from hpctrain.trainer import Trainer
+from hpctrain.training import recipe, runs
+from hpctrain.training.trainer import Trainer
 
 STEPS, BATCH, BAD, INTERVAL = 9, 24, 4, 3
 SLOT = "linear2.weight"
@@ -505,7 +507,7 @@ def test_the_kernel_finds_the_first(gpu, monkeypatch, dtype):
 
 def test_backup_workers_do_not_mind_what_comes_too_late():
     """The slow worker's gradients are bad, and late: nobody takes them anyway."""
-    from hpctrain.faults import FaultsOptions, Pace
+    from hpctrain.gradients.faults import FaultsOptions, Pace
     from hpctrain.gradients.slowed import Slowed
 
     slow = FaultsOptions(slow_rank=2, slow_factor=8, step_ms=10)  # late many times over

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from ranks import run_on, run_on_gpus
 
-from hpctrain import data, engines, nn, optim, xp
-from hpctrain.trainer import Trainer
+from hpctrain import data, engines, nn, optim
+from hpctrain.core import xp
+from hpctrain.training.trainer import Trainer
 
 SAMPLES, BATCH, STEPS = 151, 37, 6  # the last batch of an epoch has 3 samples
 

@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 from ranks import on_ranks, run_on
 
-from hpctrain import data, engines, nn, optim, recipe, runs
-from hpctrain.callbacks import EarlyStop
+from hpctrain import data, engines, nn, optim
 from hpctrain.collectives import ALLREDUCE, ordered
 from hpctrain.collectives.ordered import Tree
-from hpctrain.engines import update
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.core.errors import HpctrainError, UsageError
+from hpctrain.engines.synchronous import update
 from hpctrain.gradients.arena import params_sha256
 from hpctrain.gradients.blocks import InBlocks
 from hpctrain.gradients.replica import Batch, ModelReplica
-from hpctrain.trainer import Trainer
+from hpctrain.training import recipe, runs
+from hpctrain.training.callbacks import EarlyStop
+from hpctrain.training.trainer import Trainer
 from hpctrain.tuning import select
 
 STEPS, SAMPLES, BATCH, BLOCKS = 10, 151, 37, 9  # the last batch has 3 samples: 6 blocks are empty
@@ -142,7 +143,9 @@ def added_in_the_order_of_ranks(monkeypatch):
 def cut_by_ranks(monkeypatch):
     """Blocks of one size on each rank, of another on the next number of ranks."""
     share = data.sampler.share
-    monkeypatch.setattr("hpctrain.tasks.share", lambda i, r, size, blocks=0: share(i, r, size))
+    monkeypatch.setattr(
+        "hpctrain.training.tasks.share", lambda i, r, size, blocks=0: share(i, r, size)
+    )
 
 
 PLANTED = {
@@ -186,7 +189,7 @@ def test_digits(tmp_path, monkeypatch, algorithm, size):
 @pytest.mark.processes
 @pytest.mark.parametrize("size, way", [(1, "engine.kind=single"), (2, "wire.algorithm=tree")])
 def test_digits_by_the_command_line(hpctrain, tmp_path, monkeypatch, size, way):
-    """Processes of this environment's MPI, with as many cores each as there are: see bind.py."""
+    """Processes of this environment's MPI, each on all cores: see core_binding.py."""
     out, sets = tmp_path / "run", ["run.epochs=2", "wire.reduction=ordered", way]
     words = [word for one in sets for word in ("--set", one)]
     no_number_of_threads = {"OMP_NUM_THREADS": ""}

@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 from ranks import run_on, run_on_gpus
 
-from hpctrain import data, engines, nn, optim, xp
-from hpctrain.engines import outbox, shard
+from hpctrain import data, engines, nn, optim
+from hpctrain.core import xp
+from hpctrain.core.errors import HpctrainError
 from hpctrain.engines.engine import Times
-from hpctrain.engines.working import Worker
-from hpctrain.errors import HpctrainError
+from hpctrain.engines.parameter_server import push, shard
+from hpctrain.engines.parameter_server.worker import Worker
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import ModelReplica
-from hpctrain.trace import Trace
-from hpctrain.trainer import Trainer
+from hpctrain.training.trainer import Trainer
+from hpctrain.watch.trace import Trace
 
 STEPS = 4
 WAITS = ("event sync", "stream sync", "device sync", "pageable")
@@ -60,7 +61,7 @@ def test_slices_come_to_the_host_while_backward_goes_on(lazy_gpu, monkeypatch):
     begun: list[Counter] = []  # what was counted when each gradient was begun
     asked: list[tuple[int, bool]] = []  # ... and copies, work left, when all of it was asked for
     left: list[list[bool]] = []  # whether backward had work left as each slice left
-    gradient, leave = ModelReplica.gradient, outbox.Outbox.leave
+    gradient, leave = ModelReplica.gradient, push.Outbox.leave
 
     def computed(self, *args):
         import cupy
@@ -80,7 +81,7 @@ def test_slices_come_to_the_host_while_backward_goes_on(lazy_gpu, monkeypatch):
             yield one
 
     monkeypatch.setattr(ModelReplica, "gradient", computed)
-    monkeypatch.setattr(outbox.Outbox, "leave", leaving)
+    monkeypatch.setattr(push.Outbox, "leave", leaving)
     run_on_gpus(2, lambda w: trained(w, engines.PsSync()))
     number = len(left[0])  # of slices
     assert number >= 4 and len(begun) == STEPS
@@ -122,7 +123,7 @@ def test_a_slice_goes_to_the_device_before_the_next_has_come(lazy_gpu):
 
 def test_a_slot_that_is_never_ready_is_named(gpu):
     arena = arenas.make(dict.fromkeys("ab", (100,)), np.float32, zeros=xp.zeros)
-    box = outbox.Outbox(arena, [(0, slice(0, arena.grad.size))], adds=False)
+    box = push.Outbox(arena, [(0, slice(0, arena.grad.size))], adds=False)
     box.listener(last=True)("b")
     with pytest.raises(HpctrainError, match="on_ready never fired for slots: a"):
         box.take(last=True)

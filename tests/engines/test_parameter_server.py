@@ -14,17 +14,19 @@ import numpy as np
 import pytest
 from ranks import on_ranks, run_on
 
-from hpctrain import data, engines, nn, optim, rundir
+from hpctrain import data, engines, nn, optim
+from hpctrain.core.errors import TrainingError, UsageError
 from hpctrain.data import Sampler, share
-from hpctrain.engines import Flags, PsAsync, PsSync, Task, shard
-from hpctrain.engines.desk import Event
-from hpctrain.engines.shard import Use
-from hpctrain.errors import TrainingError, UsageError
-from hpctrain.faults import FaultsOptions
+from hpctrain.engines import Flags, PsAsync, PsSync, Task
+from hpctrain.engines.parameter_server import shard
+from hpctrain.engines.parameter_server.coordinator import Event
+from hpctrain.engines.parameter_server.shard import Use
+from hpctrain.gradients.faults import FaultsOptions
 from hpctrain.gradients.replica import Batch, ModelReplica
-from hpctrain.recipe import CheckpointOptions
-from hpctrain.trace import TraceOptions
-from hpctrain.trainer import Trainer
+from hpctrain.run_files import run_folder
+from hpctrain.training.recipe import CheckpointOptions
+from hpctrain.training.trainer import Trainer
+from hpctrain.watch.trace import TraceOptions
 
 STEPS, SAMPLES, BATCH = 30, 151, 37  # the last batch of an epoch has 3 samples: fewer than workers
 MODELS = {
@@ -396,7 +398,7 @@ def test_an_asynchronous_run_goes_on(tmp_path):
         run_on("threads", 4, lambda w: trained(w, engine, "mlp", optim.sgd(RATE), **again))
     )
     assert found[0][0].tobytes() == repeated[0][0].tobytes()
-    told = rundir.read_summary(run)
+    told = run_folder.read_summary(run)
     assert sum(json.loads(json.dumps(told["staleness_histogram"])).values()) == 3 * 20
 
 

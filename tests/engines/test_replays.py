@@ -10,10 +10,10 @@ import time
 import pytest
 from ranks import run_on
 
-from hpctrain import recipe, runs
+from hpctrain.core.errors import HpctrainError, Stopped
+from hpctrain.core.signals import StopRequest
 from hpctrain.engines import replay
-from hpctrain.errors import HpctrainError, Stopped
-from hpctrain.stop import StopRequest
+from hpctrain.training import recipe, runs
 
 RANKS = 4
 KEYS = ["model.widths=[64,12,10]", "run.epochs=3", "faults.step_ms=0.2", "faults.jitter=1.0"]

@@ -15,12 +15,12 @@ from ranks import on_ranks, run_on
 
 from hpctrain import data, engines, nn, optim
 from hpctrain.collectives import all_gather_bytes
+from hpctrain.core.errors import UsageError
 from hpctrain.engines.engine import BLOCK
-from hpctrain.errors import UsageError
 from hpctrain.gradients.arena import params_sha256
 from hpctrain.gradients.replica import ModelReplica
-from hpctrain.trainer import Trainer
-from hpctrain.transport.memory import Memory
+from hpctrain.training.trainer import Trainer
+from hpctrain.transport.shared_memory.host import Memory
 from hpctrain.world import World
 
 STEPS, BATCH = 3, 20

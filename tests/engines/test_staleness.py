@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from ranks import on_ranks, run_on
 
-from hpctrain import data, engines, nn, optim, rundir
-from hpctrain.engines.allreduce import AllReduce
+from hpctrain import data, engines, nn, optim
 from hpctrain.engines.staleness import Staleness, metrics
-from hpctrain.recipe import CheckpointOptions
-from hpctrain.trace import TraceOptions
-from hpctrain.trainer import Trainer
+from hpctrain.engines.synchronous.allreduce import AllReduce
+from hpctrain.run_files import run_folder
+from hpctrain.training.recipe import CheckpointOptions
+from hpctrain.training.trainer import Trainer
+from hpctrain.watch.trace import TraceOptions
 
 KEYS = ("staleness_mean", "staleness_max", "staleness_histogram", "clock_gap_max",
         "dropped_gradients")  # fmt: skip
@@ -94,7 +95,7 @@ def test_rows_and_summary_count_from_the_first_step_also_when_resumed(tmp_path):
     run = tmp_path / "run"
     run_on("threads", 2, lambda w: fit(w, Options(), run, 8))
     summary = run_on("threads", 3, lambda w: fit(w, Options(), run, 14, resume=True))[0]
-    rows = rundir.rows(run)
+    rows = run_folder.rows(run)
     assert [row["step"] for row in rows] == [3, 5, 6, 8, 9, 10, 12, 14]
     assert [row["since_step"] for row in rows] == [0] * 4 + [8] * 4
     for row in [*rows, {**summary, "step": 14}]:
@@ -110,7 +111,7 @@ def test_every_gradient_of_an_asynchronous_run_is_counted(tmp_path):
     for steps, resume in ((8, False), (14, True)):
         run_on("threads", workers + 1, lambda w, a=steps, b=resume:
                fit(w, engines.PsAsync(), run, a, resume=b))  # fmt: skip
-    rows = rundir.rows(run)
+    rows = run_folder.rows(run)
     assert [row["since_step"] for row in rows] == [0] * 4 + [8] * 4
     for row in rows:
         assert sum(row["staleness_histogram"].values()) == row["step"] * workers

@@ -10,9 +10,9 @@ import pytest
 from ranks import run_on
 
 from hpctrain import data, engines, nn, optim
-from hpctrain.engines.apart import for_any_engine
-from hpctrain.errors import UsageError
-from hpctrain.trainer import Trainer
+from hpctrain.core.errors import UsageError
+from hpctrain.engines.worker_state import for_any_engine
+from hpctrain.training.trainer import Trainer
 
 STEPS, SGD = 7, optim.sgd(0.05, 0.9)
 REGIMES = {

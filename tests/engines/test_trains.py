@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 from ranks import on_ranks, run_on
 
-from hpctrain import data, nn, optim, recipe, runs, weights
-from hpctrain.trainer import Trainer
+from hpctrain import data, nn, optim
+from hpctrain.training import recipe, runs, weights
+from hpctrain.training.trainer import Trainer
 
 RANKS = 4
 SEEDS = [pytest.param(range(2), id="2"), pytest.param(range(5), id="5", marks=pytest.mark.full)]

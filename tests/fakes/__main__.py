@@ -10,8 +10,8 @@ import sys
 from contextlib import nullcontext
 
 import fakes
-from hpctrain import launchers
-from hpctrain.transport import gpus
+from hpctrain.core import launchers
+from hpctrain.transport.device import gpus
 
 
 def options() -> dict:

@@ -7,7 +7,7 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 
-from hpctrain.collectives.operations import names, operation, ufunc_of
+from hpctrain.collectives.reductions.operations import names, operation, ufunc_of
 
 
 def squares(grid, block, x, starts, stops, sums) -> None:

@@ -14,7 +14,8 @@ from conftest import Job
 from jobs import MARK, NEVER, SMALL, Training, carriers, on_fakes, sets, trap
 from ranks import run_on
 
-from hpctrain import data, recipe, runs
+from hpctrain import data
+from hpctrain.training import recipe, runs
 
 HERE = Path(__file__).parent
 

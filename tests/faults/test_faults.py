@@ -9,7 +9,9 @@ import pytest
 from jobs import EVERY, MARK, command_that_resumes, sets, trap
 from ranks import run_on
 
-from hpctrain import checkpoint, recipe, rundir, runs
+from hpctrain import checkpoint
+from hpctrain.run_files import run_folder
+from hpctrain.training import recipe, runs
 
 pytestmark = pytest.mark.processes
 
@@ -142,12 +144,12 @@ def test_a_damaged_checkpoint(digits, trained, tmp_path, damage):
         assert ended.returncode == 0
         assert f"going back to {job.out}/checkpoints/{OLD}" in ended.stderr
         assert "resumed at step 5 of 10" in ended.stderr
-        told = rundir.read_summary(trained)
+        told = run_folder.read_summary(trained)
         assert job.summary["params_sha256"] == told["params_sha256"]
     else:
         assert ended.returncode == 2
         assert "no checkpoint in" in ended.stderr and "can be used" in ended.stderr
-        assert job.summary == rundir.read_summary(trained)  # nothing was trained since
+        assert job.summary == run_folder.read_summary(trained)  # nothing was trained since
 
 
 def test_a_checkpoint_of_another_model(digits, trained, tmp_path):
@@ -207,4 +209,4 @@ def test_a_rank_that_never_starts_mpi(start, mark):
     ended = start("-c", NEVER_COMES, ranks=2, env={MARK: mark}).finish()
     assert ended.returncode != 0
     assert ended.seconds < 15
-    assert re.search(r"Timeout \(0:00:02\)!(.|\n)*mpi.py\", line \d+ in start", ended.stderr)
+    assert re.search(r"Timeout \(0:00:02\)!(.|\n)*link.py\", line \d+ in start", ended.stderr)

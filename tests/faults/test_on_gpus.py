@@ -11,8 +11,9 @@ import pytest
 from jobs import EVERY, MARK, NEVER, on_fakes, sets, trap
 from ranks import run_on
 
-from hpctrain import recipe, rundir, runs
 from hpctrain.cluster import launch
+from hpctrain.run_files import run_folder
+from hpctrain.training import recipe, runs
 
 pytestmark = pytest.mark.processes
 
@@ -57,7 +58,8 @@ import json, sys
 import fakes
 holds = fakes.installed(hidden=True)
 holds.__enter__()
-from hpctrain import recipe, runs, world
+from hpctrain.training import recipe, runs
+from hpctrain import world
 for number, engine in enumerate(sys.argv[1].split()):
     spec = recipe.load("digits", [f"engine.kind={engine}", "run.device=gpu", *sys.argv[2:]])
     runs.train(spec, world.init("gpu"), Path(f"run-{number}"), False)
@@ -74,7 +76,7 @@ def test_the_other_engines(start, mark, small, tmp_path):
     ended = start("-c", code, " ".join(ENGINES), *keys, ranks=2, env=env).finish()
     assert ended.returncode == 0, ended.stderr
     for number, (engine, repeats) in enumerate(ENGINES.items()):
-        summary = rundir.read_summary(tmp_path / f"run-{number}")
+        summary = run_folder.read_summary(tmp_path / f"run-{number}")
         assert (summary["status"], summary["gpus"]) == ("done", ["GPU-number-0"]), engine
         spec = recipe.load("digits", [f"engine.kind={engine}", *keys])
         body = partial(runs.train, spec, out=tmp_path / engine, resume=False)
@@ -188,9 +190,9 @@ holds = fakes.installed(devices=2, hidden=True, lazy=True)
 machine = holds.__enter__()
 import cupy
 import hpctrain as ht
-from hpctrain import arrays
+from hpctrain.user_collectives import calls as arrays
 from hpctrain.collectives import ALLREDUCE
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
 
 world = ht.init(sys.argv[1])
 mine, size = world.rank, world.size
@@ -252,7 +254,7 @@ def test_arrays_of_gpus_given_to_an_mpi_that_knows_none(start, mark, device, pat
 
 
 BELIEVED = """
-from hpctrain.transport import verdicts
+from hpctrain.transport.gpu_probe import verdicts
 way = verdicts.Verdict("cuda-aware", "cuda-aware", "staged", "so it was told")
 verdicts.known = lambda environ: verdicts.Told(way)
 """

@@ -115,7 +115,7 @@ SCRIPT = """
 import sys
 import numpy as np
 import hpctrain as ht
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
 mine = ht.init().rank == 1
 *first, last = sys.argv[1:]
 for call in first:

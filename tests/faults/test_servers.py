@@ -10,7 +10,9 @@ import pytest
 from jobs import command_that_resumes, sets
 from ranks import run_on
 
-from hpctrain import recipe, rundir, runs, watch
+from hpctrain import watch
+from hpctrain.run_files import run_folder
+from hpctrain.training import recipe, runs
 
 pytestmark = pytest.mark.processes
 
@@ -73,7 +75,7 @@ def test_a_server_that_is_asked_to_stop(digits, engine):
 BREAKS = """
 from itertools import count
 from hpctrain.cli import main
-from hpctrain.engines import shard
+from hpctrain.engines.parameter_server import shard
 orders, apply = count(), shard.Shard.apply
 def breaking(self, order):
     if next(orders) == 20:
@@ -91,5 +93,5 @@ def test_a_server_thread_that_breaks(start, mark, small, tmp_path):
     assert ended.returncode != 0
     assert ended.seconds < 20
     assert "the server broke" in ended.stderr and "in breaking" in ended.stderr
-    summary = rundir.read_summary(tmp_path / "run")
+    summary = run_folder.read_summary(tmp_path / "run")
     assert "RuntimeError: the server broke" in summary["reason"] and summary["status"] == "failed"

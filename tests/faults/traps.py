@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import hpctrain as ht
 from hpctrain import nn
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
 
 EVERY = -1
 

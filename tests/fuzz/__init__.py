@@ -25,7 +25,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from hpctrain.errors import HpctrainError
+from hpctrain.core.errors import HpctrainError
 
 Generator = random.Random
 SECONDS, MIB = 5.0, 256  # of one case; what a process may grow by in all of them

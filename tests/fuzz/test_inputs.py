@@ -25,9 +25,11 @@ import safetensors.numpy
 import tomli_w
 
 from fuzz import Generator, campaign, in_memory, mutated, mutated_json, value_or_refusal
-from hpctrain import data, toml, weights
-from hpctrain.cluster import site
-from hpctrain.errors import HpctrainError
+from hpctrain import data
+from hpctrain.cluster.slurm import site
+from hpctrain.config import toml
+from hpctrain.core.errors import HpctrainError
+from hpctrain.training import weights
 
 DTYPES = ("u1", "i1", "<i4", ">i2", "<f4", ">f8", "<f2", "?", "<i8")
 IDX = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -188,7 +190,9 @@ def weights_case(rng: Generator, folder: Path) -> None:
 
 SITES = [
     toml.parsed(one.read_text(), one.name)
-    for one in sorted(resources.files("hpctrain.cluster").joinpath("sites").iterdir(), key=str)
+    for one in sorted(
+        resources.files("hpctrain.cluster.slurm").joinpath("sites").iterdir(), key=str
+    )
     if one.name.endswith(".toml")
 ]
 

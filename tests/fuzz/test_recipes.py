@@ -14,11 +14,12 @@ import pytest
 import tomli_w
 
 from fuzz import Generator, campaign, in_memory, mutated, mutated_json, value_or_refusal
-from hpctrain import optim, recipe
-from hpctrain.errors import UsageError
+from hpctrain import optim
+from hpctrain.config.overrides import RIVALS
+from hpctrain.core.errors import UsageError
 from hpctrain.gradients.arena import Slot
-from hpctrain.overrides import RIVALS
-from hpctrain.recipe import Recipe
+from hpctrain.training import recipe
+from hpctrain.training.recipe import Recipe
 
 DIGITS = recipe.read_tables("digits")
 #: Recipes that have most of all keys between them: what stands here replaces tables of `digits`.

@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 
 from fuzz import campaign, in_memory, mutated, mutated_json, torn, value_or_refusal
-from hpctrain import checkpoint, recipe, rundir, runs
+from hpctrain import checkpoint
 from hpctrain.checkpoint import Piece
 from hpctrain.checkpoint import format as files
+from hpctrain.core.errors import HpctrainError
 from hpctrain.engines import replay
-from hpctrain.engines.desk import Event
+from hpctrain.engines.parameter_server.coordinator import Event
 from hpctrain.engines.staleness import Staleness
-from hpctrain.errors import HpctrainError
 from hpctrain.report import page, record
-from hpctrain.transport.local import run_ranks
+from hpctrain.run_files import run_folder
+from hpctrain.training import recipe, runs
+from hpctrain.transport.threads.link import run_ranks
 from hpctrain.world import over_threads
 
 pytestmark = pytest.mark.timeout(1800)  # of 20,000 cases; each has a limit of its own
@@ -169,7 +171,7 @@ def test_resumed_from_forged_facts(count, monkeypatch):
                 seen = value_or_refusal(lambda: train(longer, run, True), run)
                 if not isinstance(seen, HpctrainError):
                     assert seen["params_sha256"] == expected["params_sha256"]
-                    assert [row["step"] for row in rundir.rows(run)] == [1, 2, 3, 4, 5]
+                    assert [row["step"] for row in run_folder.rows(run)] == [1, 2, 3, 4, 5]
             finally:
                 shutil.rmtree(run)
 
@@ -265,10 +267,10 @@ def test_rows(count):
     """Torn rows are a prefix; after `go_back` the file holds the rows up to its step, and grows."""
     whole = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
     with in_memory() as run:
-        path = run / rundir.METRICS
+        path = run / run_folder.METRICS
 
         def case(rng):
-            (run / rundir.REDONE).unlink(missing_ok=True)
+            (run / run_folder.REDONE).unlink(missing_ok=True)
             kind = rng.choice(("torn", "bytes", "JSON", "redone"))
             rows = mutated_json(ROWS, rng) if kind == "JSON" else ROWS
             text = "".join(
@@ -277,9 +279,11 @@ def test_rows(count):
             data = {"torn": torn, "bytes": mutated}.get(kind, lambda data, rng: text.encode())
             path.write_bytes(data(whole, rng))
             if kind == "redone":
-                (run / rundir.REDONE).write_bytes(mutated(b"4\n", rng))
-            seen = value_or_refusal(lambda: rundir.rows(run), path)
-            gone = value_or_refusal(lambda: rundir.go_back(run, 3, 0), path, run / rundir.REDONE)
+                (run / run_folder.REDONE).write_bytes(mutated(b"4\n", rng))
+            seen = value_or_refusal(lambda: run_folder.rows(run), path)
+            gone = value_or_refusal(
+                lambda: run_folder.go_back(run, 3, 0), path, run / run_folder.REDONE
+            )
             if isinstance(seen, HpctrainError):
                 assert isinstance(gone, HpctrainError)
                 return
@@ -287,9 +291,9 @@ def test_rows(count):
             assert kind != "torn" or seen == ROWS[: len(seen)]
             if not isinstance(gone, HpctrainError):
                 kept = [row for row in seen if row["step"] <= 3]
-                assert same(rundir.rows(run), kept)
-                rundir.append_row(run, {"step": 9})
-                assert same(rundir.rows(run), [*kept, {"step": 9}])
+                assert same(run_folder.rows(run), kept)
+                run_folder.append_row(run, {"step": 9})
+                assert same(run_folder.rows(run), [*kept, {"step": 9}])
 
         campaign("rows", count, case)
 
@@ -304,14 +308,14 @@ def test_summaries(count):
     """A summary has the types that pages and tables show, or is refused; a page can be made."""
     text = json.dumps(SUMMARY, indent=2).encode()
     with in_memory() as run:
-        path = run / rundir.SUMMARY
+        path = run / run_folder.SUMMARY
 
         def case(rng):
             if rng.random() < 0.5:
                 path.write_bytes(mutated(text, rng))
             else:
                 path.write_text(json.dumps(mutated_json(SUMMARY, rng)))
-            seen = value_or_refusal(lambda: rundir.read_summary(run), path)
+            seen = value_or_refusal(lambda: run_folder.read_summary(run), path)
             if isinstance(seen, HpctrainError):
                 return
             assert isinstance(seen["status"], str)

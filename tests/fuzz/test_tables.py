@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from fuzz import Generator, campaign, in_memory, mutated, mutated_json, value_or_refusal
-from hpctrain.bench import measured
+from hpctrain.bench.prediction import measurements
 from hpctrain.collectives import ALLREDUCE
-from hpctrain.errors import HpctrainError
-from hpctrain.scaling.sizes import Size
+from hpctrain.core.errors import HpctrainError
+from hpctrain.cost_model.cost import Machine
 from hpctrain.scaling.study import Folder, Study
+from hpctrain.scaling.world_sizes import Size
 from hpctrain.tuning import choose, table
-from hpctrain.tuning.cost import Machine
 
 
 def tables_case(rng: Generator, folder: Path) -> None:
@@ -80,7 +80,7 @@ def measured_case(rng: Generator, folder: Path) -> None:
         value = mutated_json(value, rng)
     content = json.dumps(value).encode()
     path.write_bytes(mutated(content, rng) if kind == "bytes" else content)
-    found = value_or_refusal(lambda: measured.read(path), path)
+    found = value_or_refusal(lambda: measurements.read(path), path)
     if isinstance(found, HpctrainError):
         assert kind != "whole", found
         return

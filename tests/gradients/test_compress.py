@@ -8,8 +8,9 @@ import pytest
 from oracles.messages import MESSAGES, Call
 from ranks import on_ranks, run_on
 
-from hpctrain.collectives import ALLREDUCE, all_gather_bytes, bfloat16
-from hpctrain.errors import UsageError
+from hpctrain.collectives import ALLREDUCE, all_gather_bytes
+from hpctrain.collectives.reductions import bfloat16
+from hpctrain.core.errors import UsageError
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients import compress
 from hpctrain.gradients.buckets import cut

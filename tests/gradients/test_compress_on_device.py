@@ -8,13 +8,14 @@ import on_host
 import pytest
 from ranks import run_on, run_on_gpus
 
-from hpctrain import xp
-from hpctrain.collectives import ALLREDUCE, bfloat16
+from hpctrain.collectives import ALLREDUCE
+from hpctrain.collectives.reductions import bfloat16
+from hpctrain.core import xp
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients import compress
 from hpctrain.gradients.buckets import cut
-from hpctrain.gradients.compress.largest import Largest
 from hpctrain.gradients.compress.orthonormal import Orthonormal
+from hpctrain.gradients.compress.top_k_cuda import Largest
 from hpctrain.gradients.reducer import Reducer, WireOptions
 
 SHAPES = {"conv": (3, 3, 4, 8), "bias": (8,), "small": (2, 2), "wide": (20, 31), "last": (5,)}

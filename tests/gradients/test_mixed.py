@@ -9,12 +9,12 @@ import pytest
 from ranks import run_on_gpus
 
 from hpctrain import data, engines, nn, optim
-from hpctrain.errors import TrainingError, UsageError
+from hpctrain.core.errors import TrainingError, UsageError
 from hpctrain.gradients import mixed
 from hpctrain.gradients.mixed import MixedReplica, dtype_named
 from hpctrain.gradients.precision import replica_of
 from hpctrain.gradients.replica import Batch, ModelReplica
-from hpctrain.trainer import Trainer
+from hpctrain.training.trainer import Trainer
 
 SIXTEEN = ("bf16", "fp16")
 CLOSE = {"bf16": 0.03, "fp16": 0.005}  #: of eight or eleven bits, after some layers

@@ -12,7 +12,7 @@ from ranks import on_ranks, run_on
 from hpctrain.collectives import Group
 from hpctrain.collectives.direct import direct_shared
 from hpctrain.collectives.ring import ring
-from hpctrain.errors import HpctrainError
+from hpctrain.core.errors import HpctrainError
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.buckets import cut
 from hpctrain.gradients.reducer import Reducer

@@ -6,7 +6,7 @@ import pytest
 from machines import write
 
 from hpctrain import nn
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.hardware.memory import available_bytes
 

@@ -7,7 +7,8 @@ import on_host
 import pytest
 from cases import dtype_of
 
-from hpctrain import nn, xp
+from hpctrain import nn
+from hpctrain.core import xp
 
 CLOSE = {"float32": 2e-5, "float64": 1e-11, "float16": 4e-3, "bfloat16": 4e-2}
 #: samples and their shape; the last of many channels

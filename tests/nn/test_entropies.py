@@ -7,7 +7,7 @@ import on_host
 import pytest
 
 from hpctrain import nn
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
 from hpctrain.nn.losses import arrived
 
 CLOSE = {"float32": 1e-6, "float64": 1e-14}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpctrain import nn
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
 from hpctrain.nn.dropout import keep_mask
 
 KEY = nn.Key(seed=5, step=7, first=0)

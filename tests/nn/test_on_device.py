@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpctrain import nn
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
 from hpctrain.gradients.replica import Batch, ModelReplica
 
 IMAGES = ((8, 8), 10)

@@ -7,9 +7,10 @@ import on_host
 import pytest
 from cases import dtype_of
 
-from hpctrain import nn, xp
-from hpctrain.kernels import written
-from hpctrain.nn import philox
+from hpctrain import nn
+from hpctrain.core import xp
+from hpctrain.core.kernels import written
+from hpctrain.nn.cuda import philox
 from hpctrain.nn.dropout import Dropout, keep_mask
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")

@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain import nn
 from hpctrain.config import read_kind
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
 
 
 def chain(shape, **layers):

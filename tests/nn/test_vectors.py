@@ -7,7 +7,8 @@ import on_host
 import pytest
 from cases import dtype_of
 
-from hpctrain import nn, xp
+from hpctrain import nn
+from hpctrain.core import xp
 
 CLOSE = {"float32": 2e-5, "float64": 1e-11, "float16": 4e-3, "bfloat16": 4e-2}
 SHAPES = [(5, 4, 3), (7, 16), (1, 9, 5), (300, 4), (3, 700), (2, 1), (0, 4, 3)]

@@ -7,8 +7,9 @@ import on_host
 import pytest
 from cases import dtype_of
 
-from hpctrain import nn, xp
-from hpctrain.nn import windows
+from hpctrain import nn
+from hpctrain.core import xp
+from hpctrain.nn.cuda import im2col
 
 #: images (n, h, w, c), kernel, stride, padding
 CASES = [
@@ -65,12 +66,12 @@ def test_windows_become_rows_and_come_back(compiled, dtype):
     for shape, kernel, stride, padding in CASES:
         x = drawn(shape, dtype)
         wanted, size = rows_of(x, kernel, stride, padding)
-        rows = windows.columns(cupy.asarray(x), size, kernel, stride, padding)
+        rows = im2col.columns(cupy.asarray(x), size, kernel, stride, padding)
         assert rows.shape == (wanted.size // (kernel**2 * shape[3]), kernel**2 * shape[3])
         assert rows.get().tobytes() == wanted.tobytes()
         given = drawn(wanted.shape, dtype)
         flat = cupy.asarray(given.reshape(rows.shape))
-        back = windows.image(flat, shape, size, kernel, stride, padding)
+        back = im2col.image(flat, shape, size, kernel, stride, padding)
         told = image_of(given, shape, stride, padding)
         assert back.get().tobytes() == told.tobytes()
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from ranks import run_on
 
-from hpctrain import recipe, runs
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
+from hpctrain.training import recipe, runs
 
 WEAK = ["optimizer.batch=", "optimizer.batch_per_rank=32", "optimizer.rate=0.1"]
 RATES = [

@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain import optim
 from hpctrain.config import read_kind
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
 from hpctrain.gradients.arena import lay_out
 from hpctrain.optim.optimizer import BLOCK
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 from hpctrain.collectives.chunks import SEGMENT_BYTES, bounds
 from hpctrain.collectives.ordered import SCRATCH_BYTES
 from hpctrain.collectives.ring import STREAM_BYTES
-from hpctrain.transport.memory import ALIGN_BYTES
+from hpctrain.transport.shared_memory.host import ALIGN_BYTES
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,13 @@ from browser import BROWSER, LOOK, browse, painted
 from matplotlib import image
 from ranks import run_on
 
-from hpctrain import recipe, rundir, runs
 from hpctrain.commands.report import report
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
 from hpctrain.optim import CosineOptions
 from hpctrain.optim.optimizer import rate_curve
 from hpctrain.report import page, plots, record
+from hpctrain.run_files import run_folder
+from hpctrain.training import recipe, runs
 
 NAME = "<script>alert('$x_1$ & more')</script>"
 PLOTS = {"loss.png", "rate.png", "time.png", "ranks.png"}
@@ -70,14 +71,14 @@ RUNS = {
 def write(folder, rows, summary, recipe, torn=""):
     folder.mkdir()
     for one in rows:
-        rundir.append_row(folder, one)
+        run_folder.append_row(folder, one)
     if torn:
-        with open(folder / rundir.METRICS, "a") as file:
+        with open(folder / run_folder.METRICS, "a") as file:
             file.write(torn)
     if summary is not None:
-        rundir.write_summary(folder, summary)
+        run_folder.write_summary(folder, summary)
     if recipe is not None:
-        rundir.write_recipe(folder, recipe)
+        run_folder.write_recipe(folder, recipe)
     return folder
 
 
@@ -170,7 +171,7 @@ def test_a_thousand_rows_of_many_ranks(tmp_path):
     ranks = {f"{name}_s": [0.1] * 200 for name in ("compute", "wait", "wire")}
     rows = [*map(row, range(10, 10_000, 10)), row(10_000, ranks=ranks)]
     text = "".join(json.dumps(one) + "\n" for one in rows)
-    (run / rundir.METRICS).write_text(text)
+    (run / run_folder.METRICS).write_text(text)
     assert plots.plots(record.read(run)).keys() == PLOTS
 
 
@@ -192,8 +193,8 @@ def test_a_folder_without_a_run_is_refused(hpctrain, tmp_path):
 def test_what_cannot_be_read_or_written_is_refused(tmp_path):
     run = write(tmp_path / "run", ROWS, DONE, RECIPE)
     with pytest.raises(UsageError, match="cannot be written"):
-        page.write(run, run / rundir.RECIPE / "below")
-    (run / rundir.SUMMARY).write_text('{"status": ')
+        page.write(run, run / run_folder.RECIPE / "below")
+    (run / run_folder.SUMMARY).write_text('{"status": ')
     with pytest.raises(UsageError, match=r"summary.json, column 12: expected JSON"):
         page.write(run, tmp_path / "out")
 

@@ -11,12 +11,14 @@ import pytest
 from rich.console import Console
 from studies import Times, study, write
 
-from hpctrain.scaling import board, collect, conduct, queue
-from hpctrain.scaling.board import FAILED, RUNNING, WAITING, Standing
+from hpctrain.scaling import collect
 from hpctrain.scaling.collect import Gap, Trial
-from hpctrain.scaling.sizes import Size
+from hpctrain.scaling.output import live_table
+from hpctrain.scaling.output.live_table import FAILED, RUNNING, WAITING, Standing
+from hpctrain.scaling.output.live_view import Teller
 from hpctrain.scaling.study import Folder
-from hpctrain.scaling.teller import Teller
+from hpctrain.scaling.trials import runner, slurm_runner
+from hpctrain.scaling.world_sizes import Size
 
 ONE, TWO, FOUR = Size(1), Size(2), Size(4)
 OF = study((1, 2, 4), repeats=2)
@@ -71,12 +73,12 @@ BOARDS = {
 @pytest.mark.parametrize("name", BOARDS)
 def test_rows(name):
     standings, rows = BOARDS[name]
-    assert told(board.rows(OF, standings)) == rows
+    assert told(live_table.rows(OF, standings)) == rows
 
 
 def drawn(of, standings, note=""):
     out = io.StringIO()
-    Console(file=out, width=150).print(board.table(of, standings, "a [b]title[/b]", note))
+    Console(file=out, width=150).print(live_table.table(of, standings, "a [b]title[/b]", note))
     return [" ".join(line.split()) for line in out.getvalue().splitlines()]
 
 
@@ -104,22 +106,22 @@ def test_a_table_without_slurm_has_no_jobs_and_no_nodes():
 
 def test_a_log_has_a_line_for_each_change_and_none_for_steps():
     before = stands(Standing("pending", 1, reason="Priority"), Standing(RUNNING, 2, step=10))
-    assert list(board.news(OF, {}, stands())) == []  # that trials wait goes without saying
-    assert list(board.news(OF, {}, before)) == [
+    assert list(live_table.news(OF, {}, stands())) == []  # that trials wait goes without saying
+    assert list(live_table.news(OF, {}, before)) == [
         (logging.INFO, "1 rank, repeat 1 of 2: pending, job 1, Priority"),
         (logging.INFO, "2 ranks, repeat 1 of 2: running, job 2"),
     ]
     further = before | {(0, TWO): Standing(RUNNING, 2, step=20)}
-    assert list(board.news(OF, before, further)) == []
+    assert list(live_table.news(OF, before, further)) == []
     ended = before | {(0, ONE): done(100.0, 1), (0, TWO): Standing.of(Gap("out of memory"), 2)}
-    assert list(board.news(OF, further, ended)) == [
+    assert list(live_table.news(OF, further, ended)) == [
         (logging.INFO, "1 rank, repeat 1 of 2: 100 samples/s, efficiency so far 100.0%"),
         (logging.WARNING, "2 ranks, repeat 1 of 2: out of memory"),
     ]
     alike = stands(
         *[Standing("pending", job) for job in range(4)], of=replace(OF, sizes=(ONE, TWO))
     )
-    assert [text for _, text in board.news(OF, {}, alike)] == [
+    assert [text for _, text in live_table.news(OF, {}, alike)] == [
         "1 rank, repeats 1, 2 of 2: pending, jobs 0, 2",
         "2 ranks, repeats 1, 2 of 2: pending, jobs 1, 3",
     ]
@@ -129,7 +131,7 @@ def test_a_log_has_a_line_for_each_change_and_none_for_steps():
 def test_a_terminal_shows_the_table_as_it_changes(stopped, monkeypatch, caplog):
     out = io.StringIO()
     terminal = Console(file=out, force_terminal=True, width=120, height=40)
-    monkeypatch.setattr("hpctrain.progress.console", lambda: terminal)
+    monkeypatch.setattr("hpctrain.core.progress.console", lambda: terminal)
     caplog.set_level(logging.INFO, "hpctrain")
     try:
         with Teller(OF) as teller:
@@ -150,22 +152,24 @@ def test_a_terminal_shows_the_table_as_it_changes(stopped, monkeypatch, caplog):
 
 def test_who_looks_on_sees_what_runs(tmp_path):
     folder, of = Folder(tmp_path), study((1, 2), repeats=2)
-    assert {one.state for one in conduct.current_standings(folder, of).values()} == {WAITING}
+    assert {one.state for one in runner.current_standings(folder, of).values()} == {WAITING}
     write(folder.trial(ONE, 0), of.timing, Times(1e-2, 9e-3), 128, 1)
     for age, out in enumerate([folder.trial(ONE, 1), folder.trial(TWO, 0)]):
         out.mkdir(parents=True)
         collect.rundir.append_row(out, {"step": 30})
         collect.log_of(out).write_text("hpctrain: no such thing\n")
         os.utime(collect.log_of(out), (0, 1000 - age))
-    seen = conduct.current_standings(folder, of)
+    seen = runner.current_standings(folder, of)
     assert [seen[key].state for key in of.trials] == ["measured", FAILED, RUNNING, WAITING]
     assert (seen[0, TWO].reason, seen[1, ONE].step) == ("no such thing", 30)
 
 
 def test_slurm_states_in_words(tmp_path):
-    pending = queue.State("17", "PENDING", "Resources")
-    assert queue.standing(tmp_path, pending) == Standing(
+    pending = slurm_runner.State("17", "PENDING", "Resources")
+    assert slurm_runner.standing(tmp_path, pending) == Standing(
         "pending", 17, reason="Resources: waits for nodes to become free"
     )
     collect.rundir.append_row(tmp_path, {"step": 30})
-    assert queue.standing(tmp_path, queue.State("17", "RUNNING")) == Standing(RUNNING, 17, 30)
+    assert slurm_runner.standing(tmp_path, slurm_runner.State("17", "RUNNING")) == Standing(
+        RUNNING, 17, 30
+    )

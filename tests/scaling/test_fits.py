@@ -8,9 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hpctrain.bench import predict
+from hpctrain.bench.prediction import predict
+from hpctrain.cost_model.loggp import Cluster
 from hpctrain.scaling import laws
 from hpctrain.scaling.collect import Trial
+from hpctrain.scaling.confidence import estimate, quantile
 from hpctrain.scaling.forecast import (
     GUESS,
     MESSAGES,
@@ -21,9 +23,7 @@ from hpctrain.scaling.forecast import (
     schedule_of,
 )
 from hpctrain.scaling.results import Measured
-from hpctrain.scaling.sizes import Size
-from hpctrain.scaling.student import estimate, quantile
-from hpctrain.tuning.loggp import Cluster
+from hpctrain.scaling.world_sizes import Size
 
 ONE, TWO = math.tan(0.475 * math.pi), 0.95 * math.sqrt(2 / (1 - 0.95**2))
 FOUR = math.acos(math.sqrt(0.0975)) / 3  # the cubic of four degrees, in its trigonometric form

@@ -21,18 +21,21 @@ from matplotlib import image
 from rich.console import Console
 from studies import SPEC, Times, runner, study, write
 
-from hpctrain import rundir
 from hpctrain.cluster.launch import Mpi
 from hpctrain.commands.scale import scale
-from hpctrain.errors import UsageError
-from hpctrain.scaling import collect, conduct, laws, output, places, plots, product, show
-from hpctrain.scaling.changes import Timing
+from hpctrain.core.errors import UsageError
+from hpctrain.run_files import run_folder
+from hpctrain.scaling import collect, command, laws
 from hpctrain.scaling.collect import Gap, Trial
-from hpctrain.scaling.page import page
+from hpctrain.scaling.output import plots, study_files, tables
+from hpctrain.scaling.output.live_view import Teller
+from hpctrain.scaling.output.page import page
 from hpctrain.scaling.results import evaluate
-from hpctrain.scaling.sizes import Size
 from hpctrain.scaling.study import Folder, claimed
-from hpctrain.scaling.teller import Teller
+from hpctrain.scaling.trial_recipe import Timing
+from hpctrain.scaling.trials import local_runner
+from hpctrain.scaling.trials import runner as trial_runner
+from hpctrain.scaling.world_sizes import Size
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SERIAL = 0.2
@@ -109,7 +112,7 @@ def test_what_shares_cores_is_told_and_left_out_of_the_law():
     slow = evaluate(of, trials(of, lambda n, i: amdahl(n) if n < 4 else Times(1.0, 0.9)))
     assert slow.serial.mean == pytest.approx(SERIAL)
     assert [row.get("ranks_per_core") for row in slow.rows[:3]] == [1, 1, 2]
-    assert "oversubscribed: 2 ranks per core" in "".join(show.remarks(slow.rows[2]))
+    assert "oversubscribed: 2 ranks per core" in "".join(tables.remarks(slow.rows[2]))
     assert [row["ranks"] for row in slow.of("predicted")] == [4, 8, 16]  # beyond 2, not beyond 4
     assert slow.tested and not slow.model.tested  # what shares cores was forecast, not fitted to
 
@@ -118,7 +121,7 @@ def test_predictions_are_said_to_be_such():
     of = study()
     found = evaluate(of, trials(of, amdahl))
     assert [row["ranks"] for row in found.of("predicted")] == [8, 16, 32]
-    assert all("predicted" in list(show.remarks(row)) for row in found.of("predicted"))
+    assert all("predicted" in list(tables.remarks(row)) for row in found.of("predicted"))
     assert "prediction_error" in found.rows[2]
     assert "prediction_error" not in found.rows[1]  # one rank alone tells nothing of two
     asynchronous = {"engine": {"kind": "ps-async"}}
@@ -129,8 +132,8 @@ def test_predictions_are_said_to_be_such():
 
 def text_of(found):
     out = io.StringIO()
-    Console(file=out, width=200).print(show.table(found))
-    facts = [f"{name}: {text}" for name, text in show.facts(found).items()]
+    Console(file=out, width=200).print(tables.table(found))
+    facts = [f"{name}: {text}" for name, text in tables.facts(found).items()]
     return out.getvalue() + "\n".join(facts) + "\n"
 
 
@@ -150,7 +153,7 @@ def test_golden_tables(mode, times):
 def test_gaps_are_named_and_the_rest_is_drawn():
     found = with_gaps()
     assert [row["ranks"] for row in found.of("gap")] == [2]
-    said = {row["ranks"]: "; ".join(show.remarks(row)) for row in found.rows}
+    said = {row["ranks"]: "; ".join(tables.remarks(row)) for row in found.rows}
     assert "gap: why 0" in said[2]
     assert "1 of its repeats missing: why 2" in said[4]
     assert plots.plots(found).keys() == {"scaling.png", "scaling.svg", "time.png", "time.svg"}
@@ -159,7 +162,7 @@ def test_gaps_are_named_and_the_rest_is_drawn():
 
 def test_what_few_sizes_and_repeats_cannot_tell_is_said():
     two = study((1, 2), repeats=1)
-    said = show.facts(evaluate(two, trials(two, amdahl)))
+    said = tables.facts(evaluate(two, trials(two, amdahl)))
     assert "no interval can be told of one repeat" in said["trials"]
     assert said["Amdahl's law"] == (
         "serial fraction 20.0%; the speed-up stays below 5; two sizes are no test of it: a third "
@@ -171,20 +174,20 @@ def test_what_few_sizes_and_repeats_cannot_tell_is_said():
     mixed = evaluate(apart, trials(apart, lambda n, i: Times(1e-2 / (n if i else 1), 1e-3)))
     assert (
         "serial fraction 50.0% (0.0% to 100.0%); the speed-up stays below 2 (1 to no bound)"
-        in (show.facts(mixed)["Amdahl's law"])
+        in (tables.facts(mixed)["Amdahl's law"])
     )
-    assert "Repeats differ much" in " ".join(show.lead(mixed))
+    assert "Repeats differ much" in " ".join(tables.lead(mixed))
     slower = evaluate(apart, trials(apart, lambda n, i: Times(1e-2 * n, 1e-3)))
-    assert "100%, its bound: more ranks brought no more samples/s" in show.law_text(slower)
+    assert "100%, its bound: more ranks brought no more samples/s" in tables.law_text(slower)
     four = study((1, 2, 4))
     bent = lambda n, i: Times(1e-2 if n < 4 else 1e-2 / 3, 1e-3)  # noqa: E731
-    assert "1, 2 and 4 ranks miss it by at most" in show.law_text(
+    assert "1, 2 and 4 ranks miss it by at most" in tables.law_text(
         evaluate(four, trials(four, bent))
     )
 
 
 def test_what_a_report_begins_with():
-    assert list(show.lead(with_gaps())) == [
+    assert list(tables.lead(with_gaps())) == [
         "Measured: 1, 4 and 8 ranks.",
         "Not measured: 2 ranks.",
         "Predicted, not measured, for ranks with cores of their own: 8, 16 and 32 ranks.",
@@ -203,7 +206,7 @@ def test_nothing_was_measured():
 def test_files_hold_all_of_it(tmp_path):
     of = study()
     found = evaluate(of, trials(of, amdahl))
-    names = {path.name for path in output.write(tmp_path, found, ["as it is"], drawn=True)}
+    names = {path.name for path in study_files.write(tmp_path, found, ["as it is"], drawn=True)}
     assert names == {path.name for path in tmp_path.iterdir()}  # and nothing half written
     told = json.loads((tmp_path / "scaling.json").read_text())
     assert (told["machine"]["cpu"], len(told["rows"])) == ("made up", 6)
@@ -221,7 +224,7 @@ def test_names_are_no_markup(tmp_path):
     found = evaluate(of, trials(of, amdahl))
     assert "&lt;b&gt;" in page(found, {}, []) and "<b>" not in page(found, {}, [])
     assert plots.plots(found)
-    output.write(tmp_path, found, [], drawn=False)
+    study_files.write(tmp_path, found, [], drawn=False)
     assert {path.name for path in tmp_path.iterdir()} == {"scaling.json", "scaling.csv"}
 
 
@@ -247,26 +250,26 @@ def test_what_trials_have_seen_of_their_machine():
 
 
 def cut(run):
-    rows = (run / rundir.METRICS).read_text().splitlines()
-    (run / rundir.METRICS).write_text("\n".join(rows[:5]))
+    rows = (run / run_folder.METRICS).read_text().splitlines()
+    (run / run_folder.METRICS).write_text("\n".join(rows[:5]))
 
 
 def resumed(run):
-    rows = [row | {"since_step": 50 * (row["step"] > 50)} for row in rundir.rows(run)]
-    (run / rundir.METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [row | {"since_step": 50 * (row["step"] > 50)} for row in run_folder.rows(run)]
+    (run / run_folder.METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def stopped(run):
     told = {"status": "stopped", "reason": "stopped at step 7 as asked"}
-    rundir.write_summary(run, told)
+    run_folder.write_summary(run, told)
 
 
 GAPS = {
     "cut": (cut, "3 timed rows in metrics.jsonl, expected 10"),
     "resumed": (resumed, "9 timed rows .* it was resumed on the way"),
     "stopped": (stopped, "stopped: stopped at step 7 as asked"),
-    "torn": (lambda run: (run / rundir.SUMMARY).write_text("{"), "cannot be read"),
-    "no summary": (lambda run: (run / rundir.SUMMARY).unlink(), "not run yet"),
+    "torn": (lambda run: (run / run_folder.SUMMARY).write_text("{"), "cannot be read"),
+    "no summary": (lambda run: (run / run_folder.SUMMARY).unlink(), "not run yet"),
 }
 
 
@@ -283,9 +286,9 @@ def test_trials_that_do_not_count(kind, tmp_path):
 def conducted(folder, of, monkeypatch, times=amdahl, failing=()):
     """Run a study whose trials take no time; return what was called, in order."""
     calls = []
-    monkeypatch.setattr(places, "run", runner(times, calls, failing))
+    monkeypatch.setattr(local_runner, "run", runner(times, calls, failing))
     with Teller(of) as teller:
-        list(conduct.trials(folder, of, SPEC, teller))
+        list(trial_runner.trials(folder, of, SPEC, teller))
     return calls
 
 
@@ -294,10 +297,10 @@ def test_sizes_take_turns_and_nothing_runs_twice(tmp_path, monkeypatch):
     calls = conducted(folder, of, monkeypatch)
     assert calls == [(repeat, ranks) for repeat in range(3) for ranks in (1, 2, 4)]
     assert conducted(folder, of, monkeypatch) == []
-    (folder.trial(Size(2), 1) / rundir.SUMMARY).unlink()
+    (folder.trial(Size(2), 1) / run_folder.SUMMARY).unlink()
     assert conducted(folder, of, monkeypatch) == [(1, 2)]
     assert conducted(folder, replace(of, repeats=4), monkeypatch) == [(3, n) for n in (1, 2, 4)]
-    found = product.collected(folder, of)
+    found = command.collected(folder, of)
     assert found.serial.mean == pytest.approx(SERIAL)
 
 
@@ -305,7 +308,7 @@ def test_a_size_that_fails_is_left_at_that(tmp_path, monkeypatch):
     of, folder = study(), Folder(tmp_path)
     calls = conducted(folder, of, monkeypatch, failing=(2,))
     assert calls == [(0, 1), (0, 2), (0, 4), (1, 1), (1, 4), (2, 1), (2, 4)]
-    found = product.collected(folder, of)
+    found = command.collected(folder, of)
     assert [row["reason"] for row in found.of("gap")] == ["no such thing on this size"]
     again = conducted(folder, of, monkeypatch)  # what was wrong may be mended by then
     assert again == [(0, 2), (1, 2), (2, 2)]
@@ -315,29 +318,29 @@ def test_a_size_that_fails_is_left_at_that(tmp_path, monkeypatch):
 def test_a_pilot_tells_how_many_steps_to_time(step_s, steps, tmp_path, monkeypatch):
     calls = []
     times = lambda ranks, repeat: Times(step_s / ranks, step_s / ranks / 2)  # noqa: E731
-    monkeypatch.setattr(places, "run", runner(times, calls))
+    monkeypatch.setattr(local_runner, "run", runner(times, calls))
     of = study(steps=None)
     with Teller(of) as teller:
-        found = conduct.piloted(Folder(tmp_path), of, SPEC, teller)
+        found = trial_runner.piloted(Folder(tmp_path), of, SPEC, teller)
     assert (found.steps, calls) == (steps, [("pilot", 1), ("pilot", 4)])
 
 
 @pytest.mark.parametrize("watched", [False, True])
 def test_a_trial_that_takes_too_long_is_ended(watched, tmp_path, monkeypatch):
-    monkeypatch.setattr(places, "LOOK_S", 0.05)
+    monkeypatch.setattr(local_runner, "LOOK_S", 0.05)
     looks = []
     look = partial(looks.append, 1) if watched else None
-    assert places.run(["sleep", "60"], tmp_path / "log", None, 0.2, look) == 1
+    assert local_runner.run(["sleep", "60"], tmp_path / "log", None, 0.2, look) == 1
     assert "ended after 0.2 s" in (tmp_path / "log").read_text()
     assert bool(looks) is watched
-    assert places.run(["false"], tmp_path / "log", None, 60.0, look) == 1
+    assert local_runner.run(["false"], tmp_path / "log", None, 60.0, look) == 1
     assert (tmp_path / "log").read_text() == ""
 
 
 @pytest.mark.full
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
 def test_the_report_in_a_browser(tmp_path):
-    output.write(tmp_path, with_gaps(), ["as it is"], drawn=True)
+    study_files.write(tmp_path, with_gaps(), ["as it is"], drawn=True)
     shot, written = tmp_path / "shot.png", tmp_path / "report.html"
     screen = ("--window-size=1200,2400", f"--screenshot={shot}")
     assert browse(tmp_path, *screen, written.as_uri())[1] == []
@@ -363,8 +366,8 @@ def called(monkeypatch, out, *words, failing=(), times=amdahl, draw=no_time):
     """Return the exit code of `hpctrain scale` with trials that take no time, and their calls."""
     calls = []
     monkeypatch.setattr(plots, "plots", draw)
-    monkeypatch.setattr(places, "must_work", lambda *_: Mpi("MPICH", "5", "lib", "mpiexec"))
-    monkeypatch.setattr(places, "run", runner(times, calls, failing))
+    monkeypatch.setattr(local_runner, "must_work", lambda *_: Mpi("MPICH", "5", "lib", "mpiexec"))
+    monkeypatch.setattr(local_runner, "run", runner(times, calls, failing))
     line = ["digits", "--ranks", "1,2", "--out", str(out), *words]
     return scale.main(line, standalone_mode=False), [one for one in calls if one[0] != "link"]
 
@@ -444,15 +447,15 @@ def test_an_interval_beyond_its_mean_is_not_drawn_and_said():
     found = noisy()
     for row in found.of("measured"):
         assert row["samples_per_s_ci95"] > row["samples_per_s"]
-        assert show.within(row, "samples_per_s", ",.0f").endswith(" ± ?")
-        assert "repeats differ by more" in "; ".join(show.remarks(row))
+        assert tables.within(row, "samples_per_s", ",.0f").endswith(" ± ?")
+        assert "repeats differ by more" in "; ".join(tables.remarks(row))
         values, half = row["samples_per_s"], plots._spread([row], "samples_per_s")
         assert [*half[0], *half[1]] == [values, values]
     steady = evaluate(study((1, 2)), trials(study((1, 2)), lambda n, i: amdahl(n, i))).rows[0]
     low, high = plots._spread([steady], "samples_per_s")
     assert low < steady["samples_per_s"] < high
     assert "± ?" not in "; ".join(
-        [show.within(steady, "samples_per_s", "g"), *show.remarks(steady)]
+        [tables.within(steady, "samples_per_s", "g"), *tables.remarks(steady)]
     )
 
 
@@ -460,15 +463,15 @@ def test_an_interval_beyond_its_mean_is_not_drawn_and_said():
 def test_an_efficiency_above_the_ideal_gets_a_word(times, said):
     of = study((1, 2))
     found = evaluate(of, trials(of, lambda n, i: Times(1e-2 * (times if n == 2 else 1), 1e-3)))
-    words = "; ".join(show.remarks(found.rows[1]))
+    words = "; ".join(tables.remarks(found.rows[1]))
     assert ("above 100 %: noise" in words) == said
 
 
 @pytest.mark.parametrize(("gbit", "said"), [(1.41, True), (1.01, False), (0.9, False)])
 def test_a_wire_faster_than_its_link_gets_a_word(gbit, said):
     model = SimpleNamespace(beta_s=8e-9 / gbit)
-    assert ("more than a link of 1gbit carries" in show._faster_than_link(model, "1gbit")) == said
-    assert show._faster_than_link(model, None) == ""  # on this machine no rate is known
+    assert ("more than a link of 1gbit carries" in tables._faster_than_link(model, "1gbit")) == said
+    assert tables._faster_than_link(model, None) == ""  # on this machine no rate is known
 
 
 def test_the_page_says_its_title_once():
@@ -476,4 +479,4 @@ def test_the_page_says_its_title_once():
     assert plots.scaling(found).get_suptitle() == plots.time(found).get_suptitle() != ""
     assert plots.for_page(found).keys() == {"scaling.png", "time.png"}
     assert plots.scaling(found, "").get_suptitle() == plots.time(found, "").get_suptitle() == ""
-    assert page(found, {}, []).count(show.title(found.study)) == 2  # of the window, of the page
+    assert page(found, {}, []).count(tables.title(found.study)) == 2  # of the window, of the page

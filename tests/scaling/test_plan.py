@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from studies import SPEC, study
 
-from hpctrain import recipe
 from hpctrain.commands.scale import scale
+from hpctrain.core.errors import UsageError
 from hpctrain.data import Dataset, resized
 from hpctrain.data.dataset import Split
-from hpctrain.errors import UsageError
-from hpctrain.scaling import changes, places, sizes
 from hpctrain.scaling import study as studies
-from hpctrain.scaling.changes import Timing
-from hpctrain.scaling.sizes import Size
+from hpctrain.scaling import trial_recipe, world_sizes
+from hpctrain.scaling.trial_recipe import Timing
+from hpctrain.scaling.trials import local_runner
+from hpctrain.scaling.world_sizes import Size
+from hpctrain.training import recipe
 
 #: --ranks, --nodes, --ranks-per-node, --on: the sizes
 TYPED = {
@@ -35,7 +36,7 @@ TYPED = {
 
 @pytest.mark.parametrize("typed", TYPED, ids=str)
 def test_sizes(typed):
-    assert sizes.parse(*typed) == [Size(*one) for one in TYPED[typed]]
+    assert world_sizes.parse(*typed) == [Size(*one) for one in TYPED[typed]]
 
 
 REFUSED = {
@@ -54,14 +55,14 @@ REFUSED = {
 @pytest.mark.parametrize("typed", REFUSED, ids=str)
 def test_sizes_that_cannot_be(typed):
     with pytest.raises(UsageError, match=REFUSED[typed]):
-        sizes.parse(*typed)
+        world_sizes.parse(*typed)
 
 
 @pytest.mark.parametrize("ranks, cores, threads, share", [
     (2, 2, 1, 1.0), (4, 2, 1, 2.0), (2, 2, 2, 2.0), (1, 8, 4, 1.0), (64, None, 1, 1.0),
 ])  # fmt: skip
 def test_oversubscription(ranks, cores, threads, share):
-    assert sizes.oversubscribed(Size(ranks), cores, threads) == share
+    assert world_sizes.oversubscribed(Size(ranks), cores, threads) == share
 
 
 FULL = """
@@ -102,14 +103,14 @@ def full(tmp_path):
 def test_a_trial_has_nothing_beside_its_steps(full):
     timing = Timing.of(100)
     assert (timing.interval, timing.first, timing.last, timing.total) == (10, 20, 120, 121)
-    timed = changes.trial(full, "weak", 32, Size(4), timing)
+    timed = trial_recipe.trial(full, "weak", 32, Size(4), timing)
     run = timed.run
     assert (run.epochs, run.steps, run.interval_steps, run.evaluate_steps) == (None, 121, 10, 121)
     assert run.epoch_samples == 121 * 4 * 32  # so that no epoch ends on the way
     assert (run.callbacks, timed.early_stop, timed.trace.enabled) == ([], None, False)
     assert (timed.checkpoint.every_epochs, timed.checkpoint.keep_best) == (None, None)
     assert (timed.batch.batch_per_rank, timed.batch.base_batch) == (32, 64)
-    said = "\n".join(changes.deviations(full, "weak", 32, timing, 1))
+    said = "\n".join(trial_recipe.deviations(full, "weak", 32, timing, 1))
     for word in ("121 steps in place of 3 epochs", "20 to warm up, 100 timed", "callbacks",
                  "early stop, trace, keep_best", "OMP_NUM_THREADS=1"):  # fmt: skip
         assert word in said
@@ -118,29 +119,33 @@ def test_a_trial_has_nothing_beside_its_steps(full):
 
 def test_batches_of_both_modes(full):
     four = [Size(2), Size(4)]
-    assert changes.base_batch(SPEC, "strong", four) == changes.base_batch(SPEC, "weak", four) == 128
-    assert changes.base_batch(full, "weak", four) == 32
-    assert changes.base_batch(full, "strong", four) == 4 * 32
-    timed = changes.trial(full, "strong", 128, Size(2), Timing(1))
+    assert (
+        trial_recipe.base_batch(SPEC, "strong", four)
+        == trial_recipe.base_batch(SPEC, "weak", four)
+        == 128
+    )
+    assert trial_recipe.base_batch(full, "weak", four) == 32
+    assert trial_recipe.base_batch(full, "strong", four) == 4 * 32
+    timed = trial_recipe.trial(full, "strong", 128, Size(2), Timing(1))
     assert (timed.batch.batch, timed.batch.batch_per_rank, timed.batch.base_batch) == (
         128, None, None,
     )  # fmt: skip
     assert "batch = 128 in place of batch_per_rank = 32" in "\n".join(
-        changes.deviations(full, "strong", 128, Timing(1), None)
+        trial_recipe.deviations(full, "strong", 128, Timing(1), None)
     )
 
 
 def test_a_batch_that_ranks_cannot_share():
     with pytest.raises(UsageError, match=r"3 ranks: a batch of 128 is not divisible by 3 workers.*"
                        "--set optimizer.batch=126"):  # fmt: skip
-        changes.must_divide(SPEC, "strong", 128, [Size(1), Size(3)])
-    changes.must_divide(SPEC, "weak", 128, [Size(3)])
+        trial_recipe.must_divide(SPEC, "strong", 128, [Size(1), Size(3)])
+    trial_recipe.must_divide(SPEC, "weak", 128, [Size(3)])
 
 
 def test_servers_need_ranks():
     served = recipe.load("digits", ["engine.kind=ps-sync", "engine.servers=2"])
     with pytest.raises(UsageError, match=r"^2 ranks: "):
-        changes.must_divide(served, "strong", 128, [Size(2), Size(4)])
+        trial_recipe.must_divide(served, "strong", 128, [Size(2), Size(4)])
 
 
 def test_a_set_of_another_length(tmp_path):
@@ -181,12 +186,12 @@ def test_the_remedy_for_an_uneven_batch_keeps_to_the_recipes_key():
     spec = recipe.load("digits", ["optimizer.batch=", "optimizer.batch_per_rank=7"])
     few = [Size(2), Size(3), Size(4)]
     with pytest.raises(UsageError, match=r"--set optimizer\.batch_per_rank=6,"):
-        changes.must_divide(spec, "strong", changes.base_batch(spec, "strong", few), few)
+        trial_recipe.must_divide(spec, "strong", trial_recipe.base_batch(spec, "strong", few), few)
 
 
 @pytest.mark.parametrize("words", WRONG)
 def test_what_the_command_refuses(words, monkeypatch, tmp_path):
-    monkeypatch.setattr(places.shutil, "which", lambda name: None)
+    monkeypatch.setattr(local_runner.shutil, "which", lambda name: None)
     out = tmp_path / "study"
     with pytest.raises(UsageError, match=WRONG[words]):
         scale.main(["digits", *words.split(), "--out", str(out)], standalone_mode=False)
@@ -197,7 +202,7 @@ def test_ranks_do_not_start_studies(monkeypatch):
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("PMI_SIZE", "4")
     with pytest.raises(UsageError, match="this is rank 0 of 4"):
-        places.must_work("local", [Size(2)], None)
+        local_runner.must_work("local", [Size(2)], None)
 
 
 def test_a_study_comes_back_from_its_file(tmp_path):

@@ -12,28 +12,30 @@ from dataclasses import replace
 import pytest
 from studies import SPEC, Times, study, write
 
-from hpctrain import progress, recipe
-from hpctrain.cluster import submit
-from hpctrain.cluster.submit import State
-from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.scaling import collect, conduct, queue
-from hpctrain.scaling.changes import Timing
-from hpctrain.scaling.sizes import Size
+from hpctrain.cluster.slurm import submit
+from hpctrain.cluster.slurm.submit import State
+from hpctrain.core import progress
+from hpctrain.core.errors import HpctrainError, UsageError
+from hpctrain.scaling import collect
+from hpctrain.scaling.output.live_view import Teller
 from hpctrain.scaling.study import Folder
-from hpctrain.scaling.teller import Teller
+from hpctrain.scaling.trial_recipe import Timing
+from hpctrain.scaling.trials import runner, slurm_runner
+from hpctrain.scaling.world_sizes import Size
+from hpctrain.training import recipe
 
 JOB = {"site": None, "time": "10", "gpus_per_node": 0, "cpus_per_task": None, "options": {}}
 
 
 class MadeUp:
-    """Stands for cluster/submit.py: jobs end when they are asked for the second time."""
+    """Stands for cluster/slurm/submit.py: jobs end when they are asked for the second time."""
 
     def __init__(self, monkeypatch, refused=(), lost=(), silent=()):
         self.refused, self.lost, self.silent, self.jobs, self.asked = refused, lost, silent, [], {}
-        monkeypatch.setattr(queue.submit, "submit", self.submit)
-        monkeypatch.setattr(queue.submit, "ask", self.ask)
-        monkeypatch.setattr(queue.time, "sleep", lambda seconds: None)
-        monkeypatch.setattr(queue, "LATE_S", 0.0)
+        monkeypatch.setattr(slurm_runner.submit, "submit", self.submit)
+        monkeypatch.setattr(slurm_runner.submit, "ask", self.ask)
+        monkeypatch.setattr(slurm_runner.time, "sleep", lambda seconds: None)
+        monkeypatch.setattr(slurm_runner, "LATE_S", 0.0)
 
     def submit(self, text, folder):
         size = int(re.search(r"^#SBATCH --nodes=(\d+)", text, re.M)[1])
@@ -65,9 +67,9 @@ class MadeUp:
 
 
 def run(folder, of):
-    missing = conduct.missing(folder, of)
+    missing = runner.missing(folder, of)
     with Teller(of) as teller:
-        return list(queue.trials(folder, of, SPEC, missing, teller))
+        return list(slurm_runner.trials(folder, of, SPEC, missing, teller))
 
 
 def of_nodes(*nodes, **changes):
@@ -88,12 +90,12 @@ def test_jobs_under_way_are_found_again(tmp_path, monkeypatch, caplog):
     def stop(seconds):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(queue.time, "sleep", stop)
+    monkeypatch.setattr(slurm_runner.time, "sleep", stop)
     with pytest.raises(KeyboardInterrupt):
         run(folder, of)
     assert len(made.jobs) == 2
     assert "the same command collects them, and `scancel 1 2` ends them" in caplog.text
-    monkeypatch.setattr(queue.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(slurm_runner.time, "sleep", lambda seconds: None)
     assert all(isinstance(one, collect.Trial) for one in run(folder, of))
     assert len(made.jobs) == 2  # none was submitted twice
 
@@ -106,11 +108,11 @@ def test_a_job_whose_id_never_came_back_is_found_by_its_name(tmp_path, monkeypat
         (kept / submit.JOBS).unlink()
         raise SystemExit
 
-    monkeypatch.setattr(queue.submit, "submit", killed)
+    monkeypatch.setattr(slurm_runner.submit, "submit", killed)
     with pytest.raises(SystemExit):
         run(folder, of)
     asked = []
-    monkeypatch.setattr(queue.submit, "named", lambda name: asked.append(name) or [1])
+    monkeypatch.setattr(slurm_runner.submit, "named", lambda name: asked.append(name) or [1])
     assert all(isinstance(one, collect.Trial) for one in run(folder, of))
     assert len(made.jobs) == 1  # `killed` was not called again
     assert re.fullmatch(r"scale-digits-1-0-[0-9a-f]{8}", *asked)
@@ -133,7 +135,7 @@ def test_a_ctrl_c_waits_until_the_id_of_a_job_is_kept(tmp_path, monkeypatch):
         return made.submit(text, kept)
 
     with monkeypatch.context() as patched:
-        patched.setattr(queue.submit, "submit", pressed)
+        patched.setattr(slurm_runner.submit, "submit", pressed)
         with pytest.raises(KeyboardInterrupt):
             run(folder, of)
     assert submit.jobs_of(collect.job_of(folder.trial(Size(1), 0))) == [1]
@@ -147,7 +149,7 @@ def test_what_slurm_refuses_or_loses_is_a_gap(tmp_path, monkeypatch):
     MadeUp(monkeypatch, refused=(4,), lost=(2,), silent=(8,))
     of, folder = of_nodes(1, 2, 4, 8), Folder(tmp_path)
     run(folder, of)
-    found = {size.ranks: conduct.trial(folder, of, 0, size) for size in of.sizes}
+    found = {size.ranks: runner.trial(folder, of, 0, size) for size in of.sizes}
     assert isinstance(found[1], collect.Trial)
     assert found[2].reason == "Slurm's job 2 is NODE_FAIL"
     assert found[4].reason == "sbatch refuses the job: Too many nodes line 3"
@@ -158,12 +160,12 @@ def test_a_job_that_will_not_start_as_it_is_is_a_gap(tmp_path, monkeypatch):
     made, of, folder = MadeUp(monkeypatch), of_nodes(1, 8), Folder(tmp_path)
     never = lambda job: [State(str(job), "PENDING", "PartitionNodeLimit")]  # noqa: E731
     monkeypatch.setattr(
-        queue.submit, "ask", lambda job: never(job) if job % 2 == 0 else made.ask(job)
+        slurm_runner.submit, "ask", lambda job: never(job) if job % 2 == 0 else made.ask(job)
     )
     for _ in range(2):  # called again, it is waited for no longer, and not given to Slurm anew
         run(folder, of)
-        assert isinstance(conduct.trial(folder, of, 0, Size(1, 1)), collect.Trial)
-        assert conduct.trial(folder, of, 0, Size(8, 8)).reason == (
+        assert isinstance(runner.trial(folder, of, 0, Size(1, 1)), collect.Trial)
+        assert runner.trial(folder, of, 0, Size(8, 8)).reason == (
             "Slurm's job 2 is PENDING (PartitionNodeLimit: the partition has not, or does not "
             "give, so many nodes); `scancel 2` ends it"
         )
@@ -178,7 +180,7 @@ def test_who_waits_in_a_log_reads_why_jobs_do_not_start(tmp_path, monkeypatch, c
         polls[job] = polls.get(job, 0) + 1
         return made.ask(job) if polls[job] > 5 else [State(str(job), "PENDING", "JobHeldUser")]
 
-    monkeypatch.setattr(queue.submit, "ask", held)
+    monkeypatch.setattr(slurm_runner.submit, "ask", held)
     with caplog.at_level(logging.INFO, "hpctrain"):
         run(folder, of)
     rate = "12,800 samples/s, efficiency so far 100.0%"
@@ -193,7 +195,7 @@ def test_who_waits_in_a_log_reads_why_jobs_do_not_start(tmp_path, monkeypatch, c
 
 #: --option, --time, and what jobs ask for; nodes are not shared unless the user says how
 ASKED = {
-    ((), None): ({"exclusive": ""}, queue.TIME),
+    ((), None): ({"exclusive": ""}, slurm_runner.TIME),
     (("account=m1",), "5"): ({"account": "m1", "exclusive": ""}, "5"),
     (("exclusive=user",), "5"): ({"exclusive": "user"}, "5"),
     (("oversubscribe",), "5"): ({"oversubscribe": ""}, "5"),
@@ -203,21 +205,21 @@ ASKED = {
 @pytest.mark.parametrize("typed", ASKED, ids=str)
 def test_what_is_asked_about_jobs(typed):
     words = dict.fromkeys(("site", "gpus_per_node", "cpus_per_task"))
-    asked = queue.job_options(words | {"options": typed[0], "time": typed[1]})
+    asked = slurm_runner.job_options(words | {"options": typed[0], "time": typed[1]})
     assert (asked["options"], asked["time"]) == ASKED[typed]
     with pytest.raises(UsageError, match="--option account=: expected a value"):
-        queue.job_options(words | {"time": "5", "options": ("account=",)})
+        slurm_runner.job_options(words | {"time": "5", "options": ("account=",)})
 
 
 def test_gpus_go_with_ranks():
     of = of_nodes(1)
     four = replace(of, sizes=(Size(2, 1), Size(8, 2)), job=JOB | {"gpus_per_node": 4})
-    jobs = [queue._job(four, size, "r.toml", "out", "a name") for size in four.sizes]
+    jobs = [slurm_runner._job(four, size, "r.toml", "out", "a name") for size in four.sizes]
     assert [(job.nodes, job.tasks_per_node, job.gpus_per_node) for job in jobs] == [
         (1, 2, 2), (2, 4, 4),
     ]  # fmt: skip
     with pytest.raises(UsageError, match="--time never"):
-        queue.must_render(replace(of, job=JOB | {"time": "never"}))
+        slurm_runner.must_render(replace(of, job=JOB | {"time": "never"}))
 
 
 @pytest.mark.processes

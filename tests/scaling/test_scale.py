@@ -13,9 +13,9 @@ import pytest
 from conftest import LAUNCHER, Completed
 from studies import Times, write
 
-from hpctrain.cluster.netlab import refusal
+from hpctrain.cluster.netlab.netlab import refusal
 from hpctrain.commands.scale import scale
-from hpctrain.scaling.changes import Timing
+from hpctrain.scaling.trial_recipe import Timing
 
 pytestmark = pytest.mark.processes
 MADE_UP = Times(1.5e-3, 1e-3)

@@ -10,10 +10,10 @@ from dataclasses import asdict
 
 import pytest
 
-from hpctrain.errors import HereError
-from hpctrain.launchers import ALONE, Launched
-from hpctrain.transport.bind import by_place, plan, unbound
-from hpctrain.transport.probe import _LIBMPI, LoadedMpi, knows_pmix, loaded_mpi, mpiexec
+from hpctrain.core.errors import HereError
+from hpctrain.core.launchers import ALONE, Launched
+from hpctrain.transport.mpi.library import _LIBMPI, LoadedMpi, knows_pmix, loaded_mpi, mpiexec
+from hpctrain.transport.placement.core_binding import by_place, plan, unbound
 
 
 def rank(local_rank, local_size, size=8):
@@ -71,8 +71,8 @@ def test_by_place_keeps_every_core():
 BOUND = """
 import json, os, sys
 import numpy, threadpoolctl
-from hpctrain.launchers import Launched
-from hpctrain.transport.bind import bind
+from hpctrain.core.launchers import Launched
+from hpctrain.transport.placement.core_binding import bind
 online = sorted(os.sched_getaffinity(0))
 binding = bind(Launched("openmpi", 1, 2, 1, 2), online)
 masks = {t: sorted(os.sched_getaffinity(int(t))) for t in os.listdir("/proc/self/task")}
@@ -97,7 +97,7 @@ def test_bind_moves_every_thread_and_limits_blas(start, threads_set):
 
 @pytest.mark.processes
 def test_probe_names_the_loaded_mpi_and_its_mpiexec(start):
-    job = start("-m", "hpctrain.transport.probe").finish(30)
+    job = start("-m", "hpctrain.transport.mpi.library").finish(30)
     printed = json.loads(job.stdout)
     assert os.access(printed.pop("mpiexec"), os.X_OK)
     assert printed == asdict(loaded_mpi())

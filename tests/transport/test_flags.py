@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from ranks import on_ranks, run_on
 
-from hpctrain.errors import HungError
-from hpctrain.transport import flags
-from hpctrain.transport.flags import Flags, words_needed
-from hpctrain.transport.local import run_ranks
+from hpctrain.core.errors import HungError
+from hpctrain.transport.shared_memory import flags
+from hpctrain.transport.shared_memory.flags import Flags, words_needed
+from hpctrain.transport.threads.link import run_ranks
 
 WAYS = list(itertools.product([True, False], [True, False]))  # spins, fenced
 ROUNDS = 300

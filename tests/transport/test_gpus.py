@@ -11,14 +11,16 @@ from machines import pci_device
 from ranks import on_ranks
 
 from hpctrain import world as worlds
-from hpctrain import xp
 from hpctrain.collectives import all_gather_bytes
-from hpctrain.errors import UsageError
-from hpctrain.launchers import ALONE, Launched
-from hpctrain.transport import bind, first, gpus, seat
-from hpctrain.transport.gpus import Gpu, Near, cores_near, gpu_for
+from hpctrain.core import xp
+from hpctrain.core.errors import UsageError
+from hpctrain.core.launchers import ALONE, Launched
+from hpctrain.transport.device import gpus
+from hpctrain.transport.device.gpus import Gpu, Near, cores_near, gpu_for
+from hpctrain.transport.gpu_probe import verify
 from hpctrain.transport.paths import STAGED, Place, Verdict
-from hpctrain.transport.seats import Seated
+from hpctrain.transport.placement import core_binding, rank_placement
+from hpctrain.transport.placement.check import Seated
 
 
 def rank(local_rank, local_size, rank=0, size=8):
@@ -84,7 +86,7 @@ BLOCKS = {
 @pytest.mark.parametrize("case", BLOCKS)
 def test_block_near_the_gpu(case):
     gpu_cores, allowed, cores, threads, word = BLOCKS[case]
-    plan = bind.plan(rank(1, 4), set(allowed), EIGHT, {}, gpu_cores)
+    plan = core_binding.plan(rank(1, 4), set(allowed), EIGHT, {}, gpu_cores)
     assert (plan.cores, plan.blas_threads) == (cores, threads)
     assert word in plan.note
 
@@ -140,12 +142,12 @@ def test_a_seat_has_a_gpu_and_cores_near_it(machine, monkeypatch, tmp_path):
     cupy, bound = machine(2), []
     for n in ("13", "14"):
         pci_device(tmp_path, f"pci0000:{'10' if n == '13' else '80'}/0000:{n}:00.0")
-    cores = {address: seat.pci.near_cores(address, tmp_path) for address in
+    cores = {address: rank_placement.pci.near_cores(address, tmp_path) for address in
              ("0000:13:00.0", "0000:14:00.0")}  # fmt: skip
-    monkeypatch.setattr(seat.pci, "near_cores", cores.get)
-    monkeypatch.setattr(seat, "bind", lambda launched, gpu_cores:
+    monkeypatch.setattr(rank_placement.pci, "near_cores", cores.get)
+    monkeypatch.setattr(rank_placement, "bind", lambda launched, gpu_cores:
         bound.append(gpu_cores) or SimpleNamespace(note=""))  # fmt: skip
-    result = seat.take(rank(1, 2), "auto")
+    result = rank_placement.take(rank(1, 2), "auto")
     assert (str(result.gpu), result.gpus, cupy.used) == ("gpu 1, GPU-1", 2, [1])
     assert bound == [Near(RIGHT, 0, 1)]
 
@@ -194,19 +196,21 @@ def test_names(monkeypatch):
     assert gpus.listed({"CUDA_VISIBLE_DEVICES": " 0, GPU-1,"}) == ("0", "GPU-1")
 
 
-ON_CORE_0 = bind.Binding((0,), 1, "", 2)
+ON_CORE_0 = core_binding.Binding((0,), 1, "", 2)
 
 
 def told_on(world, gpu=True):
-    local = seat.Seat(rank(0, 2), ON_CORE_0, Gpu(0, "GPU-x", "") if gpu else None, 2)
-    return seat.told(world.link, lambda data: all_gather_bytes(world.link, data), "a", local)
+    local = rank_placement.Seat(rank(0, 2), ON_CORE_0, Gpu(0, "GPU-x", "") if gpu else None, 2)
+    return rank_placement.told(
+        world.link, lambda data: all_gather_bytes(world.link, data), "a", local
+    )
 
 
 @on_ranks(2, mpi=(2,))
 def test_all_are_told_of_all(ranks, caplog, monkeypatch, gpu):
     way = Verdict("cuda-aware", "ipc", "staged", "so it was told")
-    remembered = lambda environ: seat.verdicts.Told(way, unproven=("across",))  # noqa: E731
-    monkeypatch.setattr(seat.verdicts, "known", remembered)
+    remembered = lambda environ: rank_placement.verdicts.Told(way, unproven=("across",))  # noqa: E731
+    monkeypatch.setattr(rank_placement.verdicts, "known", remembered)
     with caplog.at_level(logging.WARNING, "hpctrain"):
         results = ranks(lambda world: (told_on(world), world.rank, world.link.paths))
     for (places, verdict, seats), rank, paths in results:
@@ -256,9 +260,9 @@ def test_a_path_on_which_other_bytes_arrive_is_given_up(ranks, caplog, gpu):
     def body(world):
         gather = lambda data: all_gather_bytes(world.link, data)  # noqa: E731
         places = [Place("a", f"G{rank}") for rank in range(world.size)]
-        assert first.verified(world.link, gather, places, wrong) == wrong
+        assert verify.verified(world.link, gather, places, wrong) == wrong
         return (
-            first.verified(bitten(world.link), gather, places, wrong),
+            verify.verified(bitten(world.link), gather, places, wrong),
             world.link.paths,
             world.rank,
         )

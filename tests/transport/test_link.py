@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from ranks import on_ranks, run_on
 
-from hpctrain.errors import HungError, TransportError
-from hpctrain.transport.local import run_ranks
+from hpctrain.core.errors import HungError, TransportError
+from hpctrain.transport.threads.link import run_ranks
 
 
 def numbers(*values: int) -> np.ndarray:

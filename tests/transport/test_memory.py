@@ -12,9 +12,9 @@ import pytest
 from ranks import on_ranks, run_on
 
 from hpctrain.collectives import all_gather_bytes
-from hpctrain.transport import memory
-from hpctrain.transport.local import LocalLink
-from hpctrain.transport.memory import Memory
+from hpctrain.transport.shared_memory import host
+from hpctrain.transport.shared_memory.host import Memory
+from hpctrain.transport.threads.link import LocalLink
 
 KINDS = ("memfd", "file", "window")
 
@@ -94,10 +94,10 @@ def test_all_fall_back_where_one_is_refused(monkeypatch, row):
         link.barrier()
         return shared_memory.kind
 
-    makers = dict(memory.FILES)
+    makers = dict(host.FILES)
     for name, error in refused.items():
         makers[names[name]] = partial(_refuse, error)
-    monkeypatch.setattr(memory, "FILES", makers)
+    monkeypatch.setattr(host, "FILES", makers)
     assert run_on("threads", 3, body) == [kind] * 3
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.transport.mpi import requests
+from hpctrain.transport.mpi.link import requests
 
 MS = 1e-3
 

@@ -7,10 +7,18 @@ import os
 import machines
 import pytest
 
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
+from hpctrain.core.launchers import ALONE, Launched
 from hpctrain.hardware.nics import nics, rails
-from hpctrain.launchers import ALONE, Launched
-from hpctrain.transport.rails import NAMES, Spot, chosen, look, near_requested, take, words
+from hpctrain.transport.placement.nearest_nics import (
+    NAMES,
+    Spot,
+    chosen,
+    look,
+    near_requested,
+    take,
+    words,
+)
 
 
 def rank(local_rank, local_size, size=64):

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from hpctrain.core.launchers import ALONE, Launched
 from hpctrain.hardware import shm
-from hpctrain.launchers import ALONE, Launched
-from hpctrain.transport import room
+from hpctrain.transport.placement import shm_warning
 
 FIRST = Launched("hydra", 0, 4, 0, 2)
 # who asks, bytes free -> whether it says something
@@ -24,9 +24,9 @@ ROOM = [
 @pytest.mark.parametrize("launched, free, says", ROOM)
 def test_little_room_is_said_once_per_node(launched, free, says, monkeypatch, caplog):
     monkeypatch.setattr(shm, "free", lambda folder: free)
-    monkeypatch.setattr(room.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(shm_warning.time, "sleep", lambda seconds: None)
     with caplog.at_level(logging.WARNING, "hpctrain"):
-        room.warn(launched)
+        shm_warning.warn(launched)
     assert ("64 KiB free in /dev/shm" in caplog.text) == says
     assert ("--shm-size" in caplog.text) == says
 

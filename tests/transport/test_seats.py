@@ -8,8 +8,17 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from hpctrain.transport.rails import Rails
-from hpctrain.transport.seats import SHOWN, Seated, by_kind, faults, in_words, ports, ranges, seated
+from hpctrain.transport.placement.check import (
+    SHOWN,
+    Seated,
+    by_kind,
+    faults,
+    in_words,
+    ports,
+    ranges,
+    seated,
+)
+from hpctrain.transport.placement.nearest_nics import Rails
 
 # Four cores a node, two GPUs.
 ONE = Seated("a", "srun", 0, "0", 4, 1)

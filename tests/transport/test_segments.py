@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain import launchers
 from hpctrain.cluster import guard
-from hpctrain.transport import segments
+from hpctrain.core import launchers
+from hpctrain.transport.shared_memory import segments
 
 BYTES = mmap.PAGESIZE
 

@@ -12,9 +12,17 @@ import numpy as np
 import pytest
 from ranks import on_ranks, run_on
 
-from hpctrain.errors import TransportError, UsageError
-from hpctrain.transport import lanes, trial
-from hpctrain.transport.staged import SLOTS, Receiving, Sending, Staging, segment_bytes, spans
+from hpctrain.core.errors import TransportError, UsageError
+from hpctrain.transport.device import transfers
+from hpctrain.transport.device.staging import (
+    SLOTS,
+    Receiving,
+    Sending,
+    Staging,
+    segment_bytes,
+    spans,
+)
+from hpctrain.transport.gpu_probe import child
 
 KIB, MIB = 1 << 10, 1 << 20
 LENGTHS = (0, 1, 5, 300 * KIB - 3, MIB + 7)  # bytes; the last two are staged in 2 and 5 segments
@@ -136,9 +144,9 @@ def test_a_trial_times_both_ways(ranks, lazy_gpu):
     sizes = (1000, 300 * KIB)
 
     def body(world):
-        rows = trial.messages(world.link, cupy, ["staged", "cuda-aware"], sizes)
+        rows = child.messages(world.link, cupy, ["staged", "cuda-aware"], sizes)
         assert [n for n, *_ in rows] == list(sizes) and all(min(row) > 0 for row in rows)
-        staged = 2 * sum(sizes) * trial.ROUNDS  # one there, one back
+        staged = 2 * sum(sizes) * child.ROUNDS  # one there, one back
         assert world.link.host_bytes == staged * (1 if world.transport == "mpi" else 2)
 
     ranks(body)
@@ -225,7 +233,7 @@ def test_another_size_than_expected_is_an_error(ranks, lazy_gpu, path):
             if world.transport == "mpi":
                 sent.wait()
             for _ in range(9):  # among threads it is never done: the other side refuses it
-                lanes.advance()
+                transfers.advance()
             return
         with pytest.raises(TransportError, match="expected 4 bytes"):
             world.link.irecv(empty(4), 0).wait()

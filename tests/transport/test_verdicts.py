@@ -14,14 +14,16 @@ import pytest
 from conftest import BIN, LAUNCHER
 from ranks import on_ranks
 
-from hpctrain.cluster import gpus as before
-from hpctrain.errors import UsageError
+from hpctrain.cluster import gpu_probe as before
+from hpctrain.core.errors import UsageError
+from hpctrain.core.interpreter import module_command
 from hpctrain.hardware.gdr import Gdr
-from hpctrain.interpreter import module_command
-from hpctrain.transport import claims, gpus, trial, trials, verdicts
-from hpctrain.transport.claims import Claims
+from hpctrain.transport.device import gpus
+from hpctrain.transport.gpu_probe import child as probe_child
+from hpctrain.transport.gpu_probe import jobs, mpi_claims, verdicts
+from hpctrain.transport.gpu_probe.jobs import Trial
+from hpctrain.transport.gpu_probe.mpi_claims import Claims
 from hpctrain.transport.paths import STAGED, Verdict
-from hpctrain.transport.trials import Trial
 
 PLAIN = Claims("Open MPI", query_cuda=False, libraries=("/x/libucp.so.0",))
 WORKS = Trial(True, True, 100.0, 50.0, replace(PLAIN, query_cuda=True))
@@ -101,7 +103,7 @@ def test_judged_by_size(case):
 def test_what_a_user_asks_for_holds_at_every_length():
     verdict = verdicts.judged({"same_gpu": TIMED, "across": TIMED}, ADAPTER, {}).verdict
     assert set(verdict.by_size) == {"same_gpu", "across"}
-    result = verdicts.Told(verdict, trials=dict.fromkeys(trials.CLASSES, TIMED))
+    result = verdicts.Told(verdict, trials=dict.fromkeys(jobs.CLASSES, TIMED))
     across, all_of = (
         verdicts.overridden(f"{c}cuda-aware", result).verdict for c in ("across=", "")
     )
@@ -136,7 +138,7 @@ FAULTS = {
 @pytest.mark.parametrize("case", FAULTS)
 def test_fault(case):
     of, environ, reason, remedy = FAULTS[case]
-    fault = claims.fault(of, environ)
+    fault = mpi_claims.fault(of, environ)
     assert reason in fault.reason
     assert remedy in fault.remedy
 
@@ -150,7 +152,7 @@ MAPS = """\
 
 
 def test_libraries_of_interest():
-    libraries = claims.libraries(MAPS.splitlines())
+    libraries = mpi_claims.libraries(MAPS.splitlines())
     assert libraries == ("/opt/lib/libuct_cuda.so.0.0.0", "/opt/my lib/libucp.so.0")
     assert Claims("Open MPI", libraries=libraries).mapped("libuct_cuda")
 
@@ -164,7 +166,7 @@ ENDS = {
     "launcher's code": ([OPEN, "noise", IPC], 139, "Signal: Segmentation fault (11)", CRASHED),
     "hydra's code": ([OPEN, IPC], 11, "", CRASHED),
     "wrong bytes": ([OPEN, IPC, WRONG], 0, "", replace(CRASHED, ended="other bytes arrived")),
-    "hangs": ([OPEN, IPC], trials.TIMED_OUT, "",
+    "hangs": ([OPEN, IPC], jobs.TIMED_OUT, "",
               replace(CRASHED, ended="still running after 60 s")),
     "never": (["{}", "[1]"], 1, "no slots", NEVER),
 }  # fmt: skip
@@ -173,7 +175,7 @@ ENDS = {
 @pytest.mark.parametrize("case", ENDS)
 def test_understood(case):
     lines, code, errors, expected = ENDS[case]
-    result = trials.understood("\n".join(lines), code, errors)
+    result = jobs.understood("\n".join(lines), code, errors)
     assert result == replace(expected, ipc_gb_s=3.0 if expected.ipc else None)
 
 
@@ -181,9 +183,9 @@ def test_lengths_that_were_timed():
     right = json.dumps({"stage": "pointer", "right": True, "gb_s": 9.0, "why": ""})
     staged = json.dumps({"stage": "staged", "seconds": STAGED_ONLY.staged})
     sizes = json.dumps({"stage": "sizes", "seconds": TIMED.sizes})
-    result = trials.understood("\n".join([OPEN, staged, right, sizes]), 0, "")
+    result = jobs.understood("\n".join([OPEN, staged, right, sizes]), 0, "")
     assert (result.staged, result.sizes) == (STAGED_ONLY.staged, TIMED.sizes)
-    lost = trials.understood("\n".join([OPEN, right]), 139, "")  # it crashed in between
+    lost = jobs.understood("\n".join([OPEN, right]), 139, "")  # it crashed in between
     assert lost.pointer and lost.sizes == ()
 
 
@@ -206,8 +208,8 @@ def test_jobs(case, tmp_path):
     vendor, count, nodes, slurm, expected = JOBS[case]
     environ = {"PATH": str(tmp_path), **({"SLURM_JOB_ID": "7"} if slurm else {})}
     (tmp_path / "srun").touch(0o755)
-    commands = trials.jobs("mpiexec", vendor, count, nodes, environ)
-    child = " ".join(module_command("hpctrain.transport.trial"))
+    commands = jobs.jobs("mpiexec", vendor, count, nodes, environ)
+    child = " ".join(module_command("hpctrain.transport.gpu_probe.child"))
     assert {name: " ".join(line) for name, line in commands.items()} == {
         name: line.replace("*", child) for name, line in expected.items()
     }
@@ -216,8 +218,8 @@ def test_jobs(case, tmp_path):
 def test_jobs_obey_slurms_own_choice_and_need_a_launcher(tmp_path):
     (tmp_path / "srun").touch(0o755)
     environ = {"PATH": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_MPI_TYPE": "cray_shasta"}
-    assert not any("--mpi" in w for w in trials.jobs(None, "MPICH", 1, 1, environ)["same_gpu"])
-    assert trials.jobs(None, "MPICH", 1, 1, {"PATH": str(tmp_path)}) == {}
+    assert not any("--mpi" in w for w in jobs.jobs(None, "MPICH", 1, 1, environ)["same_gpu"])
+    assert jobs.jobs(None, "MPICH", 1, 1, {"PATH": str(tmp_path)}) == {}
 
 
 OVERRIDES = {
@@ -231,7 +233,7 @@ OVERRIDES = {
 
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_overridden(override):
-    remembered = verdicts.Told(STAGED, trials=dict.fromkeys(trials.CLASSES, WORKS))
+    remembered = verdicts.Told(STAGED, trials=dict.fromkeys(jobs.CLASSES, WORKS))
     assert verdicts.overridden(override, remembered).verdict == OVERRIDES[override]
 
 
@@ -240,8 +242,8 @@ SURE, UNSURE = replace(PLAIN, query_gpu=True), PLAIN
 BELIEVED = {
     "no trial": ({}, None, ()),
     "no trial, says no": ({}, UNSURE, ()),
-    "no trial, is sure": ({}, SURE, trials.CLASSES),
-    "one worked, is sure": ({"same_gpu": WORKS}, None, trials.CLASSES),
+    "no trial, is sure": ({}, SURE, jobs.CLASSES),
+    "one worked, is sure": ({"same_gpu": WORKS}, None, jobs.CLASSES),
     "one worked, says no": ({"same_gpu": replace(WORKS, claims=PLAIN)}, SURE, ("same_gpu",)),
     "crashed": ({"same_gpu": CRASHED}, SURE, ()),
     "crashed, though sure": ({"same_gpu": replace(CRASHED, claims=SURE)}, SURE, ()),
@@ -254,9 +256,9 @@ def test_who_asks_for_pointers_needs_a_trial_or_an_mpi_that_is_sure(case, monkey
     by_class, says, expected = BELIEVED[case]
     monkeypatch.setattr(verdicts, "_claimed", lambda: says)
     result = verdicts.overridden("cuda-aware", verdicts.Told(STAGED, trials=by_class))
-    ways = {name: getattr(result.verdict, name) for name in trials.CLASSES}
-    assert ways == {n: "cuda-aware" if n in expected else "staged" for n in trials.CLASSES}
-    assert result.unproven == tuple(name for name in trials.CLASSES if name not in expected)
+    ways = {name: getattr(result.verdict, name) for name in jobs.CLASSES}
+    assert ways == {n: "cuda-aware" if n in expected else "staged" for n in jobs.CLASSES}
+    assert result.unproven == tuple(name for name in jobs.CLASSES if name not in expected)
     assert ("refused for" in result.verdict.reason, "doctor" in result.remedy) == (
         bool(result.unproven),
     ) * 2
@@ -272,13 +274,15 @@ def test_what_an_mpi_says_in_a_rank(ranks):
 
 def test_a_trial_asks_for_threads_as_a_run_does(monkeypatch):
     levels = []
-    monkeypatch.setattr(trial.resource, "setrlimit", lambda *_: None)
-    monkeypatch.setattr(trial, "_use_gpu", lambda ordinal: None)
-    monkeypatch.setattr(trial.sys, "argv", ["trial", "0,0"])
-    monkeypatch.setattr(trial.MPI, "Init_thread", lambda level: levels.append(level) or sys.exit())
+    monkeypatch.setattr(probe_child.resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(probe_child, "_use_gpu", lambda ordinal: None)
+    monkeypatch.setattr(probe_child.sys, "argv", ["trial", "0,0"])
+    monkeypatch.setattr(
+        probe_child.MPI, "Init_thread", lambda level: levels.append(level) or sys.exit()
+    )
     with pytest.raises(SystemExit):
-        trial.main()
-    assert levels == [trial.MPI.THREAD_MULTIPLE]
+        probe_child.main()
+    assert levels == [probe_child.MPI.THREAD_MULTIPLE]
 
 
 #: A launcher whose rank is in a group of its own: it ends that one if it is asked to.
@@ -319,9 +323,9 @@ def test_no_rank_of_a_trial_outlives_it(monkeypatch, tmp_path, ended_by):
     line = [sys.executable, "-c", LAUNCHER_OF_ONE, str(note)]
     if ended_by == "us":
         with pytest.raises(SystemExit):
-            trials.run(line, os.environ)
+            jobs.run(line, os.environ)
     else:
-        result = trials.run(line, os.environ)
+        result = jobs.run(line, os.environ)
         assert (result.pointer, result.ended) == (False, "still running after 60 s")
     assert not alive(int(note.read_text()))
 
@@ -384,7 +388,7 @@ def machine(tmp_path):
 
 
 def find(environ, *arguments, notice=""):
-    line = [sys.executable, "-m", "hpctrain.transport.verdicts", *arguments]
+    line = [sys.executable, "-m", "hpctrain.transport.gpu_probe.verdicts", *arguments]
     process = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=100)
     assert process.returncode == 0 and notice in process.stderr, process.stderr
     return verdicts.from_json(process.stdout)
@@ -393,7 +397,7 @@ def find(environ, *arguments, notice=""):
 KNOWN = """
 import json, os
 from dataclasses import asdict
-from hpctrain.transport import verdicts
+from hpctrain.transport.gpu_probe import verdicts
 print(json.dumps(asdict(verdicts.known(os.environ))))
 """
 

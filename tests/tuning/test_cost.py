@@ -9,10 +9,10 @@ from oracles.messages import MESSAGES, Call
 from ranks import THREAD_RANKS, on_ranks
 
 from hpctrain import collectives
-from hpctrain.collectives import Group, gathers, linear, ordered
+from hpctrain.collectives import Group, all_gathers, ordered, rooted
 from hpctrain.collectives.chunks import SEGMENT_BYTES
 from hpctrain.collectives.ring import all_gather, plain_ring, reduce_scatter
-from hpctrain.tuning import cost
+from hpctrain.cost_model import cost
 
 LENGTHS = ("0", "1", "P-1", "P", "P+1", "100003", "300007")  # the last travels in segments
 
@@ -39,13 +39,13 @@ CALLS = {
     "ordered-reduce-scatter": lambda group, x, op, root: ordered.reduce_scatter(
         group, ordered.Tree(group.link.size, group.link.size), [x], x, op
     ),
-    "doubling": lambda group, x, op, root: gathers.doubling(group, x),
-    "broadcasts": lambda group, x, op, root: gathers.broadcasts(group, x),
+    "doubling": lambda group, x, op, root: all_gathers.doubling(group, x),
+    "broadcasts": lambda group, x, op, root: all_gathers.broadcasts(group, x),
     "reduce": lambda group, x, op, root: collectives.reduce(group, x, op, root),
     "broadcast": lambda group, x, op, root: collectives.broadcast(group, x, root),
-    "gather": lambda group, x, op, root: linear.gather(group, x, root),
-    "scatter": lambda group, x, op, root: linear.scatter(group, x, root),
-    "all-to-all": lambda group, x, op, root: linear.all_to_all(group, x, np.empty_like(x)),
+    "gather": lambda group, x, op, root: rooted.gather(group, x, root),
+    "scatter": lambda group, x, op, root: rooted.scatter(group, x, root),
+    "all-to-all": lambda group, x, op, root: rooted.all_to_all(group, x, np.empty_like(x)),
     "all-gather-short": lambda group, x, op, root: collectives.all_gather_short(
         group.link, x[: x.size // group.link.size].view(np.uint8)
     ),

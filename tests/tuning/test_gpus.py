@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from ranks import STAGED, on_gpus, on_ranks, run_on, run_on_gpus
 
-from hpctrain import stairs
-from hpctrain.bench import tune
+from hpctrain.bench.tuning import command
 from hpctrain.collectives import Group
-from hpctrain.errors import UsageError
+from hpctrain.core import thresholds
+from hpctrain.core.errors import UsageError
 from hpctrain.transport.paths import Place, Verdict
-from hpctrain.tuning import choose, guess_gpus, select, table
+from hpctrain.tuning import choose, defaults_gpu, select, table
 from hpctrain.tuning.choose import Row
-from hpctrain.tuning.gpus import Gpus
+from hpctrain.tuning.gpu_layout import Gpus
 
 KIB, MIB = 1 << 10, 1 << 20
 RANKS = 3
@@ -136,16 +136,16 @@ def guess(nodes: str, cards: str, verdict: Verdict, seen=True, **figures):
     ranks = range(len(nodes))
     of = tuple(tuple(r for r in ranks if nodes[r] == n) for n in dict.fromkeys(nodes))
     gpus = Gpus("X", places, replace(verdict, **figures), seen)
-    return guess_gpus.guessed(Group(None, nodes=of), gpus)
+    return defaults_gpu.guessed(Group(None, nodes=of), gpus)
 
 
 def test_neighbours_memory_is_read_where_it_is_seen():
     for cards in ("0000", "0123"):
-        assert stairs.at(guess("aaaa", cards, STAGED).kept, 16 * MIB) == "direct"
+        assert thresholds.at(guess("aaaa", cards, STAGED).kept, 16 * MIB) == "direct"
         for plan in (guess("aaaa", cards, STAGED, seen=False), guess("aaaa", cards, POINTER)):
-            assert stairs.at(plan.plain, 16 * MIB) != "direct"
+            assert thresholds.at(plan.plain, 16 * MIB) != "direct"
     slow = guess("aaaa", "0123", POINTER, mapped_gb_s={"same_node": 0.1})
-    assert stairs.at(slow.kept, 16 * MIB) != "direct"
+    assert thresholds.at(slow.kept, 16 * MIB) != "direct"
 
 
 def test_nothing_is_reduced_by_the_library_or_where_it_cannot_be():
@@ -162,7 +162,7 @@ def test_figures_of_the_trial_go_before_those_of_common_machines():
     usual, other, slow = (guess("aaaa", "0123", POINTER, False, seconds=one) for one in known)
     assert other == usual != slow
     assert per_byte(slow) > 10 * per_byte(usual)
-    assert stairs.at(slow.plain, 64 * MIB) in ("ring", "halving-doubling")  # the fewest bytes
+    assert thresholds.at(slow.plain, 64 * MIB) in ("ring", "halving-doubling")  # the fewest bytes
 
 
 def per_byte(plan) -> float:
@@ -182,9 +182,9 @@ def test_ranks_that_stage_share_the_way_of_their_gpu():
 def test_tune_on_gpus_and_auto_after_it(tmp_path, monkeypatch, capsys):
     """On arrays of GPUs alone, whose table is then taken; the library's own is not among them."""
     monkeypatch.setenv(table.FILE, str(tmp_path))
-    asked = tune.check("4B:256KiB*256", 3, None, None, "gpu")
+    asked = command.check("4B:256KiB*256", 3, None, None, "gpu")
     with fakes.installed(lazy=True, ipc_within=True) as machine:
-        run_on_gpus(2, lambda world: tune.run(world, asked))
+        run_on_gpus(2, lambda world: command.run(world, asked))
         assert machine.counts["implicit"] == 0
         assert machine.counts["raw kernel"] > 0 and machine.counts["D2H"] > 0
         (path,) = tmp_path.iterdir()
@@ -198,10 +198,10 @@ def test_tune_on_gpus_and_auto_after_it(tmp_path, monkeypatch, capsys):
         assert "neighbours see it" in shown
         assert run_on_gpus(2, lambda w: w.main.choices.gpus.measured) == [True, True]
         assert run_on_gpus(2, lambda w: w.main.choices.measured) == [False, False]
-    tune.show(None, 2, None, "gpu")
+    command.show(None, 2, None, "gpu")
     assert capsys.readouterr().out == shown
     with pytest.raises(UsageError, match=r"no tuning table of 2 ranks of this machine in"):
-        tune.show(None, 2, None)
+        command.show(None, 2, None)
 
 
 @pytest.mark.parametrize(
@@ -209,10 +209,10 @@ def test_tune_on_gpus_and_auto_after_it(tmp_path, monkeypatch, capsys):
     [(None, "expected a GPU for every rank, seen none"), ({"memory_bytes": MIB}, "are free; take")],
 )
 def test_what_cannot_be_measured_is_said_before(options, said):
-    asked = tune.check("64MiB", 3, None, None, "gpu")
+    asked = command.check("64MiB", 3, None, None, "gpu")
     with fakes.installed(**options or {}), pytest.raises(UsageError, match=said):
         ranks = run_on_gpus if options else lambda n, body: run_on("threads", n, body)
-        ranks(2, lambda world: tune.run(world, asked))
+        ranks(2, lambda world: command.run(world, asked))
 
 
 STEPS = ((0, "staged"), (100 * KIB, "pointer"))

@@ -9,9 +9,9 @@ import pytest
 from cases import dtype_of, expected, vector
 from ranks import on_ranks, run_on
 
-from hpctrain import stairs
 from hpctrain.collectives import ALLREDUCE, Group, operation
-from hpctrain.tuning import choose, guess, select
+from hpctrain.core import thresholds
+from hpctrain.tuning import choose, defaults, select
 from hpctrain.tuning.choose import Row
 
 
@@ -70,15 +70,15 @@ def test_arrays_in_memory_and_dtypes_of_ours_have_their_own_steps():
     ],
 )
 def test_without_a_table_the_model_chooses(nbytes, ranks, name):
-    plan = guess.guessed(guess.Layout((ranks,)))
-    assert stairs.at(plan.plain, nbytes) == stairs.at(plan.ours, nbytes) == name
-    assert stairs.at(guess.guessed(guess.Layout((ranks,), mpi=True)).ours, nbytes) == name
+    plan = defaults.guessed(defaults.Layout((ranks,)))
+    assert thresholds.at(plan.plain, nbytes) == thresholds.at(plan.ours, nbytes) == name
+    assert thresholds.at(defaults.guessed(defaults.Layout((ranks,), mpi=True)).ours, nbytes) == name
 
 
 def test_the_library_is_taken_for_short_arrays_only():
     for nodes in ((2,), (4,), (2, 2)):
-        plan = guess.guessed(guess.Layout(nodes, mpi=True))
-        assert stairs.at(plan.plain, 4) == "native" != stairs.at(plan.plain, 64 << 20)
+        plan = defaults.guessed(defaults.Layout(nodes, mpi=True))
+        assert thresholds.at(plan.plain, 4) == "native" != thresholds.at(plan.plain, 64 << 20)
 
 
 @on_ranks(1, 2, 3, mpi=(1, 3))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpctrain.tuning import cost
-from hpctrain.tuning.loggp import Clocks, alike
-from hpctrain.tuning.schedules import SCHEDULES
-from hpctrain.tuning.steps import Step, even, step_time
+from hpctrain.cost_model import cost
+from hpctrain.cost_model.loggp import Clocks, alike
+from hpctrain.cost_model.message_schedules import SCHEDULES
+from hpctrain.cost_model.training_step import Step, even, step_time
 
 
 def clocks(ranks: int, slow=1.0) -> Clocks:

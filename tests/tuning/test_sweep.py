@@ -9,8 +9,8 @@ import pytest
 from ranks import on_ranks, run_on
 
 from hpctrain.tuning import choose, select, sweep
+from hpctrain.tuning.alpha_beta import constants, pairs
 from hpctrain.tuning.choose import Row
-from hpctrain.tuning.constants import constants, pairs
 
 KIB, MIB = 1 << 10, 1 << 20
 #: Seconds of a call, made up: native is best, ring good, tree slow, double-tree hopeless.

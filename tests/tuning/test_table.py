@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from ranks import on_ranks, run_on
 
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
+from hpctrain.cost_model.cost import Machine
 from hpctrain.tuning import select, table
 from hpctrain.tuning.choose import Row
-from hpctrain.tuning.cost import Machine
 
 RANKS = 3
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.bench.rivals import TIMEOUT_S, Dense, Step
 from hpctrain.bench.rivals.training import stepper
-from hpctrain.transport.bind import unbound
+from hpctrain.transport.placement.core_binding import unbound
 from hpctrain.world import World
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}

@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from hpctrain.doctor.check import Check
-from hpctrain.timeline import compared
-from hpctrain.trace import Reading
+from hpctrain.training.timeline import compared
+from hpctrain.watch.trace import Reading
 from hpctrain.world import World
 
 LITTLE_S, MUCH_S = 0.1, 1.0

@@ -23,8 +23,8 @@ from hpctrain.doctor.job.outliers import usual
 from hpctrain.doctor.node import MORE_TIME
 from hpctrain.hardware import quota
 from hpctrain.hardware.pci import core_list
-from hpctrain.transport.bind import on_core
-from hpctrain.transport.seats import FEWER, Seated
+from hpctrain.transport.placement.check import FEWER, Seated
+from hpctrain.transport.placement.core_binding import on_core
 
 LENGTH, CALLS = 4096, 60_000  # 32 KiB in all, in the first cache; some 30 ms
 #: The smallest share of CPU time of a thread on a core of its own. A thread that shares its core

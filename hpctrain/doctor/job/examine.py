@@ -10,21 +10,31 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain import launchers
 from hpctrain import world as worlds
+from hpctrain.core import launchers
+from hpctrain.core.errors import UsageError
 from hpctrain.doctor import mpi
 from hpctrain.doctor.check import Check, exit_code
-from hpctrain.doctor.job import clocks, cores, folder, pings, same, seats, show, sums, told
-from hpctrain.doctor.job.answers import to_first, watched
-from hpctrain.doctor.job.found import JobResult
+from hpctrain.doctor.job import (
+    binding,
+    clocks,
+    consistency,
+    cores,
+    known_sums,
+    output_folder,
+    ping_pong,
+    rank_facts,
+    show,
+)
+from hpctrain.doctor.job.gather import to_first, watched
+from hpctrain.doctor.job.result import JobResult
 from hpctrain.doctor.node import room
-from hpctrain.errors import UsageError
 from hpctrain.hardware import shm
 from hpctrain.hardware.nics import Nic
-from hpctrain.timeline import kernel
-from hpctrain.trace import Reading
-from hpctrain.transport import gpus
-from hpctrain.transport.seats import Seated
+from hpctrain.training.timeline import kernel
+from hpctrain.transport.device import gpus
+from hpctrain.transport.placement.check import Seated
+from hpctrain.watch.trace import Reading
 from hpctrain.world import World
 
 #: How long a rank may keep others waiting before the report names it.
@@ -54,12 +64,12 @@ def run(options: Asked) -> int:
     except UsageError as error:
         return _report_no_job(launched, str(error), options)
     result = JobResult(world.hosts, world.seats)
-    place, marked = folder.nearest_existing(options.out), ""
+    place, marked = output_folder.nearest_existing(options.out), ""
 
     def hung(text: str) -> None:
         result.checks.append(_hang_check(text))
         _publish(result, options)
-        folder.remove(marked)
+        output_folder.remove(marked)
 
     with watched(world, None, LIMIT_S, hung):
         stages.say(f"output folder {place}")
@@ -68,7 +78,7 @@ def run(options: Asked) -> int:
         _stages(world, result, options, stages)
         world.link.barrier()
     if world.rank == 0:
-        folder.remove(marked)
+        output_folder.remove(marked)
         stages.end()
         _publish(result, options)
     return int(world.gather(str(exit_code(result.checks)))[0])
@@ -76,17 +86,17 @@ def run(options: Asked) -> int:
 
 def _folder(world: World, result: JobResult, place: Path) -> str:
     """Check the output folder; return a folder in it shared by all nodes, "" if there is none."""
-    marked, word = folder.mark(place) if world.rank == 0 else ("", "")
+    marked, word = output_folder.mark(place) if world.rank == 0 else ("", "")
     marked, word = json.loads(world.gather(json.dumps([marked, word]))[0])
-    speaks = told.first_of_node(world)
-    state = folder.look(place, marked, word) if speaks else folder.FolderState()
+    speaks = rank_facts.first_of_node(world)
+    state = output_folder.look(place, marked, word) if speaks else output_folder.FolderState()
     of_nodes = _by_node(world, to_first(world.link, asdict(state)))
     if of_nodes:
-        nodes = {host: folder.FolderState(**table) for host, table in of_nodes.items()}
-        result.checks += folder.checks(place, nodes)
+        nodes = {host: output_folder.FolderState(**table) for host, table in of_nodes.items()}
+        result.checks += output_folder.checks(place, nodes)
     shared = all(flag == "True" for flag in world.gather(str(state.shared)))
     if not shared and world.rank == 0:
-        folder.remove(marked)
+        output_folder.remove(marked)
     return marked if shared else ""
 
 
@@ -94,8 +104,8 @@ def _stages(world: World, result: JobResult, options: Asked, stages: show.Stages
     """Run the stages after the output folder; rank 0 makes the checks."""
     link, on_first = world.link, world.rank == 0
     stages.say("versions, bindings, hardware")
-    answers = to_first(link, asdict(told.local_facts(world, options.recipe)))
-    result.told = [told.from_table(table) for table in answers]
+    answers = to_first(link, asdict(rank_facts.local_facts(world, options.recipe)))
+    result.told = [rank_facts.from_table(table) for table in answers]
     if on_first:
         result.checks[:0] = _fact_checks(result)
     stages.say("clocks")
@@ -110,23 +120,23 @@ def _stages(world: World, result: JobResult, options: Asked, stages: show.Stages
     if on_first:
         result.checks.append(cores.check(result.cores))
     stages.say("messages between all pairs")
-    answers = to_first(link, [asdict(ping) for ping in pings.all_pairs(world)])
-    result.pings = [pings.Ping(**row) for rows in answers for row in rows]
+    answers = to_first(link, [asdict(ping) for ping in ping_pong.all_pairs(world)])
+    result.pings = [ping_pong.Ping(**row) for rows in answers for row in rows]
     if on_first:
-        result.checks += pings.checks(result.pings, world.hosts, seats.crowded(world.seats))
+        result.checks += ping_pong.checks(result.pings, world.hosts, binding.crowded(world.seats))
         ports = [[Nic(**nic) for nic in facts.hardware["nics"]] for facts in result.nodes.values()]
-        result.checks += pings.of_adapters(result.pings, ports)
+        result.checks += ping_pong.of_adapters(result.pings, ports)
     stages.say("sums")
-    answers = to_first(link, sums.wrong(world))
+    answers = to_first(link, known_sums.wrong(world))
     if on_first:
-        result.checks.append(sums.check(answers, sums.names(world)))
+        result.checks.append(known_sums.check(answers, known_sums.names(world)))
 
 
 def _cores(world: World, machines: list[str]) -> list[dict[str, Any]]:
     assigned = cores.assign(world.seats, machines)[world.rank]
     world.link.barrier()  # all at once, as in training
     timings = cores.measure(world.rank, world.host, assigned)
-    pings.wait_quietly(world.link)  # idle ranks would spin and disturb those that still measure
+    ping_pong.wait_quietly(world.link)  # idle ranks would spin and disturb those that still measure
     return [asdict(timing) for timing in timings]
 
 
@@ -144,13 +154,13 @@ def _fact_checks(result: JobResult) -> list[Check]:
         mpi.threads(level),
         Check("ULFM", "note", "on: ranks can outlive a lost one") if ulfm else
         Check("ULFM", "note", "off: a lost rank ends the job", "Open MPI: mpirun --with-ft ulfm"),
-        same.versions(result.told, result.hosts),
-        *same.recipe(result.told, result.hosts),
-        *same.machines(result.told, result.hosts),
-        *seats.checks(_seats(result)),
+        consistency.versions(result.told, result.hosts),
+        *consistency.recipe(result.told, result.hosts),
+        *consistency.machines(result.told, result.hosts),
+        *binding.checks(_seats(result)),
         *cores.quotas(result.seats, {host: facts.hardware["cpu_quota"]
                                      for host, facts in result.nodes.items()}),
-        *same.merged({host: facts.checks for host, facts in result.nodes.items()}),
+        *consistency.merged({host: facts.checks for host, facts in result.nodes.items()}),
     ]  # fmt: skip
 
 

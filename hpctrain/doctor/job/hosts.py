@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from hpctrain.transport.seats import ranges
+from hpctrain.transport.placement.check import ranges
 
 
 def listed(hosts: Iterable[str]) -> str:

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hpctrain import progress
-from hpctrain.doctor.job import seats
-from hpctrain.doctor.job.found import JobResult
+from hpctrain.core import progress
+from hpctrain.doctor.job import binding
 from hpctrain.doctor.job.hosts import listed
+from hpctrain.doctor.job.result import JobResult
 from hpctrain.doctor.show import WIDTH, remedies, table
 
 MOST_RANKS = 64  # in the map; --json has all
@@ -64,7 +64,7 @@ def pictures(lines: Mapping[str, Sequence[str]]) -> list[str]:
 
 def binding_map(rows: Sequence[tuple[str, ...]]) -> Table:
     """Return the map as a table; for many ranks one node of each kind."""
-    drawn = Table(*seats.COLUMNS)
+    drawn = Table(*binding.COLUMNS)
     words: list[str] = []
     if len(rows) > MOST_RANKS:
         rows, words = _kinds(rows)

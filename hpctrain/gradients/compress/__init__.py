@@ -22,12 +22,12 @@ from pydantic import Field
 
 from hpctrain import config
 from hpctrain.collectives import AllReduceFunction, Group, Operation
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array, fetch, namespace
 from hpctrain.gradients.arena import Arena
+from hpctrain.gradients.compress.half_precision import Bfloat16, Float16
 from hpctrain.gradients.compress.powersgd import PowerSgd
-from hpctrain.gradients.compress.sixteen import Bfloat16, Float16
 from hpctrain.gradients.compress.top_k import TopK, must_send_less
-from hpctrain.xp import Array, fetch, namespace
 
 #: Methods that an algorithm cannot carry: it sends nothing, or is not ours and rounds by itself.
 REFUSED = {

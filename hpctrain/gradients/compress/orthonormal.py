@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpctrain.kernels import ADDED, THREADS, launch, written
-from hpctrain.xp import Array, namespace, on_device
+from hpctrain.core.kernels import ADDED, THREADS, launch, written
+from hpctrain.core.xp import Array, namespace, on_device
 
 SOURCE = """
 // Column k of a (n x r), from row j on, becomes its reflection; v lies in column j below row j.

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
+from hpctrain.core.xp import Array, namespace
 from hpctrain.gradients.arena import Arena, Slot, offset_in
-from hpctrain.xp import Array, namespace
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,10 @@ from typing import NamedTuple
 import numpy as np
 
 from hpctrain.collectives import AllReduceFunction, Group
+from hpctrain.core.xp import Array, like, namespace
 from hpctrain.gradients.arena import Arena, Slot
 from hpctrain.gradients.compress.orthonormal import Orthonormal
 from hpctrain.gradients.compress.places import Bookmarks, Places, slices
-from hpctrain.xp import Array, like, namespace
 
 
 class _Matrix(NamedTuple):

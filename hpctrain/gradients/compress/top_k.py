@@ -33,11 +33,11 @@ import numpy as np
 from hpctrain.collectives import AllReduceFunction, Group
 from hpctrain.collectives.group import Scratch
 from hpctrain.collectives.ring import all_gather
-from hpctrain.errors import UsageError
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array, namespace, on_device
 from hpctrain.gradients.arena import Arena
-from hpctrain.gradients.compress.largest import Largest, add_pairs
 from hpctrain.gradients.compress.places import Bookmarks, Places, slices
-from hpctrain.xp import Array, namespace, on_device
+from hpctrain.gradients.compress.top_k_cuda import Largest, add_pairs
 
 INDEX = np.dtype(np.uint32)
 ROW_BYTES = 8  #: what a rank sends is padded to multiples of it: a GPU reads whole numbers alone

@@ -1,0 +1,1 @@
+"""`hpctrain bench predict`."""

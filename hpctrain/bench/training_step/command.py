@@ -1,0 +1,124 @@
+"""`hpctrain bench step`: from options to a table, JSON and a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import threadpoolctl
+
+from hpctrain import config
+from hpctrain.bench import output, rivals
+from hpctrain.bench.collectives import listed, must_draw, rounds_of
+from hpctrain.bench.training_step import timing
+from hpctrain.core.errors import UsageError
+from hpctrain.training import recipe, runs
+from hpctrain.training.recipe import Recipe
+from hpctrain.tuning.select import NAMES
+from hpctrain.world import World
+
+TIMED = (
+    "contenders take turns, `calls` steps each; the slowest rank's time / calls counts; exposed_s: "
+    "the median of a step minus the same library's own step without communication, taken in the "
+    f"same round; correct: after {timing.EQUAL_AFTER} steps from equal weights on equal samples "
+    f"the loss lies within {timing.EQUAL_WITHIN:g} of the first row's; one BLAS thread per rank"
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Options of the command line, validated."""
+
+    plan: timing.Plan
+    rivals: tuple[str, ...]
+    json: Path | None
+    plot: Path | None
+
+
+def check(
+    name: str,
+    sets: Sequence[str],
+    algorithms: str,
+    rivals_text: str,
+    batches: str | None,
+    iterations: int,
+    warm_up: int,
+    json: Path | None,
+    plot: Path | None,
+) -> Asked:
+    """Return the validated options; raise UsageError with the expected and the nearest value."""
+    spec = recipe.load(name, sets)
+    names = list(listed(algorithms))
+    for algorithm in names:
+        config.pick(dict.fromkeys((*NAMES, timing.SHARED)), algorithm, "algorithm")
+    if not set(names) - {timing.NULL}:
+        raise UsageError("--algorithms: expected one that communicates, seen none")
+    must_draw(plot)
+    plan = timing.Plan(
+        spec,
+        [algorithm for algorithm in names if algorithm != timing.NULL],  # which is always measured
+        _batches(spec, batches),
+        rounds_of("--iterations", iterations, 1),
+        rounds_of("--warm-up", warm_up, 0),
+    )
+    return Asked(plan, tuple(rivals.names(rivals_text)), json, plot)
+
+
+def run(world: World, options: Asked) -> list[timing.Row]:
+    """Measure, show and save the rows, and return them. Collective."""
+    plan = options.plan
+    output.must_be_writable(world, options.json, options.plot)
+    split = world.together(lambda: plan.spec.data.load(plan.spec.run.seed))
+    model = world.together(lambda: runs.build_model(plan.spec, split))
+    joined, skipped = rivals.join(world, options.rivals)
+    if reason := timing.why_not(plan.spec):
+        skipped |= dict.fromkeys(joined, reason)
+    able = {name: library for name, library in joined.items() if name not in skipped}
+    about = rivals.about(able, skipped)
+    output.say(world, [f"# {name}: {text}" for name, text in about.items()])
+    title = f"a step of {plan.spec.run.name}, {world.size} ranks"
+    teller = output.Teller(world, title, _columns(able), len(plan.batches))
+    try:
+        with threadpoolctl.threadpool_limits(1, "blas"):
+            rows = teller.show_all(timing.run(world, plan, model, split.train, able))
+    finally:
+        for library in joined.values():
+            library.close()
+    report = output.report(world, rows, timed=TIMED, rivals=about, recipe=plan.spec.tables)
+    output.write(world, options.json, report)
+    if options.plot is not None and world.rank == 0:
+        import_module("hpctrain.bench.plot").bars(rows, title, options.plot)
+    return rows
+
+
+def _columns(able: Iterable[str]) -> list[output.Column]:
+    beside = [(f"x {name}", _ratio_to(name)) for name in able]
+    return [
+        ("batch", output.number("batch_per_rank", "d")),
+        output.WHO,
+        *output.TIMES[:3],
+        ("samples/s", output.number("samples_per_s", ",.0f")),
+        ("exposed us", output.microseconds("exposed_s")),
+        ("loss", output.number("loss", ".5f")),
+        *beside,
+        output.RIGHT,
+    ]
+
+
+def _ratio_to(name: str) -> output.Text:
+    return lambda row: f"{row['times'][name]:.2f}" if name in row["times"] else "-"
+
+
+def _batches(spec: Recipe, text: str | None) -> list[int]:
+    if text is None:
+        if spec.batch.batch_per_rank is None:
+            raise UsageError(
+                "the recipe gives a batch for all ranks together; say --batch-per-rank N"
+            )
+        return [spec.batch.batch_per_rank]
+    words = list(listed(text))
+    if not words or not all(word.isdigit() and int(word) for word in words):
+        raise UsageError(f"--batch-per-rank: expected numbers such as 32,128, seen '{text}'")
+    return [int(word) for word in words]

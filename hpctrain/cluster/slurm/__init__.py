@@ -1,0 +1,1 @@
+"""Slurm: scripts, submission, states of jobs."""

@@ -1,0 +1,85 @@
+"""The exit code of a job, from the summary of its run: launchers lose codes, some end with 0."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hpctrain.run_files import last_lines, run_folder
+
+_OURS = (0, 1, 2, 3, 75, 86, 130)  # the exit codes with a meaning in hpctrain
+_REFUSED, STOPPED, _INTERRUPTED = 2, 75, 130
+_ENDINGS = ("done", "stopped", "failed", "hung")
+_FULL = ": a bus error; is /dev/shm full? See `hpctrain doctor`"
+_SAME_TIME_S = 0.05  # file times come from a clock that ticks more coarsely than time.time()
+
+
+class Ended(NamedTuple):
+    """How mpiexec ended (as in subprocess) and the signals that asked us to stop."""
+
+    code: int
+    signals: tuple[int, ...]
+
+    @property
+    def killed(self) -> bool:
+        """Whether a second Ctrl-C ended it."""
+        return self.signals.count(signal.SIGINT) > 1
+
+
+def exit_code(ended: Ended, note: bytes, started: float) -> int:
+    """Return the exit code of a job that began at `started`, seconds since the epoch.
+
+    `note`: the folder of its run, as rank 0 announced it. Writes a summary where ranks could not.
+    """
+    run = Path(os.fsdecode(note)) if note else None
+    run = run if run and run.is_dir() else None
+    summary = _fresh(run, started) if run else None
+    refused = ended.code == _REFUSED and not ended.killed
+    if run and summary is None and not refused:
+        summary = _record_loss(run, ended)
+    if ended.killed:
+        return _INTERRUPTED
+    return int(summary["exit_code"]) if summary else _without_run(ended)
+
+
+def _record_loss(run: Path, ended: Ended) -> dict[str, Any]:
+    code = _INTERRUPTED if ended.killed else 1
+    reason = "interrupted twice" if ended.killed else f"a rank was lost: {_ending(ended.code)}"
+    lost = {"status": "failed", "exit_code": code, "reason": reason}
+    summary = (run_folder.read_summary(run) or {}) | lost | {"launcher_exit_code": ended.code}
+    run_folder.write_summary(run, summary)
+    say("\nhpctrain: ".join([reason, *last_lines.last_lines(run)]))
+    return summary
+
+
+def _without_run(ended: Ended) -> int:
+    """Return the code of a job that has no folder: it is no training, or did not come to it."""
+    if ended.code in _OURS:
+        return ended.code
+    if ended.signals:  # nothing can be lost yet: to start again is to resume
+        say("stopped before a run began")
+        return _INTERRUPTED if signal.SIGINT in ended.signals else STOPPED
+    say(f"before a run began, {_ending(ended.code)}")
+    return 1
+
+
+def _fresh(run: Path, started: float) -> dict[str, Any] | None:
+    """Return the summary that this job wrote, None if there is none."""
+    summary = run_folder.read_summary(run)
+    if summary is None or summary.get("status") not in _ENDINGS:
+        return None
+    written = (run / run_folder.SUMMARY).stat().st_mtime
+    return summary if written >= started - _SAME_TIME_S else None
+
+
+def _ending(code: int) -> str:
+    name = code if code >= 0 else signal.Signals(-code).name
+    return f"mpiexec ended with {name}{_FULL * (code % 128 == signal.SIGBUS)}"
+
+
+def say(text: str) -> None:
+    """Print `text` on stderr, as launch."""
+    print(f"hpctrain: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,148 @@
+"""States of jobs in Slurm: from scontrol, and from sacct once the controller has forgotten them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpctrain.core.errors import HpctrainError, UsageError
+
+FORGOTTEN = "Slurm has forgotten it"
+NO_ANSWER = "NO ANSWER"
+LIMIT_S = 120.0  #: a busy controller answers late
+#: Error text of Slurm's commands after a lost answer: the request may or may not have been done.
+_LATE = re.compile("timed out|Zero Bytes were transmitted|receive failure|Connection reset", re.I)
+_AWAY = re.compile(f"Unable to contact|{_LATE.pattern}", re.I)
+Job = int | str  #: 17, or 17_2 for a task of an array
+_ABSENT = (
+    "no {command} on this PATH, so no Slurm: call this on a login node of the cluster. Here, "
+    "`hpctrain slurm render` prints the script, and `hpctrain launch -n 4 train ...` starts ranks"
+)
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of a job, or of one task of an array, in Slurm."""
+
+    job: str  #: 17, or 17_2 for a task of an array
+    state: str  #: PENDING, RUNNING, COMPLETED ...; UNKNOWN once Slurm has forgotten it
+    reason: str = ""
+    restarts: int | None = None
+    elapsed: str = ""
+    nodes: str = ""
+    exit_code: str = ""  #: of the script, and the signal: 1:0
+    log: str = ""  #: the file with the job's output, if Slurm reports it
+
+
+class Silence(HpctrainError):
+    """Slurm's controller has not answered: nothing is known."""
+
+
+def ask(job: Job) -> list[State]:
+    """Return the state of `job`, for an array that of each task.
+
+    The controller forgets jobs some minutes after their end; then accounting is queried. Raises
+    Silence, or HpctrainError with Slurm's words.
+    """
+    return controlled(job) or accounted(job) or [State(str(job), "UNKNOWN", FORGOTTEN)]
+
+
+def controlled(job: Job) -> list[State]:
+    """Return the states of `job` in the controller, empty where it has forgotten the job."""
+    must_have("scontrol")
+    process = run(["scontrol", "--oneliner", "show", "job", str(job)])
+    if process.returncode == 0:
+        return _tasks(process.stdout)
+    if "Invalid job id" in process.stderr:
+        return []
+    kind = Silence if _AWAY.search(process.stderr) else HpctrainError
+    raise kind(f"scontrol does not tell of jobs: {process.stderr.strip()}")
+
+
+def answers_late(stderr: str) -> bool:
+    """Return whether `stderr` means that the answer got lost, so the request may have been done."""
+    return _LATE.search(stderr) is not None
+
+
+def _tasks(output: str) -> list[State]:
+    """Return the states in scontrol's output; that of a heterogeneous job is its first part's."""
+    states = []
+    for line in output.splitlines():
+        fields = dict(re.findall(r"(\w+)=(\S*)", line))
+        if fields and fields.get("HetJobOffset", "0") == "0":
+            array = "ArrayTaskId" in fields
+            job = f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}" if array else fields["JobId"]
+            reason = "" if fields["Reason"] == "None" else fields["Reason"]
+            restarts = int(fields.get("Restarts", 0))
+            names = fields.get("NodeList", "").replace("(null)", "")
+            state = State(job, fields["JobState"], reason, restarts, fields["RunTime"], names,
+                         fields.get("ExitCode", ""), _path(line, "StdOut"))  # fmt: skip
+            states += [replace(state, job=task) for task in tasks_in(job)]
+    return sorted(states, key=lambda state: [int(n) for n in re.findall(r"\d+", state.job)])
+
+
+def _path(line: str, field: str) -> str:
+    """Return the path in a field of a line of scontrol; it may hold blanks."""
+    match = re.search(rf" {field}=(.*?)(?= \w+=|$)", line)
+    return match[1].strip() if match else ""
+
+
+def tasks_in(job: str) -> list[str]:
+    """Return the tasks of a range in Slurm's notation: 17_2-4%1 means 17_2, 17_3 and 17_4."""
+    array, sign, named = job.partition("_")
+    if not sign:
+        return [job]
+    parts = re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", named.partition("%")[0])
+    runs = [range(int(a), int(b or a) + 1, int(stride or 1)) for a, b, stride in parts]
+    return [f"{array}_{task}" for run in runs for task in run]
+
+
+def accounted(job: Job) -> list[State]:
+    """Return the states of `job` in accounting; empty where there is none or no answer."""
+    if shutil.which("sacct") is None:
+        return []
+    line = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}"]
+    if named := os.environ.get("SLURM_CLUSTERS"):  # which the other commands read by themselves
+        line.append(f"--clusters={named}")
+    try:
+        process = run([*line, "--format=JobID,State,Elapsed,NodeList,ExitCode"])
+    except Silence:
+        return []
+    rows = [row.split("|") for row in process.stdout.splitlines() if row.count("|") == 4]
+    # "CANCELLED by 1000"
+    states = [
+        State(i, s.split()[0], elapsed=e, nodes=n, exit_code=code)
+        for i, s, e, n, code in rows
+        if "+1" not in i
+    ]
+    return [replace(state, job=task) for state in states for task in tasks_in(state.job)]
+
+
+def must_have(command: str) -> None:
+    """Raise UsageError where there is no such command, and so no Slurm."""
+    if shutil.which(command) is None:
+        raise UsageError(_ABSENT.format(command=command))
+
+
+def run(
+    line: Sequence[str], text: str = "", without: Collection[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of Slurm with `text` as its input, `without` some variables.
+
+    Raises Silence after LIMIT_S.
+    """
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    inherited = {name: value for name, value in os.environ.items() if name not in without}
+    environ = {**inherited, "PATH": path}
+    try:
+        return subprocess.run(
+            line, input=text, env=environ, capture_output=True, text=True, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise Silence(f"{line[0]} has not answered within {LIMIT_S:.0f} s") from None

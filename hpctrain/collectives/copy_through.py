@@ -1,0 +1,102 @@
+"""Slots: short arrays, and arrays outside of node memory, are copied through node memory.
+
+Short ones are copied as a whole, and every rank adds all of them: one exchange (`|`) is enough, in
+which no rank waits for another's sum. Two short slots alternate.
+
+    rank 0    [ copy x0 ] | [ slot 0 + slot 1 ]
+    rank 1    [ copy x1 ] | [ slot 0 + slot 1 ]
+
+Long ones travel in segments that fit a slot of P rows, one for each part as in direct.py. Rank r
+sums part r of all ranks and leaves the sum in row r of its own slot, from which the others copy it:
+
+    rank 0    [ copy 1, 2, 3 ] | [ sum 0 of all ] | [ take 1, 2, 3 ]    next segment
+    rank 1    [ copy 0, 2, 3 ] | [ sum 1 of all ] | [ take 0, 2, 3 ]
+
+One slot is enough: with the next segment, row r of rank r's slot is not written before the first
+exchange, by which all have copied it. A part is summed by one rank. The short ones are summed by
+all in the order of ranks and out of slots alone, since NumPy does not always add in place as it
+adds into another array: all ranks end with the same bytes.
+
+Cost: short, one exchange, nP read and n (P-1) added per rank; long, two exchanges per segment,
+2n copied and n (P-1)/P added per rank. No bytes are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hpctrain.collectives.chunks import bounds, segments, slices
+from hpctrain.collectives.node_buffers import SHORT_BYTES, Near
+from hpctrain.collectives.reductions.operations import Operation
+from hpctrain.collectives.signature import Signature, must_match_in_node, of_length
+from hpctrain.transport.shared_memory.host import ALIGN_BYTES
+
+
+def parts(x: np.ndarray, ranks: int) -> list[int]:
+    """Return `ranks + 1` offsets that cut flat `x` evenly, at cache lines from its start."""
+    return bounds(x.size, ranks, ALIGN_BYTES // x.itemsize)
+
+
+def add(arrays: Sequence[np.ndarray], op: Operation, out: np.ndarray) -> None:
+    """Sum `arrays` in their order into `out`, which may be one of the first two."""
+    op(arrays[0], arrays[1], out=out)
+    for other in arrays[2:]:
+        op(out, other, out=out)
+
+
+def short_call(
+    buffers: Near, x: np.ndarray, op: Operation, call: Signature
+) -> Callable[[], np.ndarray]:
+    """Return a call that reduces flat `x`, no longer than SHORT_BYTES, in place, and returns it.
+
+    It raises UsageError on all ranks of the node unless all make the same `call`.
+    """
+    flags, rank, payload = buffers.flags, buffers.link.rank, call.payload
+    turns = [_turn(buffers.short(x.nbytes, x.dtype, odd), rank) for odd in (0, 1)]
+
+    def reduce() -> np.ndarray:
+        own, first, second, rest = turns[flags.round & 1]
+        own[...] = x
+        if not flags.agree(payload):
+            must_match_in_node(buffers, call)
+        op(first, second, out=x)
+        for other in rest:
+            op(x, other, out=x)
+        return x
+
+    return reduce
+
+
+def long(buffers: Near, x: np.ndarray, op: Operation) -> None:
+    """Reduce flat `x` in place; the same length on all ranks is already agreed."""
+    if x.nbytes <= SHORT_BYTES:
+        short_call(buffers, x, op, of_length(x.nbytes))()
+        return
+    slots = buffers.wide(x.dtype)
+    for segment in segments(x, slots[0].nbytes):
+        _segment(buffers, slots, segment, op)
+
+
+def _turn(
+    slots: list[np.ndarray], rank: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Return this rank's slot, then the first, second and remaining operands."""
+    return slots[rank], slots[0], slots[1], slots[2:]
+
+
+def _segment(buffers: Near, slots: list[np.ndarray], x: np.ndarray, op: Operation) -> None:
+    rank, chunks = buffers.link.rank, slices(x, parts(x, len(slots)))
+    peers, total = [i for i in range(len(slots)) if i != rank], chunks[rank]
+    for i in peers:
+        slots[rank][i, : chunks[i].size] = chunks[i]
+    buffers.flags.agree()
+    # Added in private memory, then copied: a copy overwrites whole cache lines without fetching
+    # them from the neighbour that read them last, an addition does not.
+    for i in peers:
+        op(total, slots[i][rank, : total.size], out=total)
+    slots[rank][rank, : total.size] = total
+    buffers.flags.agree()
+    for i in peers:
+        chunks[i][:] = slots[i][i, : chunks[i].size]

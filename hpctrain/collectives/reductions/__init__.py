@@ -1,0 +1,1 @@
+"""The arithmetic of reductions: operations by name, on two arrays or more."""

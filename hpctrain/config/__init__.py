@@ -1,0 +1,76 @@
+"""From tables (TOML, command line) to frozen options, strictly: an unknown key is an error."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar, cast
+
+import pydantic
+import pydantic.dataclasses
+from typing_extensions import dataclass_transform
+
+from hpctrain.core.errors import UsageError
+from hpctrain.core.files import brief
+
+T = TypeVar("T")
+_MISSING = ("missing", "missing_argument")
+_MOST_FAULTS = 10  #: of one table that an error lists: a list may have thousands
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(pydantic.Field,))
+def options(cls: type[T]) -> type[T]:
+    """Make `cls` a frozen dataclass that checks its fields, whether made from a file or in code."""
+    strict = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    strict_cls = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=strict)(cls)
+    return cast("type[T]", strict_cls)
+
+
+def read(cls: type[T], table: Any, name: str) -> T:
+    """Return `cls(**table)`; raise UsageError with all faults of table `[name]`, a line each."""
+    if not isinstance(table, Mapping):
+        raise UsageError(f"[{name}] expected a table, seen {brief(table)}")
+    try:
+        return cls(**table)
+    except pydantic.ValidationError as error:
+        keys = list(cls.__pydantic_fields__)  # type: ignore[attr-defined]
+        # an unknown key first: it may be a misspelling of the missing one
+        errors = sorted(error.errors(), key=lambda e: e["type"] in _MISSING)
+        faults = [_fault(e, keys, name) for e in errors[:_MOST_FAULTS]]
+        rest = [f"[{name}] and {len(errors) - _MOST_FAULTS} more"] * (len(errors) > _MOST_FAULTS)
+        raise UsageError("\n".join(faults + rest)) from None
+
+
+def read_kind(kinds: Mapping[str, type[T]], table: Mapping[str, Any], name: str) -> T:
+    """Return the options of the class that `kind` in table `[name]` selects."""
+    table = dict(table)
+    kind = pick(kinds, table.pop("kind", None), f"[{name}] kind")
+    return read(kind, table, name)
+
+
+def pick(choices: Mapping[str, T], key: Any, kind: str) -> T:
+    """Return `choices[key]`; raise UsageError with the nearest name if there is none."""
+    if key is None:
+        raise UsageError(f"{kind} is missing; choose one of: {', '.join(choices)}")
+    if not isinstance(key, str) or key not in choices:
+        raise UsageError(unknown(kind, key, choices))
+    return choices[key]
+
+
+def unknown(kind: str, name: Any, names: Iterable[str]) -> str:
+    """Return the message about an unknown `name`: the nearest of `names`, or all of them."""
+    names = list(names)
+    nearest = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    hint = f"did you mean '{nearest[0]}'?" if nearest else f"choose one of: {', '.join(names)}"
+    return f"unknown {kind} {brief(str(name))}; {hint}"
+
+
+def _fault(error: Any, keys: Iterable[str], name: str) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        return unknown(f"key in [{name}]:", key, keys)
+    if error["type"] in _MISSING:
+        return f"[{name}] {key} is missing"
+    if not key and "error" in error.get("ctx", {}):
+        return str(error["ctx"]["error"])  # a check of several options together
+    return f"[{name}] {key}: {error['msg'].lower()}, seen {brief(error['input'])}"

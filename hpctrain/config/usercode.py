@@ -1,0 +1,304 @@
+"""User functions that a recipe names, `package.module:function`: import, and check of ownership.
+
+Modules are imported as Python finds them, installed packages first, and then from the folder of the
+recipe: that is appended to sys.path, so a `queue.py` beside the recipe breaks nothing. Functions of
+the standard library, such as `os:system`, are no user functions and are refused.
+
+A run's recipe.toml keeps in [code] the folder and the SHA-256 of each module's file. Reading a run
+back executes its code: `must_be_own` therefore accepts only code that belongs to this user, that
+no other user can change, and that is unchanged since the run was trained.
+"""
+
+from __future__ import annotations
+
+import grp
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import pwd
+import stat
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hpctrain import config
+from hpctrain.core import files
+from hpctrain.core.errors import UsageError
+
+STANDARD = sys.stdlib_module_names | {"__main__", "test"}
+MODULE_BYTES = 1 << 30  #: of a module's file at most; extensions are large
+EXPECTED = "expected a function of a module beside the recipe or of an installed package"
+
+
+@config.options
+class CodeOptions:
+    """`[code]`: the folder of the modules that a recipe names, and the SHA-256 of their files."""
+
+    folder: str = ""
+    sha256: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.folder and not os.path.isabs(self.folder):
+            actual = files.brief(self.folder)
+            raise UsageError(f"[code] folder: expected an absolute path, seen {actual}")
+
+
+@dataclass(frozen=True)
+class Code:
+    """The code that a recipe names: its folder, and its modules by the SHA-256 of their files."""
+
+    folder: str
+    named: bool = False  #: whether there is any
+    sha256: Mapping[str, str] = field(default_factory=dict)  #: as they are now, where found
+    recorded: Mapping[str, str] = field(default_factory=dict)  #: as recorded in the recipe's [code]
+
+    def tables(self) -> dict[str, Any]:
+        """Return the table [code] of a run's recipe.toml; no table if the recipe names no code."""
+        if not self.named:
+            return {}
+        return {"code": {"folder": os.path.abspath(self.folder), "sha256": dict(self.sha256)}}
+
+
+def read(tables: Mapping[str, Any], callbacks: Sequence[str], folder: str) -> Code:
+    """Return the code that a recipe's `tables` name, in `folder` unless [code] has another.
+
+    Nothing is imported: a module that is not found has no hash, and is refused when it is called.
+    Raises UsageError for modules of Python itself.
+    """
+    options = config.read(CodeOptions, tables["code"], "code")
+    folder = options.folder or folder
+    targets = [("[run] callbacks", target) for target in callbacks]
+    called = [name for name in ("data", "model") if is_target(tables[name])]
+    targets += [(f"[{name}] kind", tables[name]["kind"]) for name in called]
+    if not targets:
+        return Code(".")
+    return Code(folder, True, _hashes(targets, folder), options.sha256)
+
+
+def call(target: str, place: str, folder: str, *args: Any, **arguments: Any) -> Any:
+    """Return the result of function `target`; a fault in finding or calling it is a UsageError.
+
+    `place` is the place that names it, such as "[data] kind". Errors inside the function pass.
+    """
+    function = find(target, place, folder)
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*args, **arguments)
+    except TypeError as error:
+        hint = _unknown_key(signature, len(args), arguments) or f"{error}; check the keys beside it"
+        raise UsageError(f"{place} '{target}': {hint}") from None
+    return function(*args, **arguments)
+
+
+def _unknown_key(signature: inspect.Signature, positional: int, keys: Iterable[str]) -> str:
+    """Return the first of `keys` that is no parameter, with the nearest one; '' if all are.
+
+    The first `positional` parameters have their values: no key stands for them.
+    """
+    parameters = list(signature.parameters.values())
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return ""
+    names = [p.name for p in parameters[:positional] if p.kind is p.KEYWORD_ONLY]
+    names += [
+        p.name
+        for p in parameters[positional:]
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    unknown = [key for key in keys if key not in signature.parameters]
+    return config.unknown("key", unknown[0], names) if unknown and names else ""
+
+
+def is_target(table: Mapping[str, Any]) -> bool:
+    """Return whether the table's `kind` names a user's function."""
+    kind = table.get("kind")
+    return isinstance(kind, str) and ":" in kind
+
+
+def find(target: str, place: str, folder: str) -> Callable[..., Any]:
+    """Return the function that `target` names, of a module in `folder` or an installed package.
+
+    Raises UsageError, with the nearest name, if there is none or if it is one of Python's own.
+    """
+    at, (module_name, function_name) = _at(place, target), _parts(target, place)
+    _must_be_users(module_name, at, folder)
+    module = _import(module_name, at, folder)
+    functions = {name: value for name, value in vars(module).items() if inspect.isroutine(value)}
+    if function_name not in functions:
+        hint = config.unknown(f"function in {module_name}:", function_name, functions)
+        raise UsageError(f"{at}: {hint}")
+    origin = _origin(functions[function_name])
+    if _is_standard(origin):
+        raise UsageError(f"{at}: {EXPECTED}, seen one of Python's own module {origin}")
+    return functions[function_name]
+
+
+def source(name: str, folder: str) -> Path | None:
+    """Return the file that importing `name` would execute, None if there is none."""
+    if not _is_name(name) or _is_standard(name):
+        return None
+    top, *below = name.split(".")
+    spec = _chosen(_installed(top), _beside(top, folder))
+    for part in below:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        spec = PathFinder.find_spec(f"{spec.name}.{part}", spec.submodule_search_locations)
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
+
+
+def must_be_own(run: Path, recipe: Path, code: Code) -> None:
+    """Raise UsageError unless the code of the run is this user's and equals the recorded hashes.
+
+    Other users may write neither to `run` and its `recipe` nor to the folders and files of modules;
+    installed packages are trusted.
+    """
+    own: dict[Path, None] = {run: None, recipe: None}
+    faults = []
+    for name in code.sha256:
+        file = source(name, code.folder)
+        assert file is not None  # it was hashed
+        own |= dict.fromkeys(_decisive(file, Path(os.path.abspath(code.folder))))
+        if (sha256 := code.recorded.get(name)) != code.sha256[name]:
+            was = f"expected SHA-256 {sha256}" if sha256 else "no SHA-256 is recorded"
+            faults.append(f"module {name} ({file}): {was}, seen {code.sha256[name]}")
+    faults = [*filter(None, map(_not_own, own)), *faults]
+    if faults:
+        raise UsageError(
+            f"{run} names code of its own ({', '.join(code.sha256)}), which is not run:"
+            + "".join(f"\n  {fault}" for fault in faults)
+            + "\nRead it, then add --trust (in Python: trust=True) to run it all the same"
+        )
+
+
+def _hashes(targets: Sequence[tuple[str, str]], folder: str) -> dict[str, str]:
+    """Return the SHA-256 of the file of each module that (place, target)s name."""
+    hashes = {}
+    for place, target in targets:
+        name = _parts(target, place)[0]
+        _must_be_users(name, _at(place, target), folder)
+        if (file := source(name, folder)) is not None:
+            hashes[name] = _sha256(file)
+    return hashes
+
+
+def _at(place: str, target: str) -> str:
+    return f"{place} {files.brief(target)}"
+
+
+def _parts(target: str, place: str) -> tuple[str, str]:
+    module, _, function = target.partition(":")
+    if not _is_name(module) or not function.isidentifier():
+        raise UsageError(f"{_at(place, target)}: expected 'package.module:function'")
+    return module, function
+
+
+def _is_name(module: str) -> bool:
+    return all(part.isidentifier() for part in module.split("."))
+
+
+def _is_standard(module: str) -> bool:
+    return module.partition(".")[0] in STANDARD
+
+
+def _origin(function: Any) -> str:
+    """Return the module that defines a function, also if another module re-exports it."""
+    owner = getattr(function, "__self__", None)
+    name = owner.__name__ if isinstance(owner, ModuleType) else type(owner).__module__
+    return getattr(function, "__module__", None) or name
+
+
+def _must_be_users(name: str, at: str, folder: str) -> None:
+    """Raise UsageError if Python would import a module of its own or of another package."""
+    top = name.partition(".")[0]
+    beside = _beside(top, folder)
+    own = beside.origin if beside else None
+    rename = f"; rename {own}" if own else ""
+    if _is_standard(name):
+        raise UsageError(f"{at}: {EXPECTED}, seen Python's own module {top}{rename}")
+    installed = _installed(top)  # not before: another finder of Python's modules would run code
+    other = installed.origin if installed else None
+    if own and other and os.path.realpath(own) != os.path.realpath(other):
+        raise UsageError(f"{at}: Python takes {other} for {top}{rename}")
+
+
+def _chosen(installed: ModuleSpec | None, beside: ModuleSpec | None) -> ModuleSpec | None:
+    """Return the spec that Python imports: a folder without __init__.py only as the last choice."""
+    if installed and (installed.origin or not (beside and beside.origin)):
+        return installed
+    return beside
+
+
+def _beside(top: str, folder: str) -> ModuleSpec | None:
+    return PathFinder.find_spec(top, [os.path.abspath(folder)])
+
+
+def _installed(top: str) -> ModuleSpec | None:
+    """Return the spec of module `top` that Python finds before the recipe's folder."""
+    try:
+        return importlib.util.find_spec(top)
+    except ValueError:  # a module that was made by hand
+        return None
+
+
+def _import(name: str, at: str, folder: str) -> ModuleType:
+    folder = os.path.abspath(folder)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        looked = f"looked in {folder} and the installed packages"
+        raise UsageError(f"{at}: {error}; {looked}") from error
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(files.read_bytes(file, MODULE_BYTES)).hexdigest()
+
+
+def _decisive(file: Path, folder: Path) -> Iterator[Path]:
+    """Yield the paths that determine the code of a module in `folder`; none if it is installed."""
+    if folder in file.parents:
+        yield from (path for path in (file, *file.parents) if path.is_relative_to(folder))
+        if (cache := file.parent / "__pycache__").is_dir():
+            yield cache
+
+
+def _not_own(path: Path) -> str:
+    """Return how another user could have made or changed `path`; '' if none could."""
+    status = os.stat(path)
+    if status.st_uid != os.geteuid():
+        return f"{path}: expected your own, seen that of {_user(status.st_uid)}"
+    if status.st_mode & stat.S_IWOTH:
+        return f"{path}: all may write to it; chmod o-w"
+    if status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid):
+        return f"{path}: its group {_group(status.st_gid)} may write to it; chmod g-w"
+    return ""
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
+
+
+def _group(number: int) -> str:
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
+
+
+def _is_private(group: int) -> bool:
+    """Return whether a group is this user's private group, which has the user's name."""
+    try:
+        members = grp.getgrgid(group).gr_mem
+    except KeyError:
+        return False
+    name = _user(os.geteuid())
+    return _group(group) == name and set(members) <= {name}

@@ -1,0 +1,1 @@
+"""Parts that know neither MPI nor training: errors, files, arrays of two libraries, signals."""

@@ -1,0 +1,265 @@
+"""Bounded reads of untrusted files: every fault is a FileError with the place in the file.
+
+A path may name a FIFO, a device, a dangling link or a terabyte of zeros, and a file may hold any
+bytes. So only regular files are opened, a limited number of bytes is read, and each fault is a
+FileError: the file, the line in it, the expected and the actual contents.
+
+A *log* is a file of JSON objects, a line each, that grows while a job runs. An incomplete last line
+is left by a write that a crash or a full disk cut off: it does not count. Any other is damage.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Generic, TypeVar
+
+from hpctrain.core.errors import UsageError
+
+T = TypeVar("T")
+MIB = 1 << 20
+LINE_BYTES = 256 * MIB  #: of one line in a log: an epoch of events of many workers
+_BLOCK = MIB
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket",
+          stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}  # fmt: skip
+
+
+class FileError(UsageError):
+    """A file that cannot be read, or has unexpected contents; names the place."""
+
+
+class MissingError(FileError):
+    """There is no file of this name, nor a link."""
+
+
+@dataclass(frozen=True)
+class Log(Generic[T]):
+    """The entries of a log's whole lines, and the number of bytes of a torn line after them."""
+
+    entries: list[T]
+    torn_bytes: int = 0
+
+
+def expanded(name: str) -> Path:
+    """Return the path of `name`, with ~ expanded to the home folder."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise FileError(f"{name}: expected the home folder of a user, seen no such user") from None
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a regular file, or a link to one, for reading; never waits, as a FIFO would.
+
+    Raises MissingError where there is nothing, FileError for anything else.
+    """
+    try:
+        _check_regular(path, os.stat(path))  # first: to open some devices has effects
+        return open(path, "rb", opener=_open_at_once)
+    except FileNotFoundError:
+        if os.path.islink(path):
+            target = os.readlink(path)
+            raise FileError(f"{path}: expected a file, seen a link to {target}, missing") from None
+        raise MissingError(f"{path}: expected a file, seen nothing") from None
+    except (OSError, ValueError) as error:  # ValueError: NUL in the path
+        raise unreadable(path, error) from None
+
+
+def read_bytes(path: str | Path, limit_bytes: int) -> bytes:
+    """Return the contents of a file; raise FileError if they exceed `limit_bytes`."""
+    with open_regular(path) as file:
+        blocks = list(_blocks(path, file, limit_bytes))
+    return b"".join(blocks)
+
+
+def read_text(path: str | Path, limit_bytes: int) -> str:
+    """Return the contents of a file as UTF-8 text."""
+    return decoded(read_bytes(path, limit_bytes), str(path))
+
+
+def read_json(path: str | Path, limit_bytes: int) -> Any:
+    """Return the contents of a file as a JSON value."""
+    return parsed_json(read_text(path, limit_bytes), str(path))
+
+
+def read_json_object(path: str | Path, limit_bytes: int) -> dict[str, Any]:
+    """Return the contents of a file as a JSON object."""
+    return as_object(read_json(path, limit_bytes), str(path))
+
+
+def read_log(
+    path: str | Path, check: Callable[[dict[str, Any]], T], limit_bytes: int = LINE_BYTES
+) -> Log[T]:
+    """Return `check(object)` of each line; `check` raises ValueError for an invalid object.
+
+    A last line without its end counts if it is whole. `limit_bytes`: of one line.
+    """
+    entries: list[T] = []
+    with open_regular(path) as file:
+        for number, line in enumerate(_lines(path, file, limit_bytes), start=1):
+            if not (line.endswith(b"\n") or _is_object(line)):
+                return Log(entries, len(line))
+            entries.append(_entry(line, f"{path}, line {number}", check))
+    return Log(entries)
+
+
+def append_lines(path: str | Path, text: str) -> None:
+    """Add whole lines to a log, all or none, behind its last whole line; raise OSError.
+
+    The rest of an earlier write that was cut off is removed first.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
+    handle = os.open(path, flags, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        end, data = _end_of_lines(handle), text.encode()
+        if _is_object(os.pread(handle, _BLOCK, end)):  # all but its newline was written
+            end, data = os.fstat(handle).st_size, b"\n" + data
+        os.ftruncate(handle, end)
+        try:
+            if os.write(handle, data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            os.ftruncate(handle, end)
+            raise
+    finally:
+        os.close(handle)
+
+
+def sync(path: str | Path) -> None:
+    """Write what a file holds through to the disk; raise OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _end_of_lines(handle: int) -> int:
+    """Return the length of a file up to the end of its last whole line."""
+    end = os.fstat(handle).st_size
+    while end:
+        start = max(end - _BLOCK, 0)
+        newline = os.pread(handle, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
+
+
+def decoded(data: bytes, source: str) -> str:
+    """Return `data` of `source` as text."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = f", line {data.count(10, 0, error.start) + 1}" * (b"\n" in data)
+        byte = f"byte 0x{data[error.start]:02x}"
+        raise FileError(f"{source}{line}: expected UTF-8 text, seen {byte}") from None
+
+
+def parsed_json(text: str, source: str) -> Any:
+    """Return the value of JSON `text` of `source`."""
+    try:
+        value = json.loads(text)
+        if _SURROGATE.search(text):  # half a surrogate pair can be neither printed nor written
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except json.JSONDecodeError as error:
+        line = f", line {error.lineno}" * ("\n" in text)
+        place = f"{source}{line}, column {error.colno}"
+        raise FileError(f"{place}: expected JSON ({error.msg.lower()})") from None
+    except RecursionError:
+        raise FileError(f"{source}: expected JSON, seen too many levels") from None
+    except UnicodeEncodeError:
+        raise FileError(f"{source}: expected JSON, seen half of a surrogate pair") from None
+    except ValueError:
+        raise FileError(f"{source}: expected JSON, seen an integer of too many digits") from None
+
+
+def as_object(value: Any, source: str) -> dict[str, Any]:
+    """Return `value` if it is a JSON object."""
+    if not isinstance(value, dict):
+        raise FileError(f"{source}: expected a JSON object, seen {brief(value)}")
+    return value
+
+
+def brief(value: Any, length: int = 60) -> str:
+    """Return a value for an error message: one line, no control characters, at most `length`."""
+    text = repr(value)
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def unreadable(path: str | Path, error: OSError | ValueError) -> FileError:
+    """Return the FileError with the reason why `path` cannot be read."""
+    if isinstance(error, FileError):
+        return error
+    reason = (isinstance(error, OSError) and error.strerror) or error
+    name = str(path).replace("\0", "\\0")
+    return FileError(f"{name} cannot be read: {reason}")
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    handle = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        _check_regular(path, os.fstat(handle))
+    except FileError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _check_regular(path: str | Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise FileError(f"{path}: expected a regular file, seen {kind}")
+
+
+def _blocks(path: str | Path, file: BinaryIO, limit_bytes: int) -> Iterator[bytes]:
+    size, total = os.fstat(file.fileno()).st_size, 0
+    # A file may grow meanwhile, and those of /proc have no size.
+    while size <= limit_bytes and (block := _guarded(path, lambda: file.read(_BLOCK))):
+        yield block
+        size = total = total + len(block)
+    if size > limit_bytes:
+        raise FileError(f"{path}: expected at most {limit_bytes} bytes, seen {size}")
+
+
+def _lines(path: str | Path, file: BinaryIO, limit_bytes: int) -> Iterator[bytes]:
+    while line := _guarded(path, lambda: file.readline(limit_bytes + 1)):
+        if len(line) > limit_bytes:
+            raise FileError(f"{path}: expected lines of at most {limit_bytes} bytes, seen a longer")
+        yield line
+
+
+def _guarded(path: str | Path, read: Callable[[], bytes]) -> bytes:
+    try:
+        return read()
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def _is_object(line: bytes) -> bool:
+    """Return whether a line is a JSON object: no beginning of one is."""
+    try:
+        as_object(parsed_json(decoded(line, ""), ""), "")
+    except FileError:
+        return False
+    return True
+
+
+def _entry(line: bytes, source: str, check: Callable[[dict[str, Any]], T]) -> T:
+    value = as_object(parsed_json(decoded(line.rstrip(b"\n"), source), source), source)
+    try:
+        return check(value)
+    except FileError:
+        raise
+    except ValueError as error:
+        raise FileError(f"{source}: {error}") from None

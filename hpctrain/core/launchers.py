@@ -1,0 +1,235 @@
+"""Rank and size of this process, from its launcher's environment variables, before MPI starts.
+
+Every launcher sets variables of its own; all functions here are functions of that mapping alone.
+Slurm's variables count only for processes that `srun` itself started: under mpirun they belong to
+the daemon that started the ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The ranks of this process by its launcher; a local field is None if there is no variable."""
+
+    name: str  #: a key of `TITLES`, or "none" for a process on its own
+    rank: int
+    size: int
+    local_rank: int | None
+    local_size: int | None
+
+
+ALONE = Launched("none", 0, 1, 0, 1)
+#: The variable in which `hpctrain launch` names a file, which lies in its memory under this name.
+#: Ranks list the shared memory of their MPI there: see transport/shared_memory/segments.py.
+SEGMENTS = "HPCTRAIN_SEGMENTS"
+
+TITLES = {
+    "openmpi": "Open MPI's mpirun",
+    "mvapich2": "MVAPICH2's mpirun",
+    "hydra": "the mpiexec of MPICH or Intel MPI",
+    "pals": "the mpiexec of PALS",
+    "flux": "flux run",
+    "jsm": "jsrun",
+    "srun": "srun",
+    "pmi": "a PMI launcher",
+    "none": "no launcher",
+}
+
+# name: variables of rank, size, local rank (all three must be set) and local size; both names
+# if some versions use another one
+_VARIABLES = {
+    "openmpi": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "mvapich2": (
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE PALS_LOCAL_SIZE"),
+    "flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
+    "jsm": (
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "JSM_NAMESPACE_LOCAL_SIZE",
+    ),
+}
+
+# Slurm numbers the shells it opens (batch script, `salloc`'s interactive step) from here on up;
+# they have the variables of a rank, but are none.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+_OF_SRUN = {"Open MPI": "pmix", "Cray MPICH": "cray_shasta"}  # else pmi2
+_OF_MPICH = ("MPICH", "MVAPICH", "MVAPICH2", "Intel MPI")
+_OF_A_RANK = (
+    "PMI", "OMPI_", "PRTE", "HYDI", "MPI_LOCAL", "MV2_COMM_WORLD_",
+    "PALS_AP", "PALS_FD", "PALS_LOCAL_", "PALS_NODEID", "PALS_RANKID", "PALS_SPOOL_DIR",
+)  # fmt: skip
+_OF_THE_USER = ("OMPI_ALLOW_", "OMPI_MCA_", "PMIX_MCA_", "PRTE_ALLOW_", "PRTE_MCA_")
+
+
+def launched(environ: Mapping[str, str]) -> Launched:
+    """Return the rank and the sizes from the launcher's variables in `environ`."""
+    for name, variables in _VARIABLES.items():
+        rank, size, local_rank, local_size = (_integer(environ, *v.split()) for v in variables)
+        if rank is not None and size is not None and local_rank is not None:
+            # Slurm's plugin for Cray sets what PALS does.
+            by_srun = _srun(environ) if name == "pals" else None
+            return by_srun or Launched(name, rank, size, local_rank, local_size)
+    return _srun(environ) or _pmi(environ) or ALONE
+
+
+def restarts(environ: Mapping[str, str]) -> int:
+    """Return the number of times that Slurm has requeued this job."""
+    return _integer(environ, "SLURM_RESTART_COUNT") or 0
+
+
+def slots(environ: Mapping[str, str]) -> int | None:
+    """Return the number of tasks allocated on all nodes of this Slurm job; None outside of one."""
+    return sum(_counts(environ.get("SLURM_TASKS_PER_NODE", ""))) or None
+
+
+def nodes(hosts: Sequence[str], slurm: Sequence[str]) -> tuple[str, ...]:
+    """Return the name of each rank's node, from the names of `hosts` and their names by `slurm`.
+
+    Slurm's names distinguish nodes that share one host, as in a test. They are ignored if a
+    launcher passes on the environment of the first node: then one name stands for several hosts.
+    """
+    distinct = set(zip(slurm, hosts, strict=True))
+    several = {name for name, count in Counter(name for name, _ in distinct).items() if count > 1}
+    pairs = zip(hosts, slurm, strict=True)
+    return tuple(name if name and name not in several else host for host, name in pairs)
+
+
+def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` without the variables of a rank, for a child that starts MPI by itself."""
+
+    def is_kept(name: str) -> bool:
+        return name.startswith(_OF_THE_USER) or not name.startswith(_OF_A_RANK)
+
+    return {name: value for name, value in environ.items() if is_kept(name)}
+
+
+def pmix_alone(environ: Mapping[str, str]) -> bool:
+    """Return whether the launcher offers PMIx and no other interface to the ranks."""
+    return "PMIX_RANK" in environ and not {"PMI_RANK", "PMI_FD"} & environ.keys()
+
+
+def of_daemons(environ: Mapping[str, str]) -> bool:
+    """Return whether PMIx belongs to daemons, which Slurm started for a launcher."""
+    in_step = _integer(environ, "SLURM_STEP_ID", "SLURM_STEPID") is not None
+    return in_step and "PMIX_RANK" in environ and launched(environ).name == "hydra"
+
+
+def unstartable(
+    job: Launched,
+    mpi_vendor: str,
+    libmpi_path: str,
+    no_pmix: bool = False,
+    daemons: bool = False,
+) -> str | None:
+    """Return the message about a launcher under which the loaded MPI would fail in MPI_Init.
+
+    `no_pmix`: the launcher offers PMIx alone, and MPI lacks it. `daemons`: see `of_daemons`; all
+    ranks of a node would have the rank of their daemon, and some of them would wait for ever.
+    """
+    if daemons and mpi_vendor == "Open MPI":
+        return (
+            f"{job.size} ranks were started by {TITLES[job.name]}, but mpi4py loaded {mpi_vendor} "
+            f"({libmpi_path}): the launcher belongs to another MPI, and its daemons would be taken "
+            f"for the ranks. {_remedy(job, mpi_vendor, libmpi_path)}"
+        )
+    if job.name == "srun" and mpi_vendor == "MPICH" and no_pmix:
+        return (
+            f"{job.size} ranks were started by srun with --mpi=pmix, by option or as the site's "
+            f"default, but mpi4py loaded MPICH ({libmpi_path}), which was built without PMIx. "
+            + _remedy(job, mpi_vendor, libmpi_path)
+        )
+    if job.name != "openmpi" or mpi_vendor not in _OF_MPICH:
+        return None
+    return (
+        f"{job.size} ranks were started by {TITLES[job.name]}, but mpi4py loaded {mpi_vendor} "
+        f"({libmpi_path}): the launcher belongs to another MPI, and these are {job.size} jobs of "
+        f"one rank. {_remedy(job, mpi_vendor, libmpi_path)}"
+    )
+
+
+def mismatch(job: Launched, mpi_size: int, mpi_vendor: str, libmpi_path: str) -> str | None:
+    """Return the message about `job.size` ranks that form several jobs in MPI.
+
+    They need not be of one rank: within Slurm a launcher starts a daemon per node by `srun`, and
+    MPI may use the daemons' ranks. A size above `job.size` means parts that `srun` joined.
+    """
+    if mpi_size >= job.size:
+        return None
+    jobs = f"{job.size} jobs of one rank" if mpi_size == 1 else f"jobs of {mpi_size} ranks"
+    return (
+        f"{job.size} ranks were started by {TITLES[job.name]}, but {mpi_vendor} ({libmpi_path}), "
+        f"which mpi4py loaded, says {mpi_size}: the launcher belongs to another MPI, and these are "
+        f"{jobs}. {_remedy(job, mpi_vendor, libmpi_path)}"
+    )
+
+
+def _remedy(job: Launched, mpi_vendor: str, libmpi_path: str) -> str:
+    command = f"hpctrain launch -n {job.size} ..."
+    if job.name == "srun":
+        kind = _OF_SRUN.get(mpi_vendor, "pmi2")
+        command = f"srun --mpi={kind} -n {job.size} hpctrain ..."
+    return (
+        f"Start them with `{command}`, or with the mpiexec that was installed beside {libmpi_path}."
+    )
+
+
+def _srun(environ: Mapping[str, str]) -> Launched | None:
+    step = _integer(environ, "SLURM_STEP_ID", "SLURM_STEPID")
+    rank = _integer(environ, "SLURM_PROCID")
+    size = _integer(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    if step is None or step >= _FIRST_SPECIAL_STEP or rank is None or size is None:
+        return None
+    # An mpirun inside the step numbers its own ranks; where it differs, Slurm's are a daemon's.
+    for variable, expected in (("PMI_RANK", rank), ("PMI_SIZE", size), ("PMIX_RANK", rank)):
+        if _integer(environ, variable) not in (None, expected):
+            return None
+    return Launched("srun", rank, size, _integer(environ, "SLURM_LOCALID"), _srun_here(environ))
+
+
+def _srun_here(environ: Mapping[str, str]) -> int | None:
+    """Return the number of tasks of the step on this node, from Slurm's "2(x3),1"."""
+    node = _integer(environ, "SLURM_NODEID")
+    counts = _counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return counts[node] if node is not None and node < len(counts) else None
+
+
+def _counts(tasks: str) -> list[int]:
+    """Return the number of tasks on each node, from Slurm's "2(x3),1"."""
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+    return [int(count) for count, times in groups for _ in range(int(times or 1))]
+
+
+def _pmi(environ: Mapping[str, str]) -> Launched | None:
+    rank, size = _integer(environ, "PMI_RANK"), _integer(environ, "PMI_SIZE")
+    if rank is None or size is None:
+        return None
+    local_rank = _integer(environ, "PMI_LOCAL_RANK")
+    return Launched("pmi", rank, size, local_rank, _integer(environ, "PMI_LOCAL_SIZE"))
+
+
+def _integer(environ: Mapping[str, str], *names: str) -> int | None:
+    """Return the value of the first variable that is an integer of at least 0."""
+    for name in names:
+        value = environ.get(name, "")
+        if value.isascii() and value.isdigit():
+            return int(value)
+    return None

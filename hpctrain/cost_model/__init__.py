@@ -1,0 +1,1 @@
+"""Cost models: closed forms, LogGP clocks, schedules of messages, fits."""

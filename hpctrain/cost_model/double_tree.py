@@ -1,0 +1,160 @@
+"""The schedule of the double binary tree, replayed on clocks, level by level.
+
+Places are counted from 1, so that the height of place v is the number of zeros in which v ends:
+
+    height 2          4            left child of v:   v - b, where b = 2^(height - 1)
+                    /   \\          right child of v:  v + b, or, where that is beyond P,
+    height 1       2     6                            v + the largest power of two up to P - v
+                  / \\   / \\
+    height 0     1   3 5   7
+
+A rank is inner in one of the two trees at most. In the other, where it is a leaf, it sends first
+and receives last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpctrain.collectives.chunks import SEGMENT_BYTES
+from hpctrain.collectives.ring import STREAM_BYTES
+from hpctrain.cost_model.loggp import Array, Clocks, Route, Train
+
+
+@dataclass(frozen=True)
+class Level:
+    """The inner ranks at one height: edges to left and right children and to parents."""
+
+    children: tuple[Route, ...]
+    parents: Route
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One tree's edges in one direction: levels from below, and the edges of leaves."""
+
+    levels: list[Level]
+    leaves: Route
+
+
+def double_tree(clocks: Clocks, n: float) -> None:
+    """Reduce either half of the vector up its tree, then broadcast it down."""
+    if clocks.size == 1:
+        return
+    _reduce(clocks, n / 2)
+    _broadcast(clocks, n / 2)
+
+
+def _reduce(clocks: Clocks, half: float) -> None:
+    up = _trees(clocks, up=True)
+    trains = [[clocks.send(tree.leaves, *piece) for piece in _cut(clocks, half)] for tree in up]
+    for tree, from_leaves in zip(up, trains, strict=True):
+        for segment in _singly(from_leaves):
+            _up(clocks, tree, segment)
+    clocks.sent()
+
+
+def _up(clocks: Clocks, tree: Tree, from_leaves: Train) -> None:
+    """Pass one segment from the leaves to the root."""
+    arrival = np.zeros(clocks.size)
+    arrival[tree.leaves.senders] = from_leaves.first
+    for level in tree.levels:
+        for route in level.children:
+            coming = Train(arrival[route.senders], 0.0, 1, from_leaves.nbytes)
+            clocks.receive(route, coming, adds=True)
+        arrival[level.parents.senders] = clocks.send(level.parents, from_leaves.nbytes).first
+
+
+def _broadcast(clocks: Clocks, half: float) -> None:
+    # All costs are sums and maxima, so the leaves' last receives can be added up from the start.
+    late = Clocks(clocks.cluster, clocks.nodes, -np.inf, clocks.slow)
+    down = _trees(clocks, up=False)
+    for tree in down:
+        for length, count in _cut(clocks, half):
+            for _ in range(count):
+                _down(clocks, late, tree, length)
+    for tree in down:
+        for length, count in _cut(clocks, half):
+            at_hand = np.full(len(tree.leaves.receivers), -np.inf)
+            clocks.receive(tree.leaves, Train(at_hand, 0.0, count, length))
+    clocks.now = np.maximum(clocks.now, late.now)
+    clocks.sent()
+
+
+def _down(clocks: Clocks, late: Clocks, tree: Tree, nbytes: float) -> None:
+    """Pass one segment from the root to the leaves."""
+    arrival = np.zeros(clocks.size)
+    for level in reversed(tree.levels):
+        came = Train(arrival[level.parents.receivers], 0.0, 1, nbytes)
+        clocks.receive(level.parents, came)
+        for route in level.children:
+            arrival[route.receivers] = clocks.send(route, nbytes).first
+    late.receive(tree.leaves, Train(arrival[tree.leaves.receivers], 0.0, 1, nbytes))
+
+
+def _trees(clocks: Clocks, up: bool) -> list[Tree]:
+    """Return both trees; places of ranks in the second are mirrored, or shifted where P is odd."""
+    ranks = np.arange(clocks.size)
+    second = np.roll(ranks, 1) if clocks.size % 2 else ranks[::-1]
+    return [_tree(clocks, np.insert(order, 0, 0), up) for order in (ranks, second)]
+
+
+def _tree(clocks: Clocks, rank: Array, up: bool) -> Tree:
+    """Return the tree with `rank[v]` at place v = 1 .. P."""
+    parent, side = _parents(clocks.size)
+    place = np.flatnonzero(parent)
+    height, above = _height(place), _height(parent[place])
+    ends = (rank[place], rank[parent[place]])
+    # All edges are busy at the same time, so all of them share the cards.
+    edges = clocks.route(*(ends if up else ends[::-1]))
+    levels = [
+        Level(
+            tuple(edges.part((above == h) & (side[place] == right)) for right in (0, 1)),
+            edges.part(height == h),
+        )
+        for h in range(1, clocks.size.bit_length())
+    ]
+    return Tree(levels, edges.part(height == 0))
+
+
+def _parents(size: int) -> tuple[Array, Array]:
+    """Return for each place its parent, 0 for the root, and whether it is the right child."""
+    parent, right = np.zeros(size + 1, int), np.zeros(size + 1, int)
+    v = np.arange(2, size + 1, 2)
+    b = 1 << (_height(v) - 1)
+    parent[v - b] = v
+    v, b = v[v < size], b[v < size]
+    child = v + np.minimum(b, 1 << _log2(size - v))
+    parent[child], right[child] = v, 1
+    return parent, right
+
+
+def _height(v: Array) -> Array:
+    return _log2(v & -v)
+
+
+def _log2(v: Array) -> Array:
+    """Return the binary logarithm of v > 0, rounded down: frexp is exact."""
+    return np.frexp(v)[1] - 1
+
+
+def _singly(trains: list[Train]) -> Iterator[Train]:
+    """Yield each message of `trains` as a train of one."""
+    for train in trains:
+        for k in range(train.count):
+            yield Train(train.first + k * train.interval, train.interval, 1, train.nbytes)
+
+
+def _cut(clocks: Clocks, half: float) -> list[tuple[float, int]]:
+    """Cut a half into segments, shorter ones between nodes."""
+    return cut(half, STREAM_BYTES if np.ptp(clocks.nodes) else SEGMENT_BYTES)
+
+
+def cut(n: float, segment_bytes: int = SEGMENT_BYTES) -> list[tuple[float, int]]:
+    """Return (bytes, count) of the whole segments of `n` bytes, and of the remainder."""
+    whole, rest = divmod(n, segment_bytes)
+    pieces = (segment_bytes, int(whole)), (rest, int(rest > 0))
+    return [(length, count) for length, count in pieces if count]

@@ -1,0 +1,242 @@
+"""LogGP: the cost of messages, on one clock per rank, for all ranks at once.
+
+A message of m bytes from rank a to rank b, over a wire with latency L, overhead o, gap g and G
+seconds per byte (the gap per byte):
+
+    a's processor  [ o ]
+    a's port            [ .... m G .... | g ]             next message of a
+    wire                                 ---- L ---->
+    b's port                         [ .... m G .... | g ]     next message to b
+    b's processor                                    [ o ][ m gamma ]   receives, then adds
+
+A port handles one message at a time, so messages leave, and arrive, at intervals of g + m G. There
+are two kinds of wires: inside a node and between nodes. Where k ranks of a node send (or receive)
+between nodes in the same step, they share its network cards, and m G becomes k m G. A wire that is
+slower in both directions at once has another G for steps in which its ends send and receive.
+
+With L = g = alpha, o = 0 and G = beta this is the alpha-beta-gamma model of cost.py, exactly.
+
+Source: Alexandrov, Ionescu, Schauser and Scheiman, "LogGP: incorporating long messages into the
+LogP model", 1995.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from hpctrain.cost_model import cost
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One kind of link: seconds, and seconds per byte."""
+
+    latency: float  #: L
+    overhead: float  #: o, of the processor, at either end
+    gap: float  #: g, between two messages of one port
+    per_byte: float  #: G
+    both_ways: float | None = None  #: G while the other way is in use too; None: the same
+
+    @property
+    def per_byte_both(self) -> float:
+        """G while the other way is in use too."""
+        return self.per_byte if self.both_ways is None else self.both_ways
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Wires inside a node and between nodes; seconds per byte that a rank adds or memory streams.
+
+    `memory`: seconds per byte read or written by all cores of a node together: the floor.
+    """
+
+    inside: Wire
+    between: Wire
+    gamma: float
+    memory: float
+    cards: int = 1  #: network cards of a node
+
+
+def alike(machine: cost.Machine) -> Cluster:
+    """Return the cluster on which every message costs the same as on `machine`."""
+    wire = Wire(machine.alpha, 0.0, machine.alpha, machine.beta)
+    return Cluster(wire, wire, machine.gamma, machine.gamma / 3)  # adding: two reads, one write
+
+
+@dataclass(frozen=True)
+class Route:
+    """Messages that travel in one step: senders[i] -> receivers[i], each over its own wire."""
+
+    senders: Array
+    receivers: Array
+    latency: Array
+    overhead: Array
+    gap: Array
+    per_byte: Array
+
+    def part(self, chosen: Array) -> Route:
+        """Return the route of the `chosen` messages, over the same wires."""
+        return Route(*(getattr(self, column.name)[chosen] for column in fields(self)))
+
+
+@dataclass(frozen=True)
+class Train:
+    """Arrival times of messages that follow each other over each wire of a route.
+
+    `out` is the time at which the last one has left its sender's port.
+    """
+
+    first: Array
+    interval: Array | float
+    count: int
+    nbytes: float
+    out: Array = field(default_factory=lambda: np.zeros(0))
+
+
+class Clocks:
+    """The time on each rank's processor and on its two ports; `nodes[r]` is the node of rank r."""
+
+    def __init__(
+        self, cluster: Cluster, nodes: Array, start: Array | float = 0.0, slow: Array | float = 1.0
+    ):
+        """Start rank r at `start[r]`; its processor takes `slow[r]` times as long as others."""
+        self.cluster, self.nodes, self.size = cluster, nodes, len(nodes)
+        self.neighbours = np.bincount(nodes)[nodes]  #: ranks of each rank's node
+        self.slow = np.full(self.size, 1.0) * slow
+        self.now, self.out_free, self.in_free = (np.full(self.size, 1.0) * start for _ in range(3))
+
+    def route(self, senders: Array, receivers: Array) -> Route:
+        """Return the route of simultaneous messages: those between nodes share the cards."""
+        a, b = self.nodes[senders], self.nodes[receivers]
+        crosses = a != b
+        duplex = self._are(receivers)[senders] | self._are(senders)[receivers]
+        out, into = self._at_work(senders[crosses])[a], self._at_work(receivers[crosses])[b]
+        sharing = np.maximum(np.maximum(out, into) / self.cluster.cards, 1)
+        inside, between = self.cluster.inside, self.cluster.between
+        per_byte = np.where(
+            duplex,
+            np.where(crosses, between.per_byte_both, inside.per_byte_both),
+            np.where(crosses, between.per_byte, inside.per_byte),
+        )
+        return Route(
+            senders,
+            receivers,
+            np.where(crosses, between.latency, inside.latency),
+            np.where(crosses, between.overhead, inside.overhead),
+            np.where(crosses, between.gap, inside.gap),
+            per_byte * np.where(crosses, sharing, 1),
+        )
+
+    def send(self, route: Route, nbytes: float, count: int = 1) -> Train:
+        """Send `count` messages of `nbytes` one after the other, without waiting."""
+        ranks, port_s = route.senders, route.gap + nbytes * route.per_byte
+        overhead = route.overhead * self.slow[ranks]
+        first = np.maximum(self.now[ranks] + overhead, self.out_free[ranks]) + port_s
+        interval = np.maximum(port_s, overhead)
+        self.now[ranks] += count * overhead
+        self.out_free[ranks] = out = first + (count - 1) * interval
+        return Train(first - route.gap + route.latency, interval, count, nbytes, out)
+
+    def receive(self, route: Route, train: Train, adds: bool = False) -> None:
+        """Wait for each message of `train`, and add each on arrival.
+
+        The last one is limited by the processor, the wire or the port.
+        """
+        ranks, rest = route.receivers, train.count - 1
+        port_s = route.gap + train.nbytes * route.per_byte
+        cpu_s = self.slow[ranks] * (route.overhead + adds * train.nbytes * self.cluster.gamma)
+        port_free = self.in_free[ranks] + port_s
+        self.now[ranks] = cpu_s + np.maximum.reduce(
+            [
+                self.now[ranks] + rest * cpu_s,
+                train.first + rest * np.maximum(train.interval, cpu_s),
+                port_free + rest * np.maximum(port_s, cpu_s),
+            ]
+        )
+        self.in_free[ranks] = np.maximum(
+            train.first + rest * train.interval, port_free + rest * port_s
+        )
+
+    def sent(self, ranks: Array | slice = slice(None)) -> None:
+        """Wait until all messages of `ranks` have left their ports."""
+        self.now[ranks] = np.maximum(self.now[ranks], self.out_free[ranks])
+
+    def out(self, route: Route, train: Train) -> None:
+        """Let the senders of `train` wait until it has left their ports."""
+        self.now[route.senders] = np.maximum(self.now[route.senders], train.out)
+
+    def exchange(self, route: Route, nbytes: float, adds: bool = False) -> None:
+        """Send and receive at once, wait for both, and only then add."""
+        self.receive(route, self.send(route, nbytes))
+        self.sent(route.senders)
+        if adds:
+            self.now[route.receivers] += nbytes * self.cluster.gamma * self.slow[route.receivers]
+
+    def meet(self) -> None:
+        """Synchronize the ranks of each node by flags, which are visible after a latency."""
+        inside = self.cluster.inside
+        flag_s = inside.latency + 2 * inside.overhead
+        latest = np.full(int(self.nodes.max()) + 1, -np.inf)
+        np.maximum.at(latest, self.nodes, self.now)
+        self.now = latest[self.nodes] + np.where(self.neighbours > 1, flag_s, 0.0)
+
+    def stream(self, nbytes: Array | float) -> None:
+        """Let all ranks of rank r's node read or write `nbytes[r]` bytes together."""
+        self.now = self.now + self.cluster.memory * nbytes * self.slow
+
+    def repeat(
+        self,
+        times: int,
+        step: Callable[[], None],
+        period: int = 1,
+        under_way: Iterable[Train] = (),
+    ) -> None:
+        """Call `step` `times` times, or until the remaining calls can be extrapolated.
+
+        `under_way` are messages that one step leaves to the next. All costs are sums and maxima of
+        clocks. So once `period` steps have advanced their clocks by the same time twice, they will
+        do so again: the rest is one jump.
+        """
+        last = None
+        while times >= period:
+            before = self._state()
+            for _ in range(period):
+                step()
+            times -= period
+            moved = self._state() - before
+            if last is not None and _uniform(moved) and np.allclose(moved, last, 1e-9, 0):
+                self._jump(times // period * moved, under_way)
+                times %= period
+            last = moved
+        for _ in range(times):
+            step()
+
+    def _are(self, ranks: Array) -> Array:
+        """Return a mask over all ranks: membership in `ranks`."""
+        mask = np.zeros(self.size, bool)
+        mask[ranks] = True
+        return mask
+
+    def _at_work(self, ranks: Array) -> Array:
+        """Return the number of `ranks` on each node: one rank has one port."""
+        return np.bincount(self.nodes[self._are(ranks)], minlength=self.nodes.max() + 1)
+
+    def _jump(self, by: Array, under_way: Iterable[Train]) -> None:
+        self.now, self.out_free, self.in_free = self._state() + by
+        for train in under_way:
+            train.first[:] += by.max()
+            train.out[:] += by.max()
+
+    def _state(self) -> Array:
+        return np.stack([self.now, self.out_free, self.in_free])
+
+
+def _uniform(moved: Array) -> bool:
+    """Return whether all clocks that advanced did so by the same time, up to rounding."""
+    shifts = moved[moved > 0]
+    return not shifts.size or bool(np.ptp(shifts) <= 1e-9 * shifts.max())

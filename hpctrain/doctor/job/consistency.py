@@ -1,0 +1,107 @@
+"""Consistency: ranks that differ from the majority, and the checks of all nodes merged by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from hpctrain.doctor.check import VERDICTS, Check
+from hpctrain.doctor.job.hosts import listed
+from hpctrain.doctor.job.rank_facts import REFUSED, RankFacts
+from hpctrain.transport.placement.check import named
+
+SHOWN = 4  # groups of nodes in one row
+INSTALL = "let all nodes use one environment: activate it in the job script, or install it anew"
+COPY = "give all ranks one file: a folder that all nodes see, and an absolute path"
+
+
+def versions(facts: Sequence[RankFacts], hosts: Sequence[str]) -> Check:
+    """Return the check that all ranks have the same Python, packages and MPI."""
+    names = list(dict.fromkeys(name for rank_facts in facts for name in rank_facts.versions))
+    of = {name: [rank_facts.versions.get(name, "none") for rank_facts in facts] for name in names}
+    wrong = {name: values for name, values in of.items() if len(set(values)) > 1}
+    if not wrong:
+        return Check("versions", "ok", ", ".join(f"{name} {of[name][0]}" for name in names))
+    observed = "; ".join(f"{name}: {_difference(values, hosts)}" for name, values in wrong.items())
+    odd = sorted({rank for values in wrong.values() for rank in odd_ranks(values)})
+    return Check("versions", "bad", observed, INSTALL, _nodes(odd, hosts))
+
+
+def recipe(facts: Sequence[RankFacts], hosts: Sequence[str]) -> list[Check]:
+    """Return the check that all ranks read the same recipe; none where no recipe was named."""
+    recipes = [rank_facts.recipe for rank_facts in facts]
+    if not any(recipes):
+        return []
+    if len(set(recipes)) > 1:
+        short = [text if text.startswith(REFUSED) else text[:12] for text in recipes]
+        nodes = _nodes(odd_ranks(recipes), hosts)
+        return [Check("recipe", "bad", _difference(short, hosts), COPY, nodes)]
+    if recipes[0].startswith(REFUSED):
+        return [Check("recipe", "bad", recipes[0], "correct it, or name another with --recipe")]
+    return [Check("recipe", "ok", f"SHA-256 {recipes[0][:12]} on all ranks")]
+
+
+def machines(facts: Sequence[RankFacts], hosts: Sequence[str]) -> list[Check]:
+    """Return the fault of a hostname that several machines have: their ranks share no memory."""
+    kernels: dict[str, set[str]] = {host: set() for host in hosts}
+    for rank_facts, host in zip(facts, hosts, strict=True):
+        kernels[host].add(rank_facts.kernel)
+    twice = [host for host, names in kernels.items() if len(names) > 1]
+    if not twice:
+        return []
+    count = max(len(kernels[host]) for host in twice)
+    observed = f"{listed(twice)} is the name of {count} machines"
+    return [Check("host names", "bad", f"{observed}: their ranks take each other for neighbours",
+                  "give each machine, or container, its own hostname")]  # fmt: skip
+
+
+def odd_ranks(values: Sequence[str]) -> list[int]:
+    """Return the ranks whose value is not the most frequent one; of equals, the first counts."""
+    usual = Counter(values).most_common(1)[0][0]
+    return [rank for rank, value in enumerate(values) if value != usual]
+
+
+def merged(by_node: Mapping[str, Sequence[Check]]) -> list[Check]:
+    """Return one check per name from the checks of all nodes, with the worst verdict."""
+    names = dict.fromkeys(check.name for checks in by_node.values() for check in checks)
+    by_name = {
+        name: {node: c for node, checks in by_node.items() for c in checks if c.name == name}
+        for name in names
+    }
+    return [_row(checks, len(by_node)) for checks in by_name.values()]
+
+
+def _row(checks: Mapping[str, Check], nodes: int) -> Check:
+    worst = max((check.verdict for check in checks.values()), key=VERDICTS.index)
+    groups: dict[tuple[str, str], list[str]] = {}
+    for node, check in checks.items():
+        if check.verdict == worst:
+            groups.setdefault((check.seen, check.remedy), []).append(node)
+    (first, remedy), *rest = groups
+    name, blamed = next(iter(checks.values())).name, [n for g in groups.values() for n in g]
+    if worst in ("ok", "note") or (not rest and len(blamed) == nodes):
+        return Check(name, worst, first + f"; {len(rest)} more like it" * bool(rest), remedy)
+    observed = "; ".join(
+        f"{listed(group)}: {observed}" for (observed, _), group in list(groups.items())[:SHOWN]
+    )
+    observed += f"; and {len(groups) - SHOWN} more" * (len(groups) > SHOWN)
+    return Check(name, worst, observed, remedy, tuple(blamed))
+
+
+def _difference(values: Sequence[str], hosts: Sequence[str]) -> str:
+    odd = odd_ranks(values)
+    usual = next(value for rank, value in enumerate(values) if rank not in odd)
+    ranks_of: dict[str, list[int]] = {}
+    for rank in odd:
+        ranks_of.setdefault(values[rank], []).append(rank)
+    differ = [f"{named(ranks)} on {listed(hosts[r] for r in ranks)} {_has(ranks)} {value}"
+              for value, ranks in list(ranks_of.items())[:SHOWN]]  # fmt: skip
+    return f"{usual}, but {', '.join(differ)}"
+
+
+def _has(ranks: Sequence[int]) -> str:
+    return "have" if len(ranks) > 1 else "has"
+
+
+def _nodes(ranks: Sequence[int], hosts: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(hosts[rank] for rank in ranks))

@@ -1,0 +1,45 @@
+"""Gossip: workers without a centre, which average with each other along one of three graphs.
+
+`bipartite`: random pairs, no barrier (ad_psgd.py). `ring` and `exponential`: all
+workers take each step together, and each averages with its neighbours (d_psgd.py). The mean
+of all workers' parameters is evaluated and saved.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hpctrain import config
+from hpctrain.core.errors import UsageError
+from hpctrain.engines.gossip.ad_psgd import AdPsgd
+from hpctrain.engines.gossip.d_psgd import DPsgd
+from hpctrain.gradients.replica import Replica
+from hpctrain.optim import Optimizer
+from hpctrain.world import World
+
+
+@config.options
+class GossipOptions:
+    """`[engine] kind = "gossip"`."""
+
+    graph: Literal["bipartite", "ring", "exponential"] = "bipartite"
+
+    def must_fit(self, workers: int) -> None:
+        """Raise UsageError for a single worker, which has no partner."""
+        if workers < 2:
+            raise UsageError(
+                "engine 'gossip' needs at least 2 workers, which average with each other, but 1 "
+                "rank was started; start more, or choose --engine single"
+            )
+
+    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> AdPsgd | DPsgd:
+        """Return this rank's engine; collective."""
+        self.must_fit(world.size)
+        if self.graph != "bipartite":
+            return DPsgd(world, replica, optimizer, self.graph)
+        if not world.concurrent:
+            raise UsageError(
+                '[engine] graph = "bipartite" needs an MPI with THREAD_MULTIPLE, and this one '
+                'grants less; set graph = "exponential"'
+            )
+        return AdPsgd(world, replica, optimizer)

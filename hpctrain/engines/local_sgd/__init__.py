@@ -1,0 +1,1 @@
+"""Local SGD: workers train apart and average their parameters."""

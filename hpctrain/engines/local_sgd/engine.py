@@ -1,0 +1,299 @@
+"""Local SGD: workers train apart for `period` steps, then their parameters are averaged.
+
+    x_i <- x_i - update(P g_i)     H times, each worker i on its share of each batch
+    x_i <- (x_1 + ... + x_P) / P   running statistics too; the optimizer's state on demand
+
+g_i is scaled as in every engine, so that the shares of a batch add up to its gradient: P g_i is
+the worker's own mean gradient where shares are even, and with H = 1 plain SGD makes the step of
+`allreduce` also where they are not. Sent per rank and averaging: 2n(P-1)/P bytes with a ring,
+every H steps. Ranks exchange flags when they average, and at the steps at which something is
+evaluated or saved: a worker that cannot go on, or a request to stop, is known to all at the next
+of these. A worker whose gradient is not finite does not take it; it drops it and goes on, or ends
+the run, see `[run] not_finite`.
+
+start_after  until that step gradients are averaged, in each step (post-local SGD)
+momentum     "kept": each worker has the state of its optimizer to itself; or "averaged", too
+outer        "nesterov": the change of a round is a gradient for another optimizer (DiLoCo)
+                 d = x - mean x_i,   v <- mu v + d,   x <- x - rate (d + mu v),   x_i <- x
+delay        S: the sum travels while S more steps are taken (DASO)
+                 x_i <- (2S x_i + sum of the x of S steps ago) / (2S + P)
+apart        "nodes": the ranks of a node sum their gradients in each step, and only nodes part
+
+Sources: Stich, "Local SGD converges fast and communicates little", 2019; Lin, Stich, Patel and
+Jaggi, "Don't use large mini-batches, use local SGD", 2018; Douillard et al., "DiLoCo: distributed
+low-communication training of language models", 2023; Coquelin et al., "Accelerating neural network
+training with distributed asynchronous and selective optimization (DASO)", 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from hpctrain import config
+from hpctrain.checkpoint import Piece
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import like
+from hpctrain.engines.engine import (
+    Flags,
+    Task,
+    Work,
+    fitting,
+    ignore_ready,
+    in_step,
+    join,
+    load_into,
+    pieces_of,
+)
+from hpctrain.engines.local_sgd.node_group import Node
+from hpctrain.engines.local_sgd.outer_step import Delayed, Outer
+from hpctrain.engines.synchronous.allreduce import AllReduce, AllReduceOptions
+from hpctrain.engines.worker_state import mean_states, workers_in
+from hpctrain.gradients.reducer import WireOptions
+from hpctrain.gradients.replica import Replica
+from hpctrain.nn import Sums
+from hpctrain.optim import Optimizer
+from hpctrain.tuning.select import allreduce_named
+from hpctrain.world import World
+
+
+@config.options
+class LocalSgdOptions(WireOptions):
+    """When parameters are averaged, and how the average is applied."""
+
+    period: Annotated[int, Field(ge=1)] = 8  #: steps between two averagings
+    start_after: Annotated[int, Field(ge=0)] = 0  #: steps that average gradients, at first
+    momentum: Literal["averaged", "kept"] = "kept"
+    outer: Literal["none", "nesterov"] = "none"
+    outer_rate: Annotated[float, Field(gt=0)] | None = None  #: 0.7, if there is an outer method
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] | None = None  #: 0.9, likewise
+    delay: Annotated[int, Field(ge=0)] = 0  #: steps for which an average is on its way
+    apart: Literal["ranks", "nodes"] = "ranks"  #: the units that train apart
+
+    def __post_init__(self) -> None:
+        """Refuse options that contradict each other."""
+        super().__post_init__()
+        self.must_be_plain("local-sgd")
+        keys = [key for key in ("outer_rate", "outer_momentum") if getattr(self, key) is not None]
+        if keys and self.outer == "none":
+            raise UsageError(
+                f"[engine] {', '.join(keys)}: expected outer = 'nesterov' beside it, seen 'none'"
+            )
+        if self.delay >= self.period:
+            raise UsageError(
+                f"[engine] delay: expected less than the period of {self.period} steps, so that "
+                f"one average arrives before the next leaves; seen {self.delay}"
+            )
+        if self.delay and (self.outer != "none" or self.momentum != "kept"):
+            raise UsageError(
+                "[engine] delay: expected outer = 'none' and momentum = 'kept', since a delayed "
+                f"average is only mixed in; seen '{self.outer}' and '{self.momentum}'"
+            )
+
+    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> LocalSgd:
+        """Return this rank's engine; collective."""
+        return LocalSgd(world, replica, optimizer, self)
+
+
+class LocalSgd:
+    """See `hpctrain.engines.engine.Engine`."""
+
+    name = "local-sgd"
+    servers = 0
+    asynchronous = False
+    staleness = recorder = None
+    updates_per_step = 1.0
+
+    def __init__(
+        self, world: World, replica: Replica, optimizer: Optimizer, options: LocalSgdOptions
+    ):
+        world.must_agree(str(options), "the options of local SGD")
+        wire = AllReduceOptions(
+            algorithm=options.algorithm,
+            bucket_bytes=options.bucket_bytes,
+            overlap=options.overlap,
+        )
+        self._together = AllReduce(world, replica, optimizer, wire)
+        self.replica, self.times, self.algorithm = replica, self._together.times, options.algorithm
+        self.check = self._together.check
+        self.workers, self.worker = world.size, world.rank
+        self._options, self._trace, self._group = options, world.trace, world.main
+        self._update = self._together.update
+        self._allreduce = allreduce_named(options.algorithm)
+        self._node = Node(world, self.times, self._allreduce, options.apart == "nodes")
+        arena = replica.arena
+        self._planes = [x for x in (arena.param, arena.buffer) if x.size]
+        self._moments = [x for name, x in self._update.state.items() if name != "step"]
+        self._own: list[np.ndarray] = []  # the planes of this worker, where the arena has the mean
+        self._apart = False  # whether workers may have different parameters
+        self._parted = False  # whether their optimizers may have different states
+        self._outer = self._delayed = None
+        if options.outer != "none":
+            self._outer = Outer(arena, options.outer_rate, options.outer_momentum)
+        if options.delay:
+            self._delayed = Delayed(world, self._planes, self._allreduce, options.delay)
+
+    def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
+        """Train from step `start` to `until`."""
+        step, flags, first = start, Flags(), self._options.start_after
+        self._take_up()
+        if step < first:
+            self._join()
+            step, flags = in_step(self._together, work, step, min(until, first))
+            if self._outer is not None:
+                self._outer.begin()
+        while step < until and not any(flags):
+            step, flags = self._round(work, step, min(until, self._end_of_round(step)))
+        return step, flags
+
+    def _round(self, work: Work, start: int, stop: int) -> tuple[int, Flags]:
+        """Train apart from step `start` to `stop`, where all join their flags."""
+        self._apart = self._parted = True
+        step, goes_on = start, True
+        while step < stop and goes_on:
+            sums, applied = self._step(work.task(step))
+            goes_on = self.check.goes_on(applied, work.may_drop)
+            if goes_on:
+                step += 1
+                self._arrive(step)
+            if applied:
+                work.done(step, sums)
+        # On a node that has failed together the rank that made it fail is to be named.
+        step, flags = self._vote(step, not goes_on and bool(self.check.fault), work.flags())
+        if flags.failed:
+            self.settle()
+        elif self._end_of_round(stop - 1) == stop:
+            self._average()
+        return step, flags
+
+    def _join(self) -> None:
+        """Average workers that trained apart: another training begins with one state for all."""
+        if self._parted:
+            self._mean([*self._planes, *self._moments])
+            self._apart = self._parted = False
+        if self._delayed is not None:
+            self._delayed.forget()
+
+    def _step(self, task: Task) -> tuple[Sums, bool]:
+        """Update with the gradient of this rank's share, or of the node's, if it is finite."""
+        start, add, times = perf_counter(), self._trace.add, self.times
+        waited, grad = times.wait_s, self.replica.arena.grad
+        # The mean over workers is to be the gradient of the batch, so each counts P times.
+        scale, key = task.scale * self.workers / self._node.size, self._node.key(task.key)
+        sums = self.replica.gradient(task.batch, scale, key, self.check.begin(ignore_ready))
+        passes = self.check.passes(sums)
+        computed = add("forward, backward", "compute", start, perf_counter())
+        times.compute_s += computed - (times.wait_s - waited)  # a layer may have waited on its way
+        fine = self._node.sum(grad, passes)
+        summed = perf_counter()
+        if fine:
+            self._update(grad)
+        else:
+            self.check.undo()
+        times.compute_s += add("update", "compute", summed, perf_counter())
+        return sums, fine
+
+    def _average(self) -> None:
+        """Average at the end of a round, by the method of the options."""
+        if self._delayed is not None:
+            self._delayed.leave()
+            return
+        averaged = self._options.momentum == "averaged"
+        self._mean([*self._planes, *(self._moments if averaged else [])])
+        self._apart, self._parted = False, not averaged
+        if self._outer is not None:
+            self._outer.step()
+
+    def _arrive(self, step: int) -> None:
+        """Mix in the average that is due at `step`."""
+        since = (step - self._options.start_after) % self._options.period
+        if self._delayed is not None and since == self._options.delay:
+            with self._trace.span("wait for an average", "wait") as waiting:
+                self.times.wire_s += self._delayed.mix()
+            self.times.wait_s += waiting.seconds
+
+    def _mean(self, arrays: Sequence[np.ndarray]) -> None:
+        """Bring the mean over workers into each of `arrays`."""
+        with self._trace.span("average", "wait") as waiting:
+            for x in arrays:
+                self._allreduce(self._group, x, np.add)
+                x /= self.workers
+        self.times.wait_s += waiting.seconds
+        self.times.wire_s += waiting.seconds
+
+    def _end_of_round(self, step: int) -> int:
+        """Return the step at which the round of `step` ends."""
+        first, period = self._options.start_after, self._options.period
+        return first + ((step - first) // period + 1) * period
+
+    def _vote(self, step: int, failed: bool, flags: Flags) -> tuple[int, Flags]:
+        """Return (step, flags) of all ranks: `step`, or the one at which a rank failed."""
+        with self._trace.span("wait for flags", "wait") as waiting:
+            joined = join(self._group, step, flags, failed)
+        self.times.wait_s += waiting.seconds
+        return joined
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent since the start."""
+        delayed = self._delayed.bytes_sent if self._delayed else 0
+        return self._together.bytes_sent + self._node.bytes_sent + delayed
+
+    def sum(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the sums of a few float64 over all ranks, the same on each."""
+        return self._together.sum(numbers)
+
+    def settle(self) -> None:
+        """Bring the mean into the arena; the next `train` resumes from each worker's own planes."""
+        if self._apart and not self._own:
+            self._own = [x.copy() for x in self._planes]
+            self._mean(self._planes)
+
+    def _take_up(self) -> None:
+        for x, own in zip(self._planes, self._own):  # noqa: B905  (none, where none was put aside)
+            x[...] = own
+        self._own = []
+
+    def state(self) -> list[Piece]:
+        """Return this rank's 1/P of the common state, and this worker's own arrays."""
+        link, own = self._group.link, dict(zip(("param", "buffer"), self._own))  # noqa: B905
+        state = self._update.state
+        if self._parted:
+            own |= {f"optimizer.{name}": x for name, x in state.items()}
+        pieces = [Piece(f"worker.{link.rank}.{name}", 0, x.size, x) for name, x in own.items()]
+        pieces += pieces_of(self.replica.arena, {} if self._parted else state, link.rank, link.size)
+        for method in (self._outer, self._delayed):
+            pieces += method.pieces(link.rank, link.size) if method is not None else []
+        return pieces
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Load the whole state; if as many workers saved it, each loads its own arrays.
+
+        Otherwise they start from the mean, of parameters and of the states of optimizers.
+        """
+        before = workers_in(arrays)
+        if before == self.workers:
+            prefix = f"worker.{self._group.link.rank}."
+            own = {n.removeprefix(prefix): x for n, x in arrays.items() if n.startswith(prefix)}
+        else:
+            own = mean_states(arrays, self._update.state, before)
+        planes = dict(zip(("param", "buffer"), self._planes))  # noqa: B905
+        moments = {name: x for name, x in own.items() if name not in planes}
+        load_into(self.replica.arena, self._update.state, {**arrays, **moments})
+        self._apart, self._parted = "param" in own, before == self.workers
+        aside = planes if self._apart else {}
+        self._own = [like(x, fitting(own, name, x.size)).copy() for name, x in aside.items()]
+        for method in (self._outer, self._delayed):
+            if method is not None:
+                method.load(arrays)
+
+    def close(self) -> None:
+        """End the communication threads and free their links; collective."""
+        self._together.close()
+        self._node.close()
+        if self._delayed is not None:
+            self._delayed.close()

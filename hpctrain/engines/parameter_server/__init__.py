@@ -1,0 +1,1 @@
+"""Parameter servers: synchronous, asynchronous, elastic averaging."""

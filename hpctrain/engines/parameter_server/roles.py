@@ -1,0 +1,54 @@
+"""Roles of ranks: workers compute gradients, servers keep parameters.
+
+dedicated, 2 servers on 5 ranks     worker 0   worker 1   worker 2   server 0   server 1
+colocated, 2 servers on 3 ranks     worker 0   worker 1   worker 2
+                                               server 0   server 1      (threads)
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field
+
+from hpctrain import config
+from hpctrain.core.errors import UsageError
+
+
+class Roles(NamedTuple):
+    """The ranks of the workers and of the servers, each in their order."""
+
+    workers: tuple[int, ...]
+    servers: tuple[int, ...]
+
+    def worker(self, rank: int) -> int | None:
+        """Return the index of `rank` among the workers, None where it only serves."""
+        return self.workers.index(rank) if rank in self.workers else None
+
+    def server(self, rank: int) -> int | None:
+        """Return the index of `rank` among the servers, None where it only works."""
+        return self.servers.index(rank) if rank in self.servers else None
+
+
+@config.options
+class ServerOptions:
+    """Keys that all regimes with servers have."""
+
+    servers: Annotated[int, Field(ge=1)] = 1
+    placement: Literal["dedicated", "colocated"] = "dedicated"
+
+    def roles(self, size: int) -> Roles:
+        """Return the roles of `size` ranks: the servers are the last.
+
+        Raises UsageError where there are more servers than ranks, or no rank is left to work.
+        """
+        dedicated = self.placement == "dedicated"
+        left = size - self.servers * dedicated
+        if left < 1 or self.servers > size:
+            need = self.servers + dedicated
+            raise UsageError(
+                f"[engine] servers is {self.servers}, {self.placement}, which needs at least "
+                f"{need} ranks, but {size} were started; start more, take fewer servers"
+                + (' or set engine.placement = "colocated"' if dedicated else "")
+            )
+        return Roles(tuple(range(left)), tuple(range(size - self.servers, size)))

@@ -1,0 +1,143 @@
+"""The servers: the first one decides, and all apply its orders.
+
+    server 0       report comes -> event -> forward the order -> answer -> apply
+    server 1 ...                            order comes       ->           apply
+
+So all servers apply the same orders in the same sequence, in whatever order slices arrive.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from time import perf_counter
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from hpctrain.collectives import all_gather_bytes
+from hpctrain.core.errors import HpctrainError
+from hpctrain.engines.engine import Flags
+from hpctrain.engines.parameter_server.coordinator import Desk, Event
+from hpctrain.engines.parameter_server.shard import Order, Shard, Use
+from hpctrain.transport.link import Link, Request
+from hpctrain.watch.trace import Category, Trace
+
+T = TypeVar("T")
+JOIN_LIMIT_S = 10.0
+Events = Callable[[Desk], Iterator[Event]]
+
+
+class Server:
+    """One server: its shard, the link to the other servers and, on the first, the desk."""
+
+    def __init__(self, shard: Shard, desk: Desk, servers: Link, workers: int, trace: Trace):
+        """`servers` is the link among them; orders are recorded in `trace`."""
+        self.shard, self.desk, self._trace = shard, desk, trace
+        self.category: Category = "compute"  #: of its spans; beside a worker it is that rank's wire
+        self.busy_s = 0.0  #: time spent on orders
+        self._servers, self._workers = servers, workers
+        self._sent: list[tuple[Request, np.ndarray]] = []
+
+    @property
+    def first(self) -> bool:
+        return self._servers.rank == 0
+
+    def serve(self, events: Events, own_flags: Callable[[], Flags] = Flags) -> list[Event]:
+        """Serve until the interval is over; return its events, on the first server alone.
+
+        `own_flags()` returns the flags of a rank that only serves; the desk joins them.
+        """
+        if self.first:
+            return list(self._lead(events, own_flags))
+        order = self._next_order()
+        while not order.over:
+            self._apply(order)
+            order = self._next_order()
+        self._apply(order)
+        self.shard.rest()
+        return []
+
+    def _lead(self, events: Events, own_flags: Callable[[], Flags]) -> Iterator[Event]:
+        """Yield the events of an interval, each once it is done."""
+        self.desk.open(own_flags)
+        for event in events(self.desk):
+            self._forward(event.order)
+            self.desk.tell(event.answers)
+            self._apply(event.order, event.staleness)
+            if not event.order.over:
+                self.desk.listen_again(event.answers)
+            yield event
+        self.shard.rest()
+
+    def _apply(self, order: Order, staleness: int | None = None) -> None:
+        start = perf_counter()
+        self.shard.apply(order)
+        args: dict[str, Any] = {"pushed": order.pushed, "pull": order.pull, "use": order.use.name}
+        if staleness is not None:
+            args["staleness"] = staleness
+        self.busy_s += self._trace.add("serve", self.category, start, perf_counter(), args)
+
+    def _forward(self, order: Order) -> None:
+        """Send `order` to the other servers."""
+        for request, _ in self._sent:  # of the order before: a server is at most one behind
+            request.wait()
+        x = _encoded(order, self._workers)
+        ranks = range(1, self._servers.size)
+        self._sent = [(self._servers.isend(x, rank), x) for rank in ranks]
+        if order.over:
+            for request, _ in self._sent:
+                request.wait()
+            self._sent = []
+
+    def _next_order(self) -> Order:
+        x = _encoded(Order((), Use.NONE, 1.0, (), False), self._workers)
+        self._servers.irecv(x, 0).wait()
+        return _decoded(x)
+
+
+class Serving(Generic[T]):
+    """A thread that serves other ranks beside a worker, for one interval."""
+
+    def __init__(self, serve: Callable[[], list[T]], failed: Callable[[BaseException], None]):
+        """Start the thread; it calls `failed` with the exception that ends it."""
+        self._result: list[T] = []
+        self._error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                self._result = serve()
+            except BaseException as error:
+                self._error = error
+                failed(error)
+
+        self._thread = threading.Thread(target=run, name="server", daemon=True)
+        self._thread.start()
+
+    def join(self) -> list[T]:
+        """Return the result of the thread; raise its exception."""
+        self._thread.join(JOIN_LIMIT_S)
+        if self._error is not None:
+            raise self._error
+        if self._thread.is_alive():
+            raise HpctrainError("the server thread does not end though all workers are told to")
+        return self._result
+
+
+def total_over(servers: Link, rows: np.ndarray) -> np.ndarray:
+    """Return the rows of partial sums of all shards, in order; see `hpctrain.optim.Optimizer`."""
+    if servers.size == 1:
+        return rows
+    parts = all_gather_bytes(servers, rows.tobytes())
+    return np.concatenate([np.frombuffer(part).reshape(-1, rows.shape[1]) for part in parts])
+
+
+def _encoded(order: Order, workers: int) -> np.ndarray:
+    """Return `order` as float64 (3 + 2 workers): use, factor, over, two masks of workers."""
+    masks = [[float(w in group) for w in range(workers)] for group in (order.pushed, order.pull)]
+    return np.array([float(order.use), order.factor, float(order.over), *masks[0], *masks[1]])
+
+
+def _decoded(x: np.ndarray) -> Order:
+    pushed, pull = (tuple(np.flatnonzero(mask).tolist()) for mask in x[3:].reshape(2, -1))
+    return Order(pushed, Use(int(x[0])), float(x[1]), pull, bool(x[2]))

@@ -1,0 +1,128 @@
+"""Synchronous SGD with parameter servers: they keep the parameters, workers send them gradients.
+
+    worker i         g_i = dL/dw on its share        push g_i                 pull w
+    server j         for its range of w:   g = g_1 + ... + g_N     w <- w - update(g)
+
+The servers make the same update that all-reduce makes, once instead of P times. Sent per step:
+n bytes by each worker, n N / k by each of k servers, whose wires are the bottleneck; n being the
+bytes of the parameters. Source: Li et al., "Scaling distributed machine learning with the
+parameter server", 2014.
+
+With b *backup workers* the servers step on the first N - b gradients of this version of w and drop
+the late ones, so that b slow workers delay no step. The sum is scaled up to the whole batch.
+Source: Chen et al., "Revisiting distributed synchronous SGD", 2016.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from hpctrain import config
+from hpctrain.core.errors import UsageError
+from hpctrain.engines.parameter_server.coordinator import Answer, Desk, Event, Report, over
+from hpctrain.engines.parameter_server.engine import ParameterServer
+from hpctrain.engines.parameter_server.roles import ServerOptions
+from hpctrain.engines.parameter_server.shard import Order, Use
+from hpctrain.engines.staleness import Staleness
+from hpctrain.gradients.replica import Replica
+from hpctrain.optim import Optimizer
+from hpctrain.world import World
+
+
+@config.options
+class PsSyncOptions(ServerOptions):
+    """`[engine] kind = "ps-sync"`."""
+
+    backup_workers: Annotated[int, Field(ge=0)] = 0
+
+    def must_fit(self, workers: int) -> None:
+        """Raise UsageError where no worker is needed."""
+        if self.backup_workers >= workers:
+            raise UsageError(
+                f"[engine] backup_workers is {self.backup_workers} of {workers} workers; at least "
+                "one must be needed: take fewer backup workers or start more ranks"
+            )
+
+    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> ParameterServer:
+        """Return this rank's engine; collective."""
+        roles = self.roles(world.size)
+        workers = len(roles.workers)
+        self.must_fit(workers)
+        method = FirstGradients(workers, workers - self.backup_workers)
+        return ParameterServer("ps-sync", world, replica, optimizer, roles, method)
+
+
+class FirstGradients:
+    """Steps on the first `needed` of all workers' gradients of one version of the parameters."""
+
+    push_every = pull_every = 1
+    asynchronous = adds = False
+    delay_compensation = 0.0
+    clocks: np.ndarray | None = None
+    updates_per_step = 1.0
+
+    def __init__(self, workers: int, needed: int):
+        self.workers, self.needed = workers, needed
+        #: whether every worker takes part in every step: then layers may sum over them
+        self.in_step = needed == workers
+        self.staleness = Staleness()
+
+    def events(self, desk: Desk, start: int, until: int) -> Iterator[Event]:
+        """Yield the events from step `start` on, as workers report."""
+        step, pending = start, set(range(self.workers))
+        while step < until and not any(desk.flags):
+            pushed: dict[int, Report] = {}
+            while len(pushed) < self.needed:
+                failed = desk.flags.failed
+                worker, report = desk.hear()
+                if report.gradient and report.step == step:
+                    pushed[worker] = report
+                else:  # the check of a gradient that is not used does not count
+                    desk.flags = desk.flags._replace(failed=failed)
+                    yield self._not_of_this_step(worker, report, step)
+            fine = not desk.flags.failed
+            step += fine
+            if step < until and not any(desk.flags):
+                yield _step(pushed, fine, step, pull=True)
+            else:
+                yield _step(pushed, fine, step, pull=False)
+                pending -= set(pushed)
+        failed = desk.flags.failed
+        while pending:
+            worker, report = desk.hear()
+            desk.flags = desk.flags._replace(failed=failed)
+            pending.remove(worker)
+            yield self._not_of_this_step(worker, report, None)
+        yield over(self.workers, step)
+
+    def _not_of_this_step(self, worker: int, report: Report, step: int | None) -> Event:
+        """Return the event of a worker whose report begins or is late; it joins `step`."""
+        self.staleness.dropped += report.gradient
+        joins = step is not None
+        order = Order(
+            (worker,) if report.gradient else (),
+            Use.LATE if report.gradient else Use.NONE,
+            1.0,
+            (worker,) if joins and report.wants else (),
+            False,
+        )
+        answers = (Answer(worker, 1, step, step),) if step is not None else ()
+        return Event((worker,), order, answers)
+
+
+def _step(pushed: Mapping[int, Report], fine: bool, step: int, pull: bool) -> Event:
+    """Return the event that uses the gradients `pushed`, if they are `fine`, and comes to `step`.
+
+    The sum is scaled up for the part of the batch whose gradients are late.
+    """
+    workers = tuple(sorted(pushed))
+    targets = sum(report.targets for report in pushed.values())
+    of_targets = next(iter(pushed.values())).of_targets
+    factor = of_targets / targets if 0 < targets < of_targets else 1.0
+    answers = tuple(Answer(w, 1, step, step) for w in workers) if pull else ()
+    use = Use.UPDATE if fine else Use.DROP
+    return Event(workers, Order(workers, use, factor, workers if pull else (), False), answers)

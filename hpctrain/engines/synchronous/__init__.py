@@ -1,0 +1,1 @@
+"""Synchronous data parallelism: one update per step, the same on all ranks."""

@@ -1,0 +1,53 @@
+"""Options of the engine `allreduce` that exclude each other, each pair with its message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hpctrain.engines.synchronous.allreduce import AllReduceOptions
+
+
+def contradictions(options: AllReduceOptions) -> Iterator[tuple[bool, str]]:
+    """Yield each pair of options that exclude each other: whether both are given, and a message."""
+    shard, share = options.shard_optimizer, options.share_parameters
+    ordered, compression = options.reduction == "ordered", options.compression
+    yield (
+        shard and share,
+        "[engine] shard_optimizer: expected without share_parameters, seen both; where "
+        "parameters are shared, a rank keeps only a part of the optimizer's state anyway",
+    )
+    for key in ("shard_optimizer", "share_parameters"):
+        yield (
+            getattr(options, key) and compression != "none",
+            f"[engine] {key}: ranks exchange ranges of the gradient as it is; "
+            f"expected [wire] compression none, seen {compression}",
+        )
+    yield (
+        share and ordered,
+        "[engine] share_parameters: ranks add what their neighbours have, in the order of "
+        "ranks; expected [wire] reduction 'fast', seen 'ordered'",
+    )
+    yield (
+        share and options.overlap == "always",
+        "[engine] share_parameters: sums are made in the pass of the update, after "
+        "backward; expected [wire] overlap 'auto' or 'never', seen 'always'",
+    )
+    yield (
+        shard and options.algorithm not in ("auto", "ring"),
+        "[engine] shard_optimizer: ranks exchange ranges along a ring; expected [wire] "
+        f"algorithm auto or ring, seen {options.algorithm}",
+    )
+    beside_priority = {
+        "shard_optimizer": shard,
+        "share_parameters": share,
+        "compression": compression != "none",
+        "reduction 'ordered'": ordered,
+    }
+    for key, is_set in beside_priority.items():
+        yield (
+            is_set and options.priority,
+            "[wire] priority: expected all parameters on each rank, updated bucket by bucket "
+            f"from plain sums; seen {key}",
+        )

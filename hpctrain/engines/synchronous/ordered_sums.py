@@ -1,0 +1,82 @@
+"""Sums in the order of blocks, for the engines that promise the same bits on any number of ranks.
+
+    replica           the gradients of this rank's blocks, added as far as they can be
+    reduce_scatter    those of all ranks, each element on one rank     (collectives/ordered.py)
+    all_gather        the sums to all ranks, by the algorithm of the options
+
+The losses of blocks are added in their order too: rank 0 returns those of a whole step, the others
+zeros, so that sums over ranks and steps make the same additions on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hpctrain.collectives import AllReduceFunction, Group, Operation, ordered
+from hpctrain.collectives.all_gathers import IN_MEMORY, AllGather
+from hpctrain.collectives.ordered import Tree
+from hpctrain.collectives.ring import reduce_scatter
+from hpctrain.gradients.arena import offset_in
+from hpctrain.gradients.blocks import NOTHING, InBlocks, in_order
+from hpctrain.gradients.finite import Parts
+from hpctrain.gradients.reducer import WireOptions
+from hpctrain.gradients.replica import Replica
+from hpctrain.nn import Sums
+from hpctrain.tuning.select import all_gather_named, allreduce_named
+
+#: Takes a few float64, returns their sums over all ranks, the same on each.
+Add = Callable[[np.ndarray], np.ndarray]
+
+
+class AnySums:
+    """Sums in the order that is fastest, which the algorithm and the number of ranks decide."""
+
+    def __init__(self, replica: Replica, allreduce: AllReduceFunction):
+        self.replica, self.allreduce, self.reduce_scatter = replica, allreduce, reduce_scatter
+        self.parts: Parts | None = None  #: of this rank's gradient, beside the arena's plane
+
+    def of_the_step(self, sums: Sums, add: Add) -> Sums:
+        """Return `sums`: each rank reports its own share."""
+        return sums
+
+
+class OrderedSums:
+    """Sums of gradients and losses over ranks, in an order that does not depend on the ranks."""
+
+    def __init__(self, replica: Replica, tree: Tree, rank: int, all_gather: AllGather):
+        """Raise UsageError where the replica cannot be computed in blocks."""
+        self.replica, self.allreduce = InBlocks(replica, tree, rank), self.ordered
+        self._tree, self._rank, self._all_gather = tree, rank, all_gather
+        self.parts: Parts = self.replica.subtotals
+
+    def reduce_scatter(
+        self, group: Group, x: np.ndarray, op: Operation, offsets: Sequence[int] | None = None
+    ) -> None:
+        """Sum slice `x` of the gradient plane, each rank its own chunk of it."""
+        ordered.reduce_scatter(group, self._tree, self._own(x), x, op, offsets)
+
+    def ordered(self, group: Group, x: np.ndarray, op: Operation) -> None:
+        """Sum slice `x` of the gradient plane, all of it on every rank."""
+        in_memory = self._all_gather in IN_MEMORY
+        scatter = ordered.from_memory if in_memory else ordered.reduce_scatter
+        scatter(group, self._tree, self._own(x), x, op)
+        self._all_gather(group, x)
+
+    def _own(self, x: np.ndarray) -> list[np.ndarray]:
+        start = offset_in(self.replica.arena.grad, x)
+        return self.replica.subtotals(slice(start, start + x.size))
+
+    def of_the_step(self, sums: Sums, add: Add) -> Sums:
+        """Return the sums of all shares on rank 0, zeros elsewhere."""
+        table = self.replica.table
+        total = in_order(add(table.ravel()).reshape(table.shape))
+        return total if self._rank == 0 else NOTHING
+
+
+def sums_of(replica: Replica, options: WireOptions, rank: int, size: int) -> AnySums | OrderedSums:
+    """Return the sums that `options` ask for."""
+    if tree := options.tree(size):
+        return OrderedSums(replica, tree, rank, all_gather_named(options.algorithm))
+    return AnySums(replica, allreduce_named(options.algorithm))

@@ -1,0 +1,106 @@
+"""One device: gradient, update. The reference for every other engine.
+
+w <- w - update(dL/dw)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import perf_counter
+
+import numpy as np
+
+from hpctrain import config
+from hpctrain.checkpoint import Piece
+from hpctrain.core.errors import UsageError
+from hpctrain.engines.engine import (
+    Flags,
+    Task,
+    Times,
+    Work,
+    ignore_ready,
+    in_step,
+    load_into,
+    pieces_of,
+    whole,
+)
+from hpctrain.engines.synchronous import compression_state
+from hpctrain.gradients.blocks import InBlocks, ReductionOptions
+from hpctrain.gradients.finite import GradientCheck
+from hpctrain.gradients.replica import Replica
+from hpctrain.nn import Sums
+from hpctrain.optim import Optimizer
+from hpctrain.watch.trace import Trace
+from hpctrain.world import World
+
+
+@config.options
+class SingleOptions(ReductionOptions):
+    """Options of one device: the order of its sums."""
+
+    def must_fit(self, workers: int) -> None:
+        """Raise UsageError for more than one worker."""
+        if workers > 1:
+            raise UsageError(
+                f"engine 'single' trains on one rank, but {workers} were started; start one, "
+                "or choose --engine allreduce"
+            )
+
+    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> Single:
+        """Return the engine of the only rank there is."""
+        self.must_fit(world.size)
+        tree = self.tree(1)
+        return Single(InBlocks(replica, tree, 0) if tree else replica, optimizer, world.trace)
+
+
+class Single:
+    """See `hpctrain.engines.engine.Engine`."""
+
+    name = "single"
+    algorithm = None
+    workers, servers, worker = 1, 0, 0
+    asynchronous = False
+    updates_per_step = 1.0
+    recorder = None
+    bytes_sent = 0
+    staleness = None
+
+    def __init__(self, replica: Replica, optimizer: Optimizer, trace: Trace | None = None):
+        self.replica, self.times, self._trace = replica, Times(), trace or Trace()
+        self._optimizer, self._state = optimizer, optimizer.init(replica.arena.param)
+        self.check = GradientCheck(replica, 1)
+
+    def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
+        """Train from step `start` to `until`."""
+        return in_step(self, work, start, until)
+
+    def step(self, task: Task, flags: Flags) -> tuple[Sums, Flags]:
+        """Compute the gradient and update with it, unless it is not finite."""
+        start, arena, add = perf_counter(), self.replica.arena, self._trace.add
+        sums = self.replica.gradient(*task, self.check.begin(ignore_ready))
+        flags = flags if self.check.passes(sums) else flags.failing(0)
+        computed = perf_counter()
+        self.times.compute_s += add("forward, backward", "compute", start, computed)
+        if not flags.failed:
+            self._optimizer.update(arena.grad, self._state, arena.param, arena.slots, whole)
+        self.times.compute_s += add("update", "compute", computed, perf_counter())
+        return sums, flags
+
+    def sum(self, numbers: np.ndarray) -> np.ndarray:
+        """Return `numbers`: there is one rank."""
+        return numbers
+
+    def settle(self) -> None:
+        """Do nothing: the parameters are always consistent."""
+
+    def state(self) -> list[Piece]:
+        """Return the whole state."""
+        return pieces_of(self.replica.arena, self._state, 0, 1)
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Take the whole state."""
+        load_into(self.replica.arena, self._state, arrays)
+        compression_state.load(None, arrays, 0, 1)
+
+    def close(self) -> None:
+        """Do nothing: there are no threads."""

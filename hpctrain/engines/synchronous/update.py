@@ -1,0 +1,184 @@
+"""The update of parameters: every rank updates all of them, or each a range of its own.
+
+The second is the first stage of ZeRO. With three ranks, `g` the gradient of one rank's share, `G`
+the sum of all shares, `w` old and `W` new parameters:
+
+    rank   gradients       reduce-scatter   update          all-gather
+     0     g g g  w w w    G . .  w w w     G . .  W w w    W W W
+     1     g g g  w w w    . G .  w w w     . G .  w W w    W W W
+     2     g g g  w w w    . . G  w w w     . . G  w w W    W W W
+
+Both send 2n(P-1)/P bytes per rank; with ranges a rank keeps 1/P of the optimizer's state. Ranges
+begin at blocks of the optimizer, and norms are added from the rows of all ranges in order: any
+number of ranks makes the same update of the same sum. Source: Rajbhandari, Rasley, Ruwase and He,
+"ZeRO: memory optimizations toward training trillion parameter models", 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpctrain.checkpoint import Piece
+from hpctrain.collectives import AllReduceFunction, Group, Operation, all_gather_bytes
+from hpctrain.collectives.chunks import bounds
+from hpctrain.collectives.copy_through import parts
+from hpctrain.collectives.ring import all_gather
+from hpctrain.core.xp import copy
+from hpctrain.engines.engine import BLOCK, Times, fitting, load_into, pieces_of, whole
+from hpctrain.gradients.arena import Arena, Slot, offset_in, relative_to
+from hpctrain.optim import Optimizer
+from hpctrain.optim.optimizer import State
+from hpctrain.transport.link import Link
+from hpctrain.watch.trace import Trace
+
+ReduceScatter = Callable[..., Any]
+
+
+class InParts:
+    """One update of an optimizer without norms, made of parts of its arrays, in any order."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        state: State,
+        param: np.ndarray,
+        slots: Sequence[Slot],
+        parts: Iterable[slice],
+    ):
+        """`slots` have offsets that count from the first element of `param`."""
+        self._optimizer, self._step = optimizer, state["step"]
+        self._count = self._step.copy()  # each part counts as if it were all
+        self._parts = [self._part(state, param, slots, at) for at in parts]
+
+    def __call__(self, number: int, gradient: np.ndarray) -> None:
+        """Update part `number` with its gradient."""
+        self._count[...] = self._step
+        self._optimizer.update(gradient, *self._parts[number], whole)
+
+    def count(self) -> None:
+        """Count an update, after all of its parts."""
+        self._step += 1
+
+    def _part(
+        self, state: State, param: np.ndarray, slots: Sequence[Slot], at: slice
+    ) -> tuple[State, np.ndarray, list[Slot]]:
+        views = {name: x[at] for name, x in state.items() if name != "step"}
+        overlapping = [s for s in slots if s.stop > at.start and s.offset < at.stop]
+        return {**views, "step": self._count}, param[at], relative_to(at.start, overlapping)
+
+
+class Replicated:
+    """Every rank makes the same update of all parameters."""
+
+    def __init__(self, group: Group, arena: Arena, optimizer: Optimizer, sums: AllReduceFunction):
+        """Keep the whole state; `sums` brings gradients to every rank."""
+        self.reduce, self.state = sums, optimizer.init(arena.param)
+        self._arena, self._optimizer, self._link = arena, optimizer, group.link
+        #: the range that `direct` sums on this rank
+        self.own = slice(*parts(arena.grad, group.link.size)[group.link.rank :][:2])
+
+    def __call__(self, gradient: np.ndarray) -> None:
+        """Update with a summed gradient, of the length of the plane."""
+        arena = self._arena
+        self._optimizer.update(gradient, self.state, arena.param, arena.slots, whole)
+
+    def pieces(self) -> list[Piece]:
+        """Return this rank's 1/P of the common state."""
+        return pieces_of(self._arena, self.state, self._link.rank, self._link.size)
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Take the whole state."""
+        load_into(self._arena, self.state, arrays)
+
+
+class Sharded:
+    """Each rank updates its own range of the parameters, and receives the others."""
+
+    def __init__(
+        self,
+        group: Group,
+        arena: Arena,
+        optimizer: Optimizer,
+        times: Times,
+        trace: Trace,
+        sums: ReduceScatter,
+    ):
+        """Keep the state of this rank's range, which may be empty; waits are added to `times`.
+
+        `sums(group, x, op, offsets=...)` brings the sum of each range to its rank.
+        """
+        self._group, self._arena, self._optimizer = group, arena, optimizer
+        self._sums = sums
+        self._times, self._trace = times, trace
+        rank, size = group.link.rank, group.link.size
+        self._offsets = bounds(arena.param.size, size, BLOCK)
+        #: the range of this rank
+        self.own = slice(self._offsets[rank], self._offsets[rank + 1])
+        self._slots = relative_to(self.own.start, arena.slots)
+        self.state = optimizer.init(arena.param[self.own])
+
+    def reduce(self, group: Group, x: np.ndarray, op: Operation) -> None:
+        """Sum slice `x` of the gradient plane, each element on the rank that updates it."""
+        before = offset_in(self._arena.grad, x)
+        offsets = [min(max(offset - before, 0), x.size) for offset in self._offsets]
+        self._sums(group, x, op, offsets=offsets)
+
+    def __call__(self, gradient: np.ndarray) -> None:
+        """Update this rank's range with its summed gradient; gather the other ranges."""
+        param = self._arena.param
+        self._optimizer.update(
+            gradient[self.own], self.state, param[self.own], self._slots, self._rows_of_all
+        )
+        with self._trace.span("gather parameters", "wait") as waiting:
+            all_gather(self._group, param, self._offsets)
+        self._times.wait_s += waiting.seconds
+
+    def pieces(self) -> list[Piece]:
+        """Return this rank's range of the state, and its 1/P of the common arrays."""
+        return range_pieces(self._arena, self.state, self.own.start, slice(None), self._group.link)
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Take this rank's range out of the whole state."""
+        load_range(self._arena, self.state, self.own, arrays)
+
+    def _rows_of_all(self, rows: np.ndarray) -> np.ndarray:
+        """Return the rows of all ranges, in order; see `hpctrain.optim.optimizer.Optimizer`."""
+        return rows_of_all(rows, self._group.link, self._times, self._trace)
+
+
+def range_pieces(
+    arena: Arena, state: Mapping[str, np.ndarray], start: int, at: slice, link: Link
+) -> list[Piece]:
+    """Return this rank's part of the common arrays, and elements `at` of its range from `start` on.
+
+    `state` is the optimizer's of this range; parameters and step are common to all ranks.
+    """
+    size, begin = arena.param.size, start + (at.start or 0)
+    own = {name: x for name, x in state.items() if name != "step"}
+    step = {name: state[name] for name in state.keys() - own.keys()}
+    ranges = [Piece(f"optimizer.{name}", begin, size, x[at]) for name, x in own.items()]
+    return ranges + pieces_of(arena, step, link.rank, link.size)
+
+
+def load_range(
+    arena: Arena,
+    state: Mapping[str, np.ndarray],
+    own: slice,
+    arrays: Mapping[str, np.ndarray],
+) -> None:
+    """Take the parameters, and range `own` of the optimizer's state, out of the full `arrays`."""
+    load_into(arena, {}, arrays)
+    for name, x in state.items():
+        size, at = (1, slice(1)) if name == "step" else (arena.param.size, own)
+        copy(x, fitting(arrays, f"optimizer.{name}", size)[at])
+
+
+def rows_of_all(rows: np.ndarray, link: Link, times: Times, trace: Trace) -> np.ndarray:
+    """Return the rows of all ranges, in order; see `hpctrain.optim.optimizer.Optimizer`."""
+    with trace.span("gather norms", "wait") as waiting:
+        parts_of_all = all_gather_bytes(link, rows.tobytes())
+    times.wait_s += waiting.seconds
+    return np.frombuffer(b"".join(parts_of_all)).reshape(-1, rows.shape[1])

@@ -1,0 +1,117 @@
+"""Planted faults: a slow rank, jitter, a fixed time per step; to measure a regime's tolerance.
+
+No result changes: only time passes, and it counts as compute. One second of compute then takes
+
+    f * (1 + jitter * u(seed, rank, step)) seconds        f = slow_factor on slow_rank, 1 elsewhere
+
+with u uniform in [0, 1), a function of its arguments alone: from Philox (Salmon et al., 2011).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated, TypeVar
+
+import numpy as np
+from pydantic import Field
+
+from hpctrain import config
+from hpctrain.core.errors import UsageError
+
+# Keeps this stream apart from others that use Philox with a key of (seed, small number).
+_STREAM = 3
+SHORTEST_S = 5e-5  #: the shortest sleep, about: less is put off
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@config.options
+class FaultsOptions:
+    """`[faults]`: the delays to plant; by default none."""
+
+    slow_rank: Annotated[int, Field(ge=0)] | None = None
+    slow_factor: Annotated[float, Field(ge=1)] | None = None
+    jitter: Annotated[float, Field(ge=0)] = 0.0  #: 0.5: up to half as long again
+    step_ms: Annotated[float, Field(ge=0)] = 0.0  #: sleep per gradient
+
+    @property
+    def any(self) -> bool:
+        """Whether any delay is planted."""
+        return self != FaultsOptions()
+
+    def check(self, ranks: int, workers: int | None = None) -> None:
+        """Raise UsageError unless the slow rank has a factor, and is one of `ranks` that computes.
+
+        The first `workers` of them do; None: all.
+        """
+        if (self.slow_rank is None) != (self.slow_factor is None):
+            raise UsageError(
+                "[faults] needs both of slow_rank and slow_factor, or neither; "
+                f"seen slow_rank {self.slow_rank}, slow_factor {self.slow_factor}"
+            )
+        if self.slow_rank is not None and self.slow_rank >= ranks:
+            raise UsageError(
+                f"[faults] slow_rank: expected less than {ranks}, the number of ranks, "
+                f"seen {self.slow_rank}"
+            )
+        if self.slow_rank is not None and workers is not None and self.slow_rank >= workers:
+            raise UsageError(
+                f"[faults] slow_rank: expected a rank that computes gradients, seen "
+                f"{self.slow_rank}, which is a server; the workers are {workers} of the ranks"
+            )
+
+    def stretch(self, seed: int, rank: int, step: int) -> float:
+        """Return the factor by which the compute time of `rank` is stretched in `step`."""
+        factor = self.slow_factor or 1.0 if rank == self.slow_rank else 1.0
+        return factor * (1 + self.jitter * uniform(seed, rank, step)) if self.jitter else factor
+
+
+def uniform(seed: int, rank: int, step: int) -> float:
+    """Return a random number in [0, 1) that belongs to a step of a rank."""
+    key = np.array([seed, rank], dtype=np.uint64)
+    word = np.random.Philox(key=key, counter=(step, 0, 0, _STREAM)).random_raw()
+    return float(int(word) >> 11) / 2**53  # as many bits as a float64 holds
+
+
+class Pace:
+    """The clock of a rank's compute: sleeps to make it slower by the planted factor."""
+
+    def __init__(
+        self,
+        options: FaultsOptions,
+        rank: int,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._options, self._rank, self._sleep, self._clock = options, rank, sleep, clock
+        self._stretch, self._since, self._owed = 1.0, 0.0, 0.0
+
+    def begin(self, seed: int, step: int) -> None:
+        """Begin a gradient: sleep for its fixed part, and read the clock."""
+        self._stretch = self._options.stretch(seed, self._rank, step)
+        self._owed = self._options.step_ms / 1e3 * self._stretch
+        self._pay()
+
+    def catch_up(self) -> None:
+        """Sleep until the compute since the last reading has taken its stretched time."""
+        self._owed += (self._stretch - 1) * (self._clock() - self._since)
+        self._pay()
+
+    def outside(self, call: Callable[[U], T]) -> Callable[[U], T]:
+        """Return `call` excluded from compute: it first sleeps for the compute before it."""
+
+        def behind(argument: U) -> T:
+            self.catch_up()
+            result = call(argument)
+            self._since = self._clock()
+            return result
+
+        return behind
+
+    def _pay(self) -> None:
+        start = self._clock()
+        if self._owed > SHORTEST_S:
+            self._sleep(self._owed)
+        self._since = self._clock()
+        self._owed -= self._since - start  # a sleep is longer than requested: the next is shorter

@@ -1,0 +1,1 @@
+"""A run's folder: its files, their types, and the rows that one rank writes."""

@@ -1,0 +1,102 @@
+"""Types of the entries in a run's files: rows of metrics.jsonl, and summary.json.
+
+Only entries that are read again have a type, and any may be missing: older versions did not write
+all of them, newer ones add some. JSON's NaN and Infinity are numbers here: a loss may be either.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import Field
+
+from hpctrain.core.files import brief
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Number = float | None
+Histogram = dict[Annotated[str, Field(pattern=r"^[0-9]{1,6}$")], Count]
+_OPEN = pydantic.ConfigDict(strict=True, extra="allow")
+
+
+class Measured(pydantic.BaseModel):
+    """The entries that rows and summaries share."""
+
+    model_config = _OPEN
+    samples: Count | None = None
+    train_loss: Number = None
+    test_loss: Number = None
+    test_accuracy: Number = None
+    samples_per_s: Number = None
+    wall_s: Number = None
+    compute_s: Number = None
+    wait_s: Number = None
+    wire_s: Number = None
+    since_step: Count | None = None
+    staleness_mean: Number = None
+    staleness_max: Count | None = None
+    staleness_histogram: Histogram | None = None
+    clock_gap_max: Count | None = None
+    dropped_gradients: Count | None = None
+    idle_fraction: list[Number] | None = None
+
+
+class Row(Measured):
+    """A row of metrics.jsonl."""
+
+    step: Annotated[int, Field(ge=1, lt=2**63)]
+    steps: Count | None = None
+    epoch: Count | None = None
+    train_accuracy: Number = None
+    rate: Number = None
+    ranks: dict[str, list[float]] | None = None
+    interrupted: bool = False
+
+
+class Summary(Measured):
+    """The entries of summary.json; of a run that failed early there are few."""
+
+    status: str
+    exit_code: int | None = None
+    reason: str | None = None
+    recipe: str | None = None
+    engine: str | None = None
+    algorithm: str | None = None
+    transport: str | None = None
+    world_size: Count | None = None
+    workers: Count | None = None
+    servers: Count | None = None
+    hosts: list[str] | None = None
+    epochs: Number = None
+    steps: Count | None = None
+    steps_redone: Count | None = None
+    bytes_sent_per_rank: Count | None = None
+    params_sha256: str | None = None
+    seed: Count | None = None
+    versions: dict[str, Any] | None = None
+
+
+def row(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of metrics.jsonl as it is; raise ValueError if an entry is of another type."""
+    return _checked(Row, entry)
+
+
+def summary(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a summary as it is; raise ValueError if an entry is of another type."""
+    return _checked(Summary, entry)
+
+
+def _checked(model: type[pydantic.BaseModel], entry: dict[str, Any]) -> dict[str, Any]:
+    try:
+        model.model_validate(entry)
+    except pydantic.ValidationError as error:
+        raise ValueError(first_fault(error)) from None
+    return entry
+
+
+def first_fault(error: pydantic.ValidationError, within: str = "") -> str:
+    """Return the first fault of a validation in a line: key, expected and actual value."""
+    first = error.errors(include_url=False)[0]
+    key = ".".join(map(str, (*[within] * bool(within), *first["loc"])))
+    actual = "nothing" if first["type"] == "missing" else brief(first["input"])
+    return f"'{brief(key)[1:-1]}': {first['msg'].lower()}, seen {actual}"

@@ -1,0 +1,83 @@
+"""The files of a run that one rank writes: rows, buffered after a failed write, and the summary."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpctrain.run_files import run_folder
+
+log = logging.getLogger(__name__)
+Row = dict[str, Any]
+
+
+class RunFiles:
+    """The files in folder `run`; None for a rank that writes none, and a run without a folder."""
+
+    def __init__(self, run: Path | None):
+        self.run = run
+        self.due: list[Row] = []  #: rows that could not be written yet; a checkpoint keeps them
+        self.steps_redone = 0
+
+    def go_back(self, step: int, about: Mapping[str, Any]) -> tuple[list[Row], Row | None]:
+        """Drop the rows after `step`; return those before it, and the summary if there is one.
+
+        `about`: the facts of the checkpoint of that step. Raises UsageError.
+        """
+        if self.run is None:
+            return [], None
+        summary = run_folder.read_summary(self.run)
+        with run_folder.writable(self.run):
+            self.steps_redone = run_folder.go_back(self.run, step, about.get("steps_redone", 0))
+            return run_folder.add_missing(self.run, about.get("rows_due", [])), summary
+
+    def begin(self, recipe: str | None) -> None:
+        """Write the recipe; raise UsageError, and leave the old summary, if that fails."""
+        if self.run is None:
+            return
+        with run_folder.writable(self.run):
+            if recipe is not None:
+                run_folder.write_recipe(self.run, recipe)
+            run_folder.begin(self.run)
+
+    def add(self, row: Row) -> None:
+        """Write a row, and those before it that are due; if that fails, training goes on."""
+        if self.run is not None:
+            self.due = run_folder.appended(self.run, [*self.due, row])
+
+    def sync(self) -> None:
+        """Write the rows through to the disk before a checkpoint that counts on them."""
+        if self.run is not None:
+            run_folder.sync_rows(self.run)
+
+    def end(self, summary: Row) -> str:
+        """Write the rows that are due, then the summary; return the fault, '' for none.
+
+        A run that lacks rows is not done: then no summary "done" is written.
+        """
+        if self.run is None:
+            return ""
+        fault = self._write_due()
+        if fault and summary["status"] == "done":
+            return fault
+        try:
+            run_folder.write_summary(self.run, summary)
+        except OSError as error:
+            return f"{self.run / run_folder.SUMMARY} cannot be written: {error.strerror}"
+        return fault
+
+    def _write_due(self) -> str:
+        assert self.run is not None
+        try:
+            if self.due:
+                run_folder.append_row(self.run, *self.due)
+        except OSError as error:
+            steps = ", ".join(str(row["step"]) for row in self.due)
+            return (
+                f"{self.run / run_folder.METRICS} lacks the rows of steps {steps}: "
+                f"{error.strerror}. The last checkpoint has them: make room, go on with --resume"
+            )
+        self.due = []
+        return ""

@@ -1,0 +1,1 @@
+"""The output of a study: files, tables, plots, a page, and a live table."""

@@ -1,0 +1,41 @@
+"""The report of a study: one HTML file that holds all it shows and asks nothing of the network."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from importlib import resources
+
+import jinja2
+import tomli_w
+
+from hpctrain.report.page import text_of
+from hpctrain.scaling.output import tables
+from hpctrain.scaling.results import Result
+
+PAGE = "report.html"
+CAPTIONS = {
+    "scaling.png": "Samples/s and efficiency over sizes, beside the ideal; predictions dashed.",
+    "time.png": "The time of a step of each size: compute, wait, other; the wire beside it.",
+}
+
+
+def page(result: Result, images: Mapping[str, bytes], changes: Sequence[str]) -> str:
+    """Return the page as HTML; `images` are PNGs by file name."""
+    # Names and reasons come from recipes and exceptions: all of them are escaped.
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    text = resources.files(__package__).joinpath("page.html").read_text()
+    table = tables.table(result)
+    return environment.from_string(text).render(
+        title=tables.title(result.study),
+        lead=list(tables.lead(result)),
+        gaps=len(result.of(tables.GAP)),
+        sizes=len(result.study.sizes),
+        images={CAPTIONS[name]: b64encode(png).decode() for name, png in images.items()},
+        headings=[str(column.header) or "remarks" for column in table.columns],
+        rows=list(zip((row["kind"] for row in result.rows), tables.cells(result), strict=True)),
+        facts=tables.facts(result),
+        changes=changes,
+        machine={name.replace("_", " "): text_of(value) for name, value in result.machine.items()},
+        recipe=tomli_w.dumps(result.study.tables),
+    )

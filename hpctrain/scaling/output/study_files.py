@@ -1,0 +1,49 @@
+"""The output files of a study; each written whole or not at all, at any time."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpctrain.core import atomic
+from hpctrain.core.errors import UsageError
+from hpctrain.scaling.output import tables
+from hpctrain.scaling.results import Result, to_json
+
+log = logging.getLogger(__name__)
+MISSING = (
+    "no plots and no report.html: they are drawn with matplotlib and jinja2; run: "
+    "pip install 'hpctrain[report]', then the same command again"
+)
+
+
+def can_draw() -> bool:
+    """Return whether plots and the report can be made on this host; log a warning if not."""
+    try:
+        import hpctrain.scaling.output.page  # late: only drawing needs them
+        import hpctrain.scaling.output.plots  # noqa: F401
+    except ImportError:
+        log.warning(MISSING)
+        return False
+    return True
+
+
+def write(folder: Path, result: Result, changes: Sequence[str], drawn: bool) -> list[Path]:
+    """Write JSON, CSV and, where they can be `drawn`, plots and the report; return their paths."""
+    files = {
+        "scaling.json": (json.dumps(to_json(result), indent=1) + "\n").encode(),
+        "scaling.csv": tables.to_csv(result.rows).encode(),
+    }
+    if drawn:
+        from hpctrain.scaling.output.page import PAGE, page
+        from hpctrain.scaling.output.plots import for_page, plots
+
+        files |= {**plots(result), PAGE: page(result, for_page(result), changes).encode()}
+    try:
+        for name, content in files.items():
+            atomic.replace(folder / name, content)
+    except OSError as error:
+        raise UsageError(f"--out {folder} cannot be written: {error.strerror}") from None
+    return [folder / name for name in files]

@@ -1,0 +1,217 @@
+"""A study as a table and as CSV: measured, missing and predicted sizes."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from hpctrain.bench.prediction.tables import time
+from hpctrain.cluster.netlab.netlab import bits_of
+from hpctrain.scaling import laws
+from hpctrain.scaling.confidence import Estimate
+from hpctrain.scaling.forecast import Model
+from hpctrain.scaling.results import Result, Row
+from hpctrain.scaling.study import Study
+
+HEADINGS = ("samples/s", "step", "speed-up", "efficiency", "compute", "wait", "other", "wire")
+MEASURED, GAP, PREDICTED = "measured", "gap", "predicted"
+BEYOND = "Predicted, not measured, for ranks with cores of their own"
+UNTESTED = "which meet any such model: one more size would test it"
+WIDE = 0.1  #: half an interval of efficiency
+MOST = 1.02  #: efficiency, and a share of a link's rate, that only noise exceeds
+BOUND = 1 - 1e-9  #: serial fractions above are 1
+
+
+def table(result: Result) -> Table:
+    """Return the rows as a table; intervals stand behind their means."""
+    drawn = Table(title=escape(title(result.study)))
+    nodes = ["nodes"] * _over_nodes(result)
+    for heading in ("ranks", *nodes, *HEADINGS):
+        drawn.add_column(heading, justify="right")
+    drawn.add_column("")
+    for words in cells(result):
+        drawn.add_row(*map(escape, words))
+    return drawn
+
+
+def cells(result: Result) -> list[list[str]]:
+    """Return the words of each row of the table."""
+    sizes = [[str(r["ranks"]), *[str(r["nodes"])] * _over_nodes(result)] for r in result.rows]
+    pairs = zip(sizes, result.rows, strict=True)
+    return [[*size, *_numbers(row), "; ".join(remarks(row))] for size, row in pairs]
+
+
+def _over_nodes(result: Result) -> bool:
+    return any(row["nodes"] > 1 for row in result.rows)
+
+
+def title(study: Study) -> str:
+    """Return the title of tables and plots."""
+    place = {"local": "this machine", "slurm": "Slurm"}.get(
+        study.on, f"a netlab, links of {study.link}"
+    )
+    batch = f"batch {study.batch}" + " per rank" * (study.mode == "weak")
+    return f"{study.name}: {study.mode} scaling, {batch}, on {place}"
+
+
+def _numbers(row: Row) -> list[str]:
+    if row["kind"] == GAP:
+        return ["-"] * len(HEADINGS)
+    rate = within(row, "samples_per_s", ",.0f")
+    ratios = [within(row, "speed_up", ".2f"), within(row, "efficiency", ".1%")]
+    parts = [seconds(row.get(f"{name}_s")) for name in ("compute", "wait", "other", "wire")]
+    return [rate, seconds(row["step_s"]), *ratios, *parts]
+
+
+def seconds(value: float | None) -> str:
+    """Return seconds with their unit, a dash for none."""
+    return "-" if value is None else time(value) if value > 1e-9 else "0 us"
+
+
+def within(row: Row, name: str, form: str) -> str:
+    """Return a mean and half its interval, in one unit."""
+    half = row.get(f"{name}_ci95")
+    mean = format(row[name], form)
+    if half is None:
+        return mean
+    return f"{mean.rstrip('%')} ± {format(half, form)}" if tells(row, name) else f"{mean} ± ?"
+
+
+def tells(row: Row, name: str) -> bool:
+    """Return whether the interval of a mean is meaningful: no rate and no time is below zero."""
+    half = row.get(f"{name}_ci95")
+    return half is not None and half < abs(row[name])
+
+
+def remarks(row: Row) -> Iterator[str]:
+    """Yield the remarks on a row."""
+    if row["kind"] == PREDICTED:
+        yield PREDICTED
+    if row["kind"] == GAP:
+        yield f"gap: {row['reason']}"
+    elif row.get("repeats_missing"):
+        yield f"{row['repeats_missing']} of its repeats missing: {row['reason']}"
+    if row.get("ranks_per_core", 1.0) > 1:
+        yield f"oversubscribed: {row['ranks_per_core']:.3g} ranks per core"
+    if row.get("samples_per_s_ci95") is not None and not tells(row, "samples_per_s"):
+        yield "± ?: repeats differ by more than they have in common"
+    if row["kind"] == MEASURED and row["efficiency"] > MOST:
+        yield "above 100 %: noise, or data that fit the caches of more ranks alone"
+    if "prediction_error" in row:
+        error, step = row["prediction_error"], time(row["predicted_step_s"])
+        yield f"from smaller sizes {step} was predicted ({error:+.1%})"
+
+
+def lead(result: Result) -> Iterator[str]:
+    """Yield the summary of a report: measured and predicted sizes, and how far to trust them."""
+    measured = result.of(MEASURED)
+    for kind, word in ((MEASURED, "Measured"), (GAP, "Not measured"), (PREDICTED, BEYOND)):
+        if rows := result.of(kind):
+            yield f"{word}: {listed([row['ranks'] for row in rows])}."
+    apart = [row for row in measured[1:] if row["ranks_per_core"] == 1]
+    for row in apart[-1:]:
+        ratios = [within(row, "speed_up", ".2f"), within(row, "efficiency", ".1%")]
+        than = f"the samples/s of {listed([measured[0]['ranks']])}"
+        yield f"{row['ranks']} ranks do {ratios[0]} times {than}: an efficiency of {ratios[1]}."
+        if (row["efficiency_ci95"] or 0.0) > WIDE:
+            yield "Repeats differ much: a quieter machine, or more of them, would tell more."
+    if measured and result.study.repeats == 1:
+        yield "One repeat: how far another would differ is not known."
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Return numbers of ranks in words."""
+    *head, last = map(str, dict.fromkeys(ranks))
+    return f"{', '.join(head)} and {last} ranks" if head else f"{last} rank{'s' * (last != '1')}"
+
+
+def facts(result: Result) -> dict[str, str]:
+    """Return the number of trials and the results of the fits, by name."""
+    texts = {"trials": _trials_text(result.study)}
+    if result.serial is not None:
+        texts[laws_name(result.law)] = law_text(result)
+    if result.model is not None:
+        untested = "" if result.tested else f", {UNTESTED}"
+        noise = _faster_than_link(result.model, result.study.link)
+        texts["alpha-beta model"] = _model_text(result.model) + noise + untested
+    return texts
+
+
+def _trials_text(study: Study) -> str:
+    steps = (
+        f"{study.timing.last - study.timing.first} timed steps, of which the median of ten parts"
+    )
+    if study.repeats == 1:
+        return f"1 repeat of {steps} counts; no interval can be told of one repeat"
+    order = "as Slurm started them" if study.on == "slurm" else "sizes in turn"
+    return (
+        f"{study.repeats} repeats of {steps} counts, {order}; means over repeats, ± half the "
+        "interval of 95 % confidence by Student's t; speed-up and efficiency are ratios within a "
+        "repeat"
+    )
+
+
+def _model_text(model: Model) -> str:
+    rate = f"{8e-9 / model.beta_s:.3g} Gbit/s" if model.beta_s else "no cost per byte"
+    when = f"in {model.buckets} buckets during backward" if model.buckets else "after backward"
+    return (
+        f"alpha {time(model.alpha_s)}, beta {model.beta_s * 1e9:.3g} ns per byte ({rate}), "
+        f"{model.algorithm} of {model.nbytes:,} bytes, {when}; from {model.origin}, scaled to the "
+        f"wire of {listed(model.ranks)}"
+    )
+
+
+def _faster_than_link(model: Model, link: str | None) -> str:
+    """Return a remark on a fitted rate above that of the netlab's links, else ""."""
+    if link is None or not model.beta_s or 8 / model.beta_s < MOST * bits_of(link):
+        return ""
+    return f"; more than a link of {link} carries: noise, or trials too short to fill it"
+
+
+def laws_name(law: str) -> str:
+    """Return the name of a law as people write it."""
+    return {"amdahl": "Amdahl's law", "gustafson": "Gustafson's law"}[law]
+
+
+def law_text(result: Result) -> str:
+    """Return the fitted law in words, and how well it fits."""
+    if result.law_misfit is None:
+        return f"{_serial_text(result)}; two sizes are no test of it: a third would be"
+    ranks = listed(result.law_ranks)
+    return f"{_serial_text(result)}; {ranks} miss it by at most {result.law_misfit:.1%}"
+
+
+def _serial_text(result: Result) -> str:
+    serial = result.serial
+    assert serial is not None
+    if serial.mean > BOUND:
+        return "serial fraction 100%, its bound: more ranks brought no more samples/s"
+    text = f"serial fraction {_ranged(serial, '{:.1%}'.format, (-1, 1))}"
+    if result.law == "amdahl":
+        limit = _ranged(serial, lambda s: f"{1 / s:.3g}" if s else "no bound", (1, -1))
+        return f"{text}; the speed-up stays below {limit}"
+    work = _ranged(serial, lambda s: f"{laws.gustafson_speed_up(s, 64):.3g}", (1, -1))
+    return f"{text}; if it held, 64 ranks would do {work} times the work of one"
+
+
+def _ranged(serial: Estimate, form: Callable[[float], str], ends: tuple[int, int]) -> str:
+    """Return `form` of the serial fraction, then of both `ends` of its interval."""
+    if serial.half is None:
+        return form(serial.mean)
+    low, high = (form(min(1.0, max(0.0, serial.mean + end * serial.half))) for end in ends)
+    return f"{form(serial.mean)} ({low} to {high})"
+
+
+def to_csv(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows as CSV: a column per value, empty where a row has none."""
+    out = io.StringIO()
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(out, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()

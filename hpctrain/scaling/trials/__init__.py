@@ -1,0 +1,1 @@
+"""The trials of a study: on this machine, on a netlab, or as jobs of Slurm."""

@@ -1,0 +1,168 @@
+"""Run the missing trials of a study on this machine: pilots, links, then trials by repeat.
+
+    repeat 0: 1 2 4 ranks    repeat 1: 1 2 4 ranks    ...
+
+Machines drift, by their temperature and by their other users; so sizes alternate, and efficiency
+compares neighbours in time. A trial is done when its files show that, and only then. A size
+whose first trial fails is not tried again in the same call.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from hpctrain.bench.prediction import measurements
+from hpctrain.cluster.slurm import submit
+from hpctrain.core.errors import UsageError
+from hpctrain.cost_model.loggp import Wire
+from hpctrain.scaling import collect, trial_recipe
+from hpctrain.scaling.collect import Gap, Trial
+from hpctrain.scaling.output.live_table import RUNNING, Standing
+from hpctrain.scaling.output.live_view import Teller
+from hpctrain.scaling.study import Folder, Key, Study
+from hpctrain.scaling.trial_recipe import Timing
+from hpctrain.scaling.trials import local_runner
+from hpctrain.scaling.world_sizes import Size
+from hpctrain.training.recipe import Recipe
+
+PILOT_STEPS = 10
+TRIAL_S, FEWEST, MOST = 2.0, 20, 3000  #: seconds that are timed per trial; bounds in steps
+MESSAGES = "4B,1KiB,16KiB,64KiB,256KiB,1MiB,4MiB"
+
+
+def piloted(folder: Folder, study: Study, spec: Recipe, teller: Teller) -> Study:
+    """Return the study with its steps: about TRIAL_S on the slower of its two extreme sizes."""
+    timing, step_times = Timing.of(PILOT_STEPS), []
+    for size in sorted({min(study.sizes), max(study.sizes)}):
+        teller.begin(f"pilot on {size.text}")
+        outcome = _train(folder, study, spec, size, folder.pilot(size), timing)
+        if isinstance(outcome, Trial):
+            step_times.append(outcome.step_s)
+    steps_wanted = TRIAL_S / max(step_times) if step_times else FEWEST
+    steps = round(min(max(steps_wanted, FEWEST), MOST) / 10) * 10
+    return replace(study, steps=steps)
+
+
+def links(folder: Folder, study: Study, teller: Teller) -> None:
+    """Measure single messages in a node, and between nodes: each on the smallest size that can."""
+    for size in linked(study):
+        at = folder.link(size)
+        if not (at / "link.json").exists():
+            teller.begin(f"messages on {size.text}")
+            at.mkdir(parents=True, exist_ok=True)
+            aside = at / "aside.json"
+            arguments = ["bench", "p2p", "--sizes", MESSAGES, "--iterations", "10"]
+            command = local_runner.line(study, size, [*arguments, "--json", str(aside.absolute())])
+            if local_runner.run(command, at / "link.log", study.threads) == 0:
+                aside.rename(at / "link.json")
+            else:
+                text = f"messages on {size.text} were not measured, see {at / 'link.log'}"
+                teller.say(logging.WARNING, f"{text}: predictions do without")
+
+
+def linked(study: Study) -> list[Size]:
+    """Return the sizes on which messages are measured."""
+    several = [size for size in study.sizes if size.ranks > 1]
+    within = [size for size in several if size.nodes == 1][:1]
+    return within + [size for size in several if size.nodes > 1][:1]
+
+
+def wires(folder: Folder, study: Study) -> tuple[Wire | None, Wire | None]:
+    """Return the wires in a node and between nodes, None where they were not measured."""
+    wire_of: dict[bool, Wire | None] = {}
+    for size in linked(study):
+        try:
+            cluster = measurements.read(folder.link(size) / "link.json")
+        except UsageError:  # not there, or damaged: the model does without
+            continue
+        wire_of[size.nodes > 1] = cluster.between or cluster.inside
+    return wire_of.get(False), wire_of.get(True)
+
+
+def standings(folder: Folder, study: Study) -> dict[Key, Standing]:
+    """Return the standing of each trial by its files: one that is not measured waits."""
+    return {key: _standing(folder.trial(key[1], key[0]), study) for key in study.trials}
+
+
+def _standing(out: Path, study: Study) -> Standing:
+    outcome, jobs = collect.trial(out, study.timing), submit.jobs_of(collect.job_of(out))
+    return Standing.of(outcome, *jobs[-1:]) if isinstance(outcome, Trial) else Standing()
+
+
+def current_standings(folder: Folder, study: Study) -> dict[Key, Standing]:
+    """Return the standing of each trial by its files, for a process that only looks.
+
+    Of the trials begun and not done the latest is running, since they run one after another.
+    """
+    result = standings(folder, study)
+    logs = {key: collect.log_of(folder.trial(key[1], key[0])) for key in missing(folder, study)}
+    begun = {key: log.stat().st_mtime_ns for key, log in logs.items() if log.exists()}
+    for key in begun:
+        out = folder.trial(key[1], key[0])
+        running = key == max(begun, key=lambda k: begun[k])
+        result[key] = (
+            Standing(RUNNING, step=collect.step(out))
+            if running
+            else Standing.of(trial(folder, study, *key))
+        )
+    return result
+
+
+def missing(folder: Folder, study: Study) -> list[Key]:
+    """Return each trial that is not done, in the order of the trials."""
+    by_key = standings(folder, study)
+    return [key for key, standing in by_key.items() if standing.trial is None]
+
+
+def trial(folder: Folder, study: Study, repeat: int, size: Size) -> Trial | Gap:
+    """Return the outcome of a trial."""
+    return collect.trial(folder.trial(size, repeat), study.timing)
+
+
+def trials(folder: Folder, study: Study, spec: Recipe, teller: Teller) -> Iterator[Trial | Gap]:
+    """Run the missing trials; yield the outcome of each."""
+    failed: set[Size] = set()
+    for key in missing(folder, study):
+        repeat, size = key
+        if size in failed:
+            teller.update({key: Standing.of(Gap("not tried: an earlier repeat failed"))})
+            continue
+        out = folder.trial(size, repeat)
+        teller.update({key: Standing(RUNNING)})
+        look = partial(_look, teller, key, out) if teller.drawn else None
+        outcome = _train(folder, study, spec, size, out, study.timing, look)
+        if isinstance(outcome, Gap):
+            failed.add(size)
+        teller.update({key: Standing.of(outcome)})
+        yield outcome
+
+
+def _look(teller: Teller, key: Key, out: Path) -> None:
+    """Show the current step of a trial."""
+    teller.update({key: Standing(RUNNING, step=collect.step(out))})
+
+
+def _train(
+    folder: Folder,
+    study: Study,
+    spec: Recipe,
+    size: Size,
+    out: Path,
+    timing: Timing,
+    look: Callable[[], None] | None = None,
+) -> Trial | Gap:
+    """Run one trial into `out`, which is emptied first; its checkpoint is not kept."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    timed = trial_recipe.trial(spec, study.mode, study.batch, size, timing)
+    file = folder.recipe(size, timed.toml()).absolute()
+    arguments = ["train", str(file), "--out", str(out.absolute())]
+    line = local_runner.line(study, size, arguments)
+    local_runner.run(line, collect.log_of(out), study.threads, look=look)
+    shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    return collect.trial(out, timing)

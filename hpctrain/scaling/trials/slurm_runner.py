@@ -1,0 +1,238 @@
+"""Trials as jobs of Slurm: one for each size and repeat, all given to it at once, then awaited.
+
+    DIR/trials/SIZE/repeat-0.job/    script, id and output of the job: cluster/slurm/submit.py
+
+The waiting process may be stopped: the jobs go on, and the next call finds them by their ids, waits
+for those that are left and submits missing ones. A job that is stopped before its end is not
+resumed, since its clocks would begin in the middle; its trial is run again. Nothing here knows an
+option of sbatch: scripts come from cluster/slurm/render.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hpctrain.cluster.slurm import sbatch, submit
+from hpctrain.cluster.slurm import site as sites
+from hpctrain.cluster.slurm.job import Job
+from hpctrain.cluster.slurm.job import check as must_be
+from hpctrain.cluster.slurm.reasons import explained, lasting
+from hpctrain.cluster.slurm.render import render
+from hpctrain.cluster.slurm.site import Site
+from hpctrain.cluster.slurm.submit import ENDED, POLL_S, State
+from hpctrain.core.errors import HpctrainError
+from hpctrain.run_files import run_folder
+from hpctrain.scaling import collect, trial_recipe
+from hpctrain.scaling.collect import Gap, Trial
+from hpctrain.scaling.output.live_table import RUNNING, SUBMITTED, Standing
+from hpctrain.scaling.output.live_view import Teller
+from hpctrain.scaling.study import Folder, Key, Study
+from hpctrain.scaling.world_sizes import Size
+from hpctrain.training.recipe import Recipe
+
+TIME = "0:30:00"  #: of each job, unless one is asked for
+STEPS = 200  #: timed per trial: a pilot would have to queue for itself
+LIMIT_S = 24 * 3600.0  #: to wait longer, call again
+LEFT = "jobs go on: the same command collects them, and `scancel {jobs}` ends them"
+SHARING = {"exclusive", "oversubscribe"}  #: options of sbatch by which the user decides
+LATE_S = 10.0  #: a shared file system may show the files of a job that has ended so much later
+
+
+def job_options(words: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options for jobs from those of the command line."""
+    return {
+        "site": words["site"],
+        "time": TIME if words["time"] is None else words["time"],
+        "gpus_per_node": words["gpus_per_node"] or 0,
+        "cpus_per_task": words["cpus_per_task"],
+        "options": _alone(dict(sbatch.named(text) for text in words["options"])),
+    }
+
+
+def _alone(options: dict[str, str]) -> dict[str, str]:
+    """Ask for nodes that no other job shares, another trial least of all: it would be timed too."""
+    return options if SHARING & options.keys() else {**options, "exclusive": ""}
+
+
+def must_render(study: Study) -> None:
+    """Raise UsageError for an impossible job."""
+    for size in study.sizes:
+        name = _name(study, (0, size), Path("out"))
+        must_be(_job(study, size, "recipe.toml", "out", name), _site(study))
+
+
+def trials(
+    folder: Folder, study: Study, spec: Recipe, missing: list[Key], teller: Teller
+) -> Iterator[Trial | Gap]:
+    """Submit missing trials that are not under way; yield the outcome of each."""
+    waiting: dict[Key, int] = {}
+    try:
+        for key in missing:
+            if (job := _job_for(folder, study, spec, key)) is None:
+                yield _outcome(folder, study, key, teller)
+            else:
+                waiting[key] = job
+                teller.update({key: Standing(SUBMITTED, job)})
+        for key in _ended(waiting, folder, teller):
+            yield _outcome(folder, study, key, teller, waiting.pop(key))
+    except KeyboardInterrupt:
+        if waiting:
+            jobs = " ".join(map(str, waiting.values()))
+            teller.say(logging.WARNING, LEFT.format(jobs=jobs))
+        raise
+
+
+def _job_for(folder: Folder, study: Study, spec: Recipe, key: Key) -> int | None:
+    """Return the job of a trial, a new one if none is under way; None where it is refused."""
+    out = folder.trial(key[1], key[0])
+    try:
+        return _under_way(study, key, out) or _submitted(folder, study, spec, key, out)
+    except HpctrainError as error:  # of this size alone, it may be; so is an sbatch too slow
+        out.parent.mkdir(parents=True, exist_ok=True)
+        collect.log_of(out).write_text(f"hpctrain: {' '.join(str(error).split())}\n")
+        return None
+
+
+def _outcome(
+    folder: Folder, study: Study, key: Key, teller: Teller, job: int | None = None
+) -> Trial | Gap:
+    outcome = collect.trial(folder.trial(key[1], key[0]), study.timing)
+    teller.update({key: Standing.of(outcome, job)})
+    return outcome
+
+
+def standing(out: Path, state: State) -> Standing:
+    """Return the standing of a trial from the state of its job."""
+    word = state.state.lower()
+    step = collect.step(out) if word == RUNNING else None
+    reason = "" if word == RUNNING else explained(state.reason)
+    return Standing(word, int(state.job), step, reason)
+
+
+def current_standings(folder: Folder, study: Study) -> dict[Key, Standing]:
+    """Return the standing of each trial by its files and Slurm, for a process that only looks."""
+    outs = {key: folder.trial(key[1], key[0]) for key in study.trials}
+    outcomes = {key: collect.trial(out, study.timing) for key, out in outs.items()}
+    jobs = {key: ids[-1] for key, out in outs.items() if (ids := _jobs(out))}
+    states = submit.hear([job for key, job in jobs.items() if isinstance(outcomes[key], Gap)])
+    state = {key: states[job][0] for key, job in jobs.items() if job in states}
+    return {
+        k: _current_standing(out, outcomes[k], jobs.get(k), state.get(k)) for k, out in outs.items()
+    }
+
+
+def _jobs(out: Path) -> list[int]:
+    """Return the jobs submitted for the run `out`, the latest last."""
+    return submit.jobs_of(collect.job_of(out))
+
+
+def _current_standing(
+    out: Path, outcome: Trial | Gap, job: int | None, state: State | None
+) -> Standing:
+    if state is not None and state.state not in ENDED:
+        return standing(out, state)
+    begun = isinstance(outcome, Trial) or job is not None or collect.log_of(out).exists()
+    return Standing.of(outcome, job) if begun else Standing()
+
+
+def _under_way(study: Study, key: Key, out: Path) -> int | None:
+    """Return the job of the run `out` that has not ended, None if there is none."""
+    job_folder = collect.job_of(out)
+    ids = submit.jobs_of(job_folder)
+    if not ids and job_folder.exists():  # the submitting process was killed before the id came back
+        ids = submit.named(_name(study, key, out))
+        run_folder.write_json(job_folder / submit.JOBS, {"jobs": ids})
+    return ids[-1] if ids and submit.heard(ids[-1])[0].state not in ENDED else None
+
+
+def _submitted(folder: Folder, study: Study, spec: Recipe, key: Key, out: Path) -> int:
+    """Submit a new job to Slurm; return its id. Files of an earlier one are removed."""
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.rmtree(collect.job_of(out), ignore_errors=True)
+    collect.log_of(out).unlink(missing_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    timed = trial_recipe.trial(spec, study.mode, study.batch, key[1], study.timing)
+    file = folder.recipe(key[1], timed.toml()).absolute()
+    job = _job(study, key[1], str(file), str(out.absolute()), _name(study, key, out))
+    with _undisturbed():
+        return submit.submit(render(job, _site(study)), collect.job_of(out))
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Defer Ctrl-C until the id of a job is written down, and keep it from sbatch."""
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child inherits that
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
+
+
+def _name(study: Study, key: Key, out: Path) -> str:
+    """Return a job name that is unique among trials of all studies."""
+    mark = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:8]
+    plain = re.sub(r"[^\w.-]", "_", study.name)  # squeue would take a comma for two names
+    return f"scale-{plain}-{key[1].ranks}-{key[0]}-{mark}"
+
+
+def _job(study: Study, size: Size, recipe: str, out: str, name: str) -> Job:
+    options = dict(study.job)
+    options.pop("site")
+    if options["gpus_per_node"]:  # a rank takes a GPU, and a small size does not take them all
+        options["gpus_per_node"] = size.per_node
+    return Job(recipe, size.nodes, size.per_node, name=name, out=out, max_restarts=0, **options)
+
+
+def _site(study: Study) -> Site | None:
+    name = study.job["site"]
+    return None if name is None else sites.load(name)
+
+
+def _ended(waiting: Mapping[Key, int], folder: Folder, teller: Teller) -> Iterator[Key]:
+    """Yield trials as their jobs end or cannot start; after LIMIT_S all that are left."""
+    left, deadline, pause = dict(waiting), time.monotonic() + LIMIT_S, 0.5
+    outs = {key: folder.trial(key[1], key[0]) for key in waiting}
+    while left:
+        states_of = submit.hear(left.values())
+        states = {key: states_of[job][0] for key, job in left.items()}
+        over = time.monotonic() > deadline
+        gone = [key for key, state in states.items() if over or _over(state)]
+        teller.update({k: standing(outs[k], states[k]) for k in left if k not in gone})
+        for key in gone:
+            del left[key]
+            _note(outs[key], states[key])
+            yield key
+        if left:
+            time.sleep(pause)
+            pause = min(1.3 * pause, POLL_S)
+
+
+def _over(state: State) -> bool:
+    """Return whether waiting for a job is over: it has ended, or it cannot start as it is."""
+    return state.state in ENDED or (state.state == "PENDING" and lasting(state.reason))
+
+
+def _note(out: Path, state: State) -> None:
+    """Write the job's state in Slurm to the log, in case its files hold none; drop checkpoints."""
+    deadline = time.monotonic() + LATE_S * (state.state == "COMPLETED")
+    while not (out / collect.SUMMARY).exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    reason = f" ({explained(state.reason)})" if state.reason else ""
+    end = "" if state.state in ENDED else f"; `scancel {state.job}` ends it"
+    text = f"hpctrain: Slurm's job {state.job} is {state.state}{reason}{end}\n"
+    collect.log_of(out).write_text(text)
+    shutil.rmtree(out / "checkpoints", ignore_errors=True)

@@ -1,0 +1,122 @@
+"""Callbacks: called with each row of metrics on every rank; any of them may end the training.
+
+A callback is a function of one row, a dict as in metrics.jsonl. It returns None to go on, True or
+a text, the reason, to stop; a stop on one rank stops all ranks at that row. After a resume the last
+row is passed again, so that a callback that has stopped the run stops it again.
+
+For an object with `begin(rows)`, `begin` is called with the earlier rows, none in a new run, and
+returns the function. Its state is a function of the rows of one run: nothing needs to be saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+
+from hpctrain import config
+from hpctrain.core.errors import HpctrainError
+from hpctrain.core.metrics import Metric, better
+
+Row = dict[str, Any]
+Function = Callable[[Row], Any]
+
+
+@config.options
+class EarlyStop:
+    """Stop when `metric` has not improved by more than `min_delta` in `patience` values.
+
+    test_loss and test_accuracy are compared at each evaluation, train_loss and train_accuracy at
+    each row. A loss improves when it falls, an accuracy when it rises.
+    """
+
+    patience: Annotated[int, Field(ge=1)]
+    metric: Metric = "test_loss"
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+
+    def begin(self, rows: Sequence[Row]) -> Function:
+        """Return the function that receives the rows after `rows`."""
+        patience = _Patience(self)
+        for row in rows:
+            patience(row)
+        return patience
+
+
+class _Patience:
+    """The state of early stop in one run: the best value, and the values since."""
+
+    def __init__(self, options: EarlyStop):
+        self._options, self._waited = options, 0
+        self._best: float | None = None
+        self._best_step = 0
+
+    def __call__(self, row: Row) -> str | None:
+        """Compare the value of a row; return the reason to stop, if there is one."""
+        options, value = self._options, row.get(self._options.metric)
+        # A row cut short by a stop is left out: an uninterrupted run does not have it.
+        if value is None or row.get("interrupted"):
+            return None
+        if better(options.metric, value, self._best, options.min_delta):
+            self._best, self._best_step, self._waited = value, row["step"], 0
+        else:
+            self._waited += 1
+        return self._reason() if self._waited >= options.patience else None
+
+    def _reason(self) -> str:
+        best = "" if self._best is None else f" on {self._best:.6g} of step {self._best_step}"
+        return f"early stop: {self._options.metric} has not improved{best} in {self._waited} looks"
+
+
+class Callbacks:
+    """The callbacks of one rank in one call of fit; ranks may have different ones."""
+
+    def __init__(self, callbacks: Sequence[Any], gather: Callable[[str], list[str]]):
+        """Take the rank's own; `gather` returns every rank's text."""
+        self._own, self._gather = list(callbacks), gather
+        self._functions: list[tuple[str, Function]] = []
+        self._any = False
+
+    def begin(self, rows: Sequence[Row]) -> str:
+        """Begin after `rows`; return the reason to stop at once, '' to go on; collective."""
+        self._any = any(self._gather("some" if self._own else ""))
+        self._functions = [(_name(callback), _began(callback, rows[:-1])) for callback in self._own]
+        return self.tell(rows[-1]) if rows else ""
+
+    def tell(self, row: Row) -> str:
+        """Pass on a row; return the reason to stop, equal on all ranks, '' to go on; collective."""
+        if not self._any:
+            return ""
+        answers = [_answer(name, function, dict(row)) for name, function in self._functions]
+        reasons = self._gather("; ".join(dict.fromkeys(filter(None, answers))))
+        return "; ".join(dict.fromkeys(filter(None, reasons)))
+
+
+def _began(callback: Any, rows: Sequence[Row]) -> Function:
+    begin = getattr(callback, "begin", None)
+    if begin is None:
+        return callback
+    return _called(_name(callback), begin, list(rows))
+
+
+def _answer(name: str, function: Function, row: Row) -> str:
+    answer = _called(name, function, row)
+    if isinstance(answer, str):
+        return answer
+    if answer is None or isinstance(answer, bool | np.bool_):
+        return f"callback {name} asked to stop at step {row['step']}" if answer else ""
+    raise HpctrainError(
+        f"callback {name} returned {answer!r}; expected None to go on, True or a reason to stop"
+    )
+
+
+def _called(name: str, function: Callable[[Any], Any], argument: Any) -> Any:
+    try:
+        return function(argument)
+    except Exception as error:
+        raise HpctrainError(f"callback {name}: {type(error).__name__}: {error}") from error
+
+
+def _name(callback: Any) -> str:
+    return getattr(callback, "__qualname__", type(callback).__qualname__)

@@ -1,0 +1,142 @@
+"""Checkpoints of a run: when one is due, the facts beside the state, and the best value so far."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain import checkpoint
+from hpctrain.core.errors import SaveError, UsageError
+from hpctrain.core.files import brief
+from hpctrain.core.metrics import METRICS, better
+from hpctrain.engines import Engine
+from hpctrain.gradients.mixed import MixedReplica
+from hpctrain.gradients.replica import Replica
+from hpctrain.training import weights
+from hpctrain.training.callbacks import Row
+from hpctrain.training.journal import Journal
+from hpctrain.training.recipe import CheckpointOptions
+from hpctrain.world import World
+
+log = logging.getLogger(__name__)
+SCALE = "loss_scale"
+
+
+class Keeper:
+    """The checkpoints of one call of fit; every rank has a Keeper, and all decide alike."""
+
+    def __init__(
+        self,
+        world: World,
+        engine: Engine,
+        replica: Replica,
+        journal: Journal,
+        options: CheckpointOptions,
+        about: dict[str, Any],
+    ):
+        """`about`: facts of the model for checkpoints; `replica`: the one of the engine."""
+        self._world, self._engine, self._journal = world, engine, journal
+        self._scaled = replica if isinstance(replica, MixedReplica) else None
+        self._options, self._about = options, about
+        self._best: float | None = None  # of the metric `keep_best`
+
+    @property
+    def periods(self) -> tuple[int, int]:
+        """The periods of checkpoints in steps, by either rule; 0 for never."""
+        options, epoch = self._options, self._journal.sampler.steps_per_epoch
+        return (options.every_epochs or 0) * epoch, options.every_steps or 0
+
+    def resume(self, run: Path) -> None:
+        """Read the value of the best checkpoint in `run`; collective."""
+        if metric := self._options.keep_best:
+            self._best = checkpoint.best_value(run, metric, self._world.link)
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Restore this worker's loss scale from the `arrays` of a checkpoint, if there is one.
+
+        A worker that had none takes the mean of all.
+        """
+        names = [name for name in (self._scale_name, SCALE) if name in arrays]
+        if self._scaled is not None and self._scaled.scaling is not None and names:
+            self._scaled.scale_as(arrays[names[0]])
+
+    def must_fit(self, loaded: checkpoint.Loaded) -> None:
+        """Raise UsageError if the facts of a checkpoint differ from this model and engine."""
+        recipe, about = self._journal.recipe, loaded.about
+        model, own_model = about.get("model") or {}, self._about["model"]
+        same_run = recipe is not None and about.get("recipe_sha256") == recipe.sha256
+        facts: dict[str, tuple[Any, Any]] = {
+            "weights": (weights.layout(self._engine.replica.arena), about.get("weights")),
+            "model.input_shape": (list(own_model["input_shape"]), model.get("input_shape")),
+        }
+        if same_run and about.get("world_size") == self._world.size:
+            updates = self._engine.updates_per_step
+            facts["updates_per_step"] = updates, about.get("updates_per_step")
+        for name, (expected, saved) in facts.items():
+            if saved is not None and saved != expected:
+                raise UsageError(
+                    f"{loaded.path} does not fit the recipe: 'about.{name}' of its manifest: "
+                    f"expected {brief(expected)}, seen {brief(saved)}; resume with the model and "
+                    "the engine that it was made with"
+                )
+
+    def due(self, step: int, row: Row) -> bool:
+        """Return whether to save after `step`, whose row of metrics is `row`, empty for none."""
+        regular = any(period and step % period == 0 for period in self.periods)
+        return regular or self._new_best(row) is not None
+
+    def save(self, step: int, row: Row, must: bool) -> None:
+        """Write a checkpoint; a failure ends the run only if it is the last one (`must`)."""
+        run = self._journal.run
+        if run is None:
+            return
+        self._engine.settle()
+        self._journal.files.sync()
+        try:
+            with self._world.trace.span("save a checkpoint", "other"):
+                self._write(run, step, row)
+        except SaveError as error:
+            if must:
+                raise
+            if self._world.rank == 0:
+                log.warning("%s; training goes on", error)
+
+    def _write(self, run: Path, step: int, row: Row) -> None:
+        state, options, link = self._state(), self._options, self._world.link
+        about = {
+            **self._journal.about_now(step),
+            **self._about,
+            "metrics": _metrics(row),
+            "keep_best": options.keep_best,
+            "weights": weights.layout(self._engine.replica.arena),
+        }
+        checkpoint.save(run, step, state, about, link, options.keep, options.keep_best)
+        best = self._new_best(row)
+        self._best = self._best if best is None else best
+
+    def _state(self) -> list[checkpoint.Piece]:
+        """Return this rank's pieces: the engine's, and the loss scale of a worker that has one."""
+        scaling = self._scaled.scaling if self._scaled is not None else None
+        if scaling is None or self._engine.worker is None:
+            return self._engine.state()
+        return [*self._engine.state(), checkpoint.Piece(self._scale_name, 0, 2, scaling)]
+
+    @property
+    def _scale_name(self) -> str:
+        return f"worker.{self._engine.worker}.{SCALE}"
+
+    def _new_best(self, row: Row) -> float | None:
+        """Return the value of the metric `keep_best` if it is better than all before."""
+        metric = self._options.keep_best
+        value = _metrics(row)[metric] if metric else None
+        return value if metric and value is not None and better(metric, value, self._best) else None
+
+
+def _metrics(row: Row) -> dict[str, float | None]:
+    """Return the metrics of a row; None for each if a stop cut the row short."""
+    complete = {} if row.get("interrupted") else row
+    return {metric: complete.get(metric) for metric in METRICS}

@@ -1,0 +1,76 @@
+"""The summary of a run, written on every exit path, including failures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TypeVar
+
+from hpctrain.abort import SPEAK_FIRST_S
+from hpctrain.core.errors import (
+    HpctrainError,
+    SaveError,
+    Stopped,
+    TrainingError,
+    UsageError,
+    annotate,
+)  # fmt: skip
+from hpctrain.core.xp import shortage
+from hpctrain.run_files import run_folder
+from hpctrain.run_files.last_lines import last_lines
+from hpctrain.training.journal import Journal
+
+E = TypeVar("E", bound=BaseException)
+
+
+@contextmanager
+def summary_on_exit(journal: Journal) -> Iterator[None]:
+    """Write summary.json on every exit path, including failures."""
+    journal.world.last_words = partial(_fail_alone, journal)
+    try:
+        yield
+    except Stopped as error:
+        journal.finish("stopped", error.exit_code, str(error))
+        _with_last_lines(error, journal)
+        raise
+    except (TrainingError, SaveError) as error:  # raised on all ranks
+        journal.finish("failed", error.exit_code, str(error))
+        _with_last_lines(error, journal)
+        raise
+    except UsageError as error:  # from a user's code, on this rank alone: training has begun
+        _fail_alone(journal, error)
+        raise _with_last_lines(HpctrainError(str(error)), journal) from error
+    except BaseException as error:
+        first = _fail_alone(journal, error)
+        _with_last_lines(error, journal)
+        if (short := shortage(error)) is None:
+            raise
+        if not first:  # ranks are often short of memory together: the first one reports
+            time.sleep(SPEAK_FIRST_S)
+        raise short from error
+    finally:
+        journal.world.last_words = None
+
+
+def _fail_alone(journal: Journal, error: BaseException) -> bool:
+    """Write the summary of a rank that fails alone.
+
+    Returns whether it was the first to do so, as far as it can tell.
+    """
+    error, world = shortage(error) or error, journal.world
+    journal.end_alone()
+    place = f"rank {world.rank} on {world.host}, step {world.trace.step}"
+    reason = f"{place}: {type(error).__name__}: {error}"
+    facts = {"status": "failed", "exit_code": 1, "reason": reason, "recipe": journal.name}
+    with suppress(OSError):  # a full disk, say: the error itself must still be printed
+        return journal.run is None or run_folder.write_first_summary(journal.run, facts)
+    return True
+
+
+def _with_last_lines(error: E, journal: Journal) -> E:
+    """Append the run's folder and the command that resumes it to the message of `error`."""
+    if journal.run is not None:
+        annotate(error, last_lines(journal.run))
+    return error

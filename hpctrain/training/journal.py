@@ -1,0 +1,298 @@
+"""The record of a run: rows of metrics, times, the summary; and its progress bar and log.
+
+Every rank has a journal, since sums are collective; rank 0 alone writes files and prints.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from hpctrain.core import progress
+from hpctrain.core.errors import SaveError
+from hpctrain.core.metrics import idle, means
+from hpctrain.data import Sampler, TextOptions
+from hpctrain.engines import Engine
+from hpctrain.engines import staleness as stale
+from hpctrain.engines.staleness import Staleness
+from hpctrain.machine import versions
+from hpctrain.nn import Sums, add
+from hpctrain.optim.optimizer import Schedule, rate_curve, rate_of
+from hpctrain.run_files.writer import RunFiles
+from hpctrain.training import run_facts
+from hpctrain.training.recipe import Recipe
+from hpctrain.training.skip_counter import SkipCounter
+from hpctrain.training.timeline import Timeline
+from hpctrain.watch.trace import TraceOptions
+from hpctrain.world import World
+
+log = logging.getLogger(__name__)
+BAR_S = 0.1  # the bar is drawn this often at most: drawing takes time from training
+NOTHING = Sums(0.0, 0, 0)
+
+
+class Journal:
+    """The record of one run; `run` is its folder, None to keep nothing."""
+
+    def __init__(
+        self,
+        world: World,
+        engine: Engine,
+        sampler: Sampler,
+        total_steps: int,
+        run: Path | None,
+        recipe: Recipe | None,
+        rate: float | Schedule | None = None,
+        trace: TraceOptions = TraceOptions(),  # noqa: B008  (frozen)
+    ):
+        self.world, self.engine, self.sampler = world, engine, sampler
+        self.total_steps, self.run, self.recipe, self.rate = total_steps, run, recipe, rate
+        self.name = recipe.run.name if recipe else "training"
+        self.steps_redone = 0
+        self.intervals: int | None = 0  #: since the first step; each ends with a collective call
+        self.skips = SkipCounter(world, engine)
+        self.files = RunFiles(None if world.rank else run)
+        self._timeline = Timeline(world, run, trace)
+        self._bar = progress.Bar(self.name, 0, total_steps, visible=False)  # until training begins
+        self._last: dict[str, Any] = {}  # the latest row
+        self._whole: dict[str, Any] | None = None  # the summary of a run that was done before
+        self._tested: dict[str, Any] = {"test_loss": None, "test_accuracy": None}
+        self._sums, self._row_step, self._row_s = NOTHING, 0, 0.0
+        self._stale_before: Staleness | None = None  # in the parts before this one
+        self._first_step, self._began, self._drawn = 0, perf_counter(), 0.0
+
+    def resume(self, step: int, about: dict[str, Any]) -> list[dict[str, Any]]:
+        """Go on after `step`: drop the rows of steps to be done again; return the remaining rows.
+
+        Collective: every rank gets them.
+        """
+        if about.get("batch") not in (None, self.sampler.batch):
+            log.warning("batch was %s before, now %s", about["batch"], self.sampler.batch)
+        if about.get("staleness"):
+            self._stale_before = Staleness.from_json(about["staleness"])
+        self.intervals = about.get("intervals", None if step else 0)
+        self.skips.resume(about)
+        open_row = about.get("open_row") or {"since_step": step, "sums": NOTHING}
+        self._row_step = open_row["since_step"]
+        if self.world.rank == 0:  # they are the sums of all ranks
+            self._sums = Sums(*open_row["sums"])
+        rows, whole = self.world.together(lambda: self.files.go_back(step, about))
+        rows, whole = json.loads(self.world.gather(json.dumps([rows, whole]))[0])
+        self.steps_redone = self.files.steps_redone
+        if whole and (whole["status"], whole.get("steps")) == ("done", step):
+            self._whole = whole
+        # A run that was complete makes no new row: its summary is from the last one.
+        self._last = rows[-1] if rows else {}
+        self._tested = {key: self._last.get(key) for key in self._tested}
+        if step:
+            self._tell("resumed at step %d of %d", step, self.total_steps)
+        return rows
+
+    def begin(self, step: int) -> None:
+        """Write the recipe, start the clocks and the bar; raise UsageError; collective."""
+        self._first_step = step
+        text = self.recipe.toml() if self.recipe else None
+        self.world.together(lambda: self.files.begin(text))
+        visible = self.world.rank == 0 and log.isEnabledFor(logging.INFO)
+        self._timeline.begin()
+        self._bar = progress.Bar(self.name, step, self.total_steps, visible)
+        self._times_before = dict(vars(self.engine.times))
+        self.skips.begin()
+        self._began = perf_counter()
+
+    def count_interval(self) -> None:
+        """Count an interval, unless an older part of the run did not count them."""
+        self.intervals = None if self.intervals is None else self.intervals + 1
+
+    def step(self, step: int, sums: Sums) -> None:
+        """Add this rank's share of a step that is done."""
+        self._sums = add(self._sums, sums)
+        now = self._wall_s()
+        if self._bar.drawn and now - self._drawn >= BAR_S and self._sums.count:
+            self._drawn = now
+            loss, rate = self._sums.loss / self._sums.count, self._samples(step) / now
+            self._bar.show(step, self._epoch(step), loss, rate)
+
+    def row(
+        self, step: int, tested: Sums | None, interrupted: bool = False
+    ) -> dict[str, Any] | None:
+        """Close an interval: write its row and, if no bar is drawn, log it; collective.
+
+        Returns the row, None if no step was done; every rank has its own times in it, and all the
+        same sums. `interrupted`: the row is made only because of a request to stop.
+        """
+        if step == self._row_step:
+            return None
+        sums, ranks = self._summed()
+        now = float(ranks["wall_s"][self.world.rank])
+        samples = self._samples(step) - max(self._samples(self._row_step), 0)
+        self._tested = means("test", *tested) if tested else dict.fromkeys(self._tested)
+        self._last = {
+            "step": step,
+            "steps": step - self._row_step,
+            "since_step": self._first_step,  # start of the clocks: a resumed run has several parts
+            "epoch": self._epoch(step),
+            "samples": self.sampler.samples_before(step),
+            **means("train", *sums),
+            **self._tested,
+            "skipped_steps": self.skips.skipped_steps,
+            "rate": None if self.rate is None else rate_of(self.rate, self._updates(step)),
+            "rates": rate_curve(self.rate, self._row_step + 1, step, self._updates),
+            "samples_per_s": samples / max(now - self._row_s, 1e-9),
+            "wall_s": now,
+            **self._times(),
+            "ranks": {name: ranks[name].round(6).tolist() for name in self._times()},
+            **stale.metrics(self._staleness),
+            "dropped_gradients": self.skips.dropped_gradients(ranks, self._staleness),
+            "idle_fraction": idle(ranks),
+        }
+        if interrupted:
+            self._last["interrupted"] = True
+        self._sums, self._row_step, self._row_s = NOTHING, step, now
+        if self.world.rank == 0:
+            self._write_row()
+        return self._last
+
+    def about_now(self, step: int) -> dict[str, Any]:
+        """Return the facts beside the arrays of a checkpoint after `step` steps; collective."""
+        epoch, index = self.sampler.place(step)
+        return {
+            "step": step,
+            "epoch": epoch,
+            "sample_index": index,
+            "open_row": self._open_row(step),
+            "world_size": self.world.size,
+            "batch": self.sampler.batch,
+            "seed": self.sampler.seed,
+            "versions": versions(),
+            "updates_per_step": self.engine.updates_per_step,
+            "staleness": self._staleness and self._staleness.to_json(),
+            "steps_redone": self.steps_redone,
+            "intervals": self.intervals,
+            "rows_due": self.files.due,
+            **self.skips.state(self._summed()[1]),
+            "recipe": self.name,
+            "recipe_sha256": self.recipe and self.recipe.sha256,
+        }
+
+    def _open_row(self, step: int) -> dict[str, Any] | None:
+        """Return the sums so far for a row that is not due yet; collective."""
+        if step == self._row_step:
+            return None
+        return {"since_step": self._row_step, "sums": self._summed()[0]}
+
+    def finish(self, status: str, exit_code: int, reason: str | None = None) -> dict[str, Any]:
+        """Write the summary, show the closing table and return the summary; collective."""
+        summary = self._summary(status, exit_code, reason)
+        if self._whole and status == "done" and self._row_step == self._first_step:
+            summary = self._whole  # nothing was done: what was measured stands
+        self._bar.close(self._row_step)
+        self._timeline.end()  # summary.json is the last of all files
+        self._write_end(summary)
+        if self.world.rank == 0 and status == "done" and log.isEnabledFor(logging.INFO):
+            text = self.recipe is not None and isinstance(self.recipe.data, TextOptions)
+            progress.console().print(progress.closing_table(summary, text))
+            log.info("results: %s", self.run or "not kept, as no folder was given")
+        return summary
+
+    def _write_end(self, summary: dict[str, Any]) -> None:
+        """Write the rows that are still due, and the summary; collective.
+
+        If that fails, a run that is done raises SaveError; one that has failed only warns.
+        """
+        fault = self.world.gather(self.files.end(summary))[0]
+        if fault and summary["status"] == "done":
+            raise SaveError(fault)
+        if fault and self.world.rank == 0:
+            log.warning("%s", fault)
+
+    def end_alone(self) -> None:
+        """End bar and trace on a rank that fails alone."""
+        self._bar.close(self._row_step)
+        self._timeline.end_alone()
+
+    def _summary(self, status: str, exit_code: int, reason: str | None) -> dict[str, Any]:
+        world, engine, step = self.world, self.engine, self._row_step
+        _, ranks = self._summed()
+        wall = float(ranks["wall_s"][world.rank])
+        return {
+            "status": status,
+            "exit_code": exit_code,
+            "reason": reason,
+            "recipe": self.name,
+            **run_facts.of_run(world, engine),
+            "epochs": step / self.sampler.steps_per_epoch,
+            "steps": step,
+            "since_step": self._first_step,  # of a resumed run: since when times are told
+            "steps_redone": self.steps_redone,
+            "skipped_steps": self.skips.skipped_steps,
+            "samples": self.sampler.samples_before(step),
+            "samples_per_s": self._samples(step) / max(wall, 1e-9),
+            "wall_s": wall,
+            **{name: float(ranks[name].mean()) for name in self._times()},
+            "bytes_sent_per_rank": int(ranks["bytes_sent"].mean()),
+            "train_loss": self._last.get("train_loss"),
+            **self._tested,
+            **stale.metrics(self._staleness),
+            "dropped_gradients": self.skips.dropped_gradients(ranks, self._staleness),
+            "idle_fraction": idle(ranks),
+            "params_sha256": run_facts.trained_sha256(world, engine),
+            "seed": self.sampler.seed,
+        }
+
+    def _summed(self) -> tuple[Sums, dict[str, np.ndarray]]:
+        """Return the sums of this interval, and by name each rank's own numbers: float64 (ranks,).
+
+        One all-reduce; all ranks get the same.
+        """
+        engine = self.engine
+        own = {
+            **self._times(),
+            "wall_s": self._wall_s(),
+            "bytes_sent": engine.bytes_sent,
+            **self.skips.of_this_rank(),
+        }
+        table = np.zeros((len(own), self.world.size))
+        table[:, self.world.rank] = list(own.values())
+        with self.world.trace.span("sum for a row", "other"):
+            total = engine.sum(np.array([*self._sums, *table.ravel()]))
+        loss, correct, count = total[: len(NOTHING)].tolist()
+        of_ranks = total[len(NOTHING) :].reshape(table.shape)
+        return Sums(loss, correct, count), dict(zip(own, of_ranks, strict=True))
+
+    def _times(self) -> dict[str, float]:
+        """Return this rank's times since the start of the clocks: engines may train repeatedly."""
+        return {name: s - self._times_before[name] for name, s in vars(self.engine.times).items()}
+
+    @property
+    def _staleness(self) -> Staleness | None:
+        """The counts since the first step, also those before the run was resumed."""
+        since_resume, before = self.engine.staleness, self._stale_before
+        return since_resume.merged(before) if since_resume and before else since_resume or before
+
+    def _updates(self, step: int) -> int:
+        """Return the number of updates before that of step `step`, counted from 1."""
+        return int(max(step - 1 - self.skips.skipped_steps, 0) * self.engine.updates_per_step)
+
+    def _write_row(self) -> None:
+        self.files.add(self._last)
+        if not self._bar.drawn:
+            log.info(progress.line(self._last, self.total_steps))
+
+    def _tell(self, text: str, *args: Any) -> None:
+        if self.world.rank == 0:
+            log.info(text, *args)
+
+    def _wall_s(self) -> float:
+        return perf_counter() - self._began
+
+    def _epoch(self, step: int) -> int:
+        return -(-step // self.sampler.steps_per_epoch)
+
+    def _samples(self, step: int) -> int:
+        return self.sampler.samples_before(step) - self.sampler.samples_before(self._first_step)

@@ -1,0 +1,218 @@
+"""The loop over steps, for any engine: train, evaluate, save, and summarize.
+
+Scale is set here and nowhere else: 1 over the targets of a step, all workers together, which are
+its samples, or the places in its texts. So collectives only ever sum, and a last batch that is
+short or unevenly shared is right as it is. Where workers are asynchronous, the gradient of each
+counts by itself: there it is 1 over the worker's own targets.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain import checkpoint, nn
+from hpctrain.core.errors import Interrupted, Stopped, UsageError
+from hpctrain.core.signals import StopRequest, by_what
+from hpctrain.core.xp import finish
+from hpctrain.data import Samples, in_pieces, share
+from hpctrain.engines import Engine, replay
+from hpctrain.engines.worker_state import for_any_engine
+from hpctrain.gradients.blocks import NOTHING, in_order
+from hpctrain.gradients.replica import Batch, Replica
+from hpctrain.run_files import run_folder
+from hpctrain.training.callbacks import Callbacks, Row
+from hpctrain.training.checkpointer import Keeper
+from hpctrain.training.journal import Journal
+from hpctrain.training.tasks import Plan, Tasks
+from hpctrain.world import World
+
+log = logging.getLogger(__name__)
+
+
+def evaluate(engine: Engine, samples: Samples, blocks: int) -> nn.Sums:
+    """Return the sums of loss and right answers over `samples`; each worker does its share.
+
+    They are added block by block: the number of workers only decides the owner of each block.
+    """
+    engine.settle()
+    table = np.zeros((blocks, len(NOTHING)))
+    if engine.worker is not None:
+        _, own_blocks = share(np.arange(blocks), engine.worker, engine.workers)
+        for block in own_blocks:
+            _, indexes = share(np.arange(len(samples)), block, blocks)
+            table[block] = list(sums_over(engine.replica, samples, indexes))
+    return in_order(engine.sum(table.ravel()).reshape(table.shape))
+
+
+def sums_over(replica: Replica, samples: Samples, indexes: np.ndarray) -> nn.Sums:
+    """Return the sums over the samples at `indexes`, read a few at a time."""
+    pieces = (Batch(*rows) for rows in in_pieces(samples, indexes))
+    return reduce(nn.add, map(replica.evaluate, pieces), NOTHING)
+
+
+class Loop:
+    """One call of fit: the state of the loop over steps."""
+
+    def __init__(
+        self,
+        world: World,
+        engine: Engine,
+        replica: Replica,
+        plan: Plan,
+        journal: Journal,
+        callbacks: Callbacks,
+    ):
+        """Train `replica`, on which `engine` was built."""
+        self.world, self.engine, self.plan, self.journal = world, engine, plan, journal
+        self.callbacks = callbacks
+        self.order = replay.Log(engine.recorder, journal.run, world.rank, self._depends_on())
+        self.step, self.rows = 0, list[Row]()  # rows: those of the run before this part
+        self.row: Row = {}  # of this step, where there is one
+        self.keeper = Keeper(world, engine, replica, journal, plan.checkpoints, plan.about)
+        self.ended = ""  # the reason to end before the last step
+
+    def begin(self) -> None:
+        """Prepare the files of the run for the steps after `step`; collective.
+
+        Raises UsageError on all ranks if one cannot be read or written.
+        """
+        self.world.together(self._begin_log)
+        self.journal.begin(self.step)
+
+    def _begin_log(self) -> None:
+        with run_folder.writable(self.journal.run or Path()):
+            self.order.begin(self.step, self.journal.intervals)
+
+    def run(self, request: StopRequest) -> dict[str, Any]:
+        """Train from `step` to the end, or to the step of a request to stop."""
+        self.ended = self.callbacks.begin(self.rows)
+        with Tasks(self.world, self.engine, self.plan, self.journal, request) as work:
+            self._train(work)
+        self.order.end()
+        early = self.step < self.journal.total_steps
+        return self.journal.finish("done", 0, self.ended if early else None)
+
+    def _train(self, work: Tasks) -> None:
+        total = self.journal.total_steps
+        while self.step < total and not self.ended:
+            work.at(self.step)
+            before = self.step
+            self.step, flags = self.engine.train(work, self.step, self._until())
+            self.journal.count_interval()
+            self.order.keep()
+            if self.step > before:
+                self.journal.skips.in_a_row = 0
+            if flags.failed:
+                self.journal.skips.skip(self.step, flags.failed - 1, self.plan.max_skipped)
+                self.step += 1
+            stopped = bool(flags.stop) and self.step < total
+            self._look(stopped)
+            last = self.step == total or stopped or bool(self.ended)
+            if last:
+                self.engine.settle()  # the arena then holds the trained parameters
+                finish(self.engine.replica.arena.param)  # no copy into it outlives us
+            if last or self.keeper.due(self.step, self.row):
+                self.order.sync()
+                self.keeper.save(self.step, self.row, must=last)
+            if stopped and not self.ended:
+                raise self._stopped(flags.stop)
+
+    def _stopped(self, number: int) -> Stopped:
+        run, by = self.journal.run, by_what(number)
+        stopped = f"stopped at step {self.step} of {self.journal.total_steps} {by}"
+        if run is None:
+            return Interrupted(f"{stopped}; nothing was saved: `fit` was given no folder (out=DIR)")
+        reason = run_folder.stop_reason(run)
+        return Stopped(f"{stopped}{f' ({reason})' if reason else ''}; resume me")
+
+    def _look(self, stopped: bool) -> None:
+        """Make a row of metrics and evaluate if due, and call the callbacks with the row."""
+        last = self.step == self.journal.total_steps
+        evaluated = last or self._multiple_of(self.plan.evaluate_every)
+        regular = evaluated or self._multiple_of(self.plan.interval, self._epoch)
+        self.row = {}
+        if regular or stopped:
+            # No evaluation for a stop: the time until the job is killed may be short.
+            tested = self._evaluated() if evaluated else None
+            self.row = self.journal.row(self.step, tested, interrupted=not regular) or {}
+            self.ended = self.callbacks.tell(self.row) if self.row else ""
+
+    def repeat(self, run: Path) -> None:
+        """Let the engine repeat the order of events in `run`; raise UsageError if it cannot."""
+        rank, recorder = self.world.rank, self.engine.recorder
+        if recorder is None:
+            raise UsageError(
+                f"--replay: the engine '{self.engine.name}' always does the same, in the same "
+                "order; train again without --replay"
+            )
+        recorded, intervals = self.world.together(
+            lambda: replay.read(run, rank, self._depends_on())
+        )
+        recorder.repeat(intervals, self.journal.intervals or 0)
+        notes = filter(None, self.world.gather(replay.differences(recorded, replay.about())))
+        if rank == 0 and (text := " | ".join(notes)):
+            log.warning("the last bits may differ from those of %s: %s", run, text)
+
+    def _depends_on(self) -> dict[str, Any]:
+        """Return the settings that must be equal in a run and in its replay."""
+        return {
+            "engine": self.engine.name,
+            "workers": self.engine.workers,
+            "servers": self.engine.servers,
+            "training samples": len(self.plan.train),
+            "batch": self.plan.sampler.batch,
+            "seed": self.plan.sampler.seed,
+            "interval_steps": self.plan.interval,
+        }
+
+    def resume(self, run: Path) -> None:
+        """Go to the newest good checkpoint, if any was ever written."""
+        loaded = checkpoint.load(run, self.world.link)
+        if loaded is None:  # a part that was lost before its first checkpoint may have left rows
+            self.journal.resume(0, {})
+            return
+        self.keeper.must_fit(loaded)
+        ratio = self.engine.updates_per_step / loaded.about.get("updates_per_step", 1.0)
+        arrays = _counted(for_any_engine(loaded.arrays), ratio)
+        self.world.together(lambda: self.engine.load(arrays))
+        self.keeper.load(arrays)
+        self.step = loaded.step
+        self.rows = self.journal.resume(loaded.step, loaded.about)
+        self.keeper.resume(run)
+
+    @property
+    def _epoch(self) -> int:
+        return self.plan.sampler.steps_per_epoch
+
+    def _until(self) -> int:
+        """Return the next step with a row, an evaluation, an epoch's end or a checkpoint."""
+        plan = self.plan
+        periods = (plan.interval, plan.evaluate_every, self._epoch, *self.keeper.periods)
+        due = [(self.step // period + 1) * period for period in periods if period]
+        return min(self.journal.total_steps, *due)
+
+    def _multiple_of(self, *periods: int) -> bool:
+        return any(period and self.step % period == 0 for period in periods)
+
+    def _evaluated(self) -> nn.Sums | None:
+        if self.plan.test is None:
+            return None
+        with self.world.trace.span("evaluate", "other"):
+            return evaluate(self.engine, self.plan.test, self.plan.blocks)
+
+
+def _counted(arrays: Mapping[str, np.ndarray], ratio: float) -> dict[str, np.ndarray]:
+    """Return `arrays` with the update counts of optimizers, hence schedules, times `ratio`.
+
+    A regime with more updates per step has counted more of them at the same step.
+    """
+    return {
+        name: np.rint(x * ratio).astype(x.dtype) if name.endswith("optimizer.step") else x
+        for name, x in arrays.items()
+    }

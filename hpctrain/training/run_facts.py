@@ -1,0 +1,46 @@
+"""Facts of a run for its summary that training does not change: ranks, hosts, software."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hpctrain.collectives import all_gather_bytes
+from hpctrain.core import launchers
+from hpctrain.engines import Engine
+from hpctrain.gradients.arena import params_sha256
+from hpctrain.machine import blas_threads, versions
+from hpctrain.transport import paths
+from hpctrain.world import World
+
+
+def of_run(world: World, engine: Engine) -> dict[str, Any]:
+    """Return the ranks, their places and their software, by the keys of summary.json."""
+    return {
+        "engine": engine.name,
+        "algorithm": engine.algorithm,
+        "transport": world.transport,
+        "world_size": world.size,
+        "workers": engine.workers,
+        "servers": engine.servers,
+        "hosts": sorted(set(world.hosts)),
+        "gpus": sorted({place.gpu for place in world.places} - {""}),
+        "gpu_paths": _gpu_paths(world),
+        "restarts": launchers.restarts(os.environ),
+        "threads": blas_threads(),
+        "versions": versions(),
+    }
+
+
+def trained_sha256(world: World, engine: Engine) -> str:
+    """Return the hash of the trained parameters of worker 0: a server's replica is not trained."""
+    own = params_sha256(engine.replica.arena) if engine.worker == 0 else ""
+    return b"".join(all_gather_bytes(world.link, own.encode())).decode()
+
+
+def _gpu_paths(world: World) -> dict[str, str] | None:
+    """Return the path of GPU memory between ranks, and the reason for it; None on CPUs."""
+    if not any(place.gpu for place in world.places):
+        return None
+    arenas = world.memory.gpu
+    return paths.table(world.verdict, arenas is not None and arenas.refused)

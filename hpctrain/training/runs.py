@@ -1,0 +1,233 @@
+"""Whole runs: from a recipe to a trained model in a folder, and back to the model."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from hpctrain import checkpoint, config, engines, nn
+from hpctrain import world as worlds
+from hpctrain.config import usercode
+from hpctrain.core.errors import UsageError
+from hpctrain.core.launchers import launched
+from hpctrain.core.xp import on_device
+from hpctrain.data import Samples, Split, resized
+from hpctrain.engines.engine import load_into
+from hpctrain.gradients.mixed import MixedReplica
+from hpctrain.gradients.precision import Precision, to_read
+from hpctrain.gradients.replica import ModelReplica
+from hpctrain.optim import Optimizer
+from hpctrain.run_files import run_folder
+from hpctrain.training import recipe, weights
+from hpctrain.training.loop import sums_over
+from hpctrain.training.recipe import Recipe
+from hpctrain.training.trainer import Trainer
+from hpctrain.transport.device import gpus
+from hpctrain.transport.device.gpus import Device
+from hpctrain.world import World
+
+log = logging.getLogger(__name__)
+
+
+def train(
+    spec: Recipe, world: World, out: Path | None, resume: bool, replay: Path | None = None
+) -> dict[str, Any]:
+    """Train the recipe `spec` in folder `out` (rank 0 names one if None); return the summary.
+
+    Collective; raises the errors of Trainer.fit.
+    """
+    world.together(lambda: spec.must_fit(world.size, len(world.main.nodes)))
+    _agree_on_code(spec, world)
+    split = world.together(lambda: resized(spec.data.load(spec.run.seed), spec.run.epoch_samples))
+    world.must_agree(_fingerprint(split.train), "training data (by the hash of a few samples)")
+    model = world.together(lambda: build_model(spec, split))
+    batch = spec.batch.size(engines.workers_of(spec.engine, world.size))
+    per_epoch = -(-len(split.train) // batch)
+    total = spec.run.steps or (spec.run.epochs or 0) * per_epoch
+    trainer = Trainer(
+        model,
+        _optimizer(spec, world.size, per_epoch, total),
+        spec.engine,
+        spec.run.seed,
+        spec.run.precision,
+        world,
+        callbacks=world.together(lambda: _callbacks(spec)),
+        faults=spec.faults,
+        init=None if resume and _has_begun(world, out) else spec.init,
+    )
+    summary = trainer.fit(
+        split.train,
+        steps=total,
+        batch=batch,
+        micro_batches=spec.batch.micro_batches,
+        evaluate=split.test,
+        evaluate_epochs=spec.run.evaluate_epochs,
+        evaluate_steps=spec.run.evaluate_steps,
+        prefetch=spec.run.prefetch,
+        interval_steps=spec.run.interval_steps,
+        out=world.gather(str((out or run_folder.default_path(spec.run.name)).absolute()))[0],
+        resume=resume,
+        checkpoints=spec.checkpoint,
+        timeout_s=spec.run.timeout_s,
+        recipe=spec,
+        trace=spec.trace,
+        classes=split.classes,
+        replay=replay,
+        not_finite=spec.run.not_finite,
+        max_skipped=spec.run.max_skipped,
+    )
+    trainer.close()  # not after a failure: it is collective, and other ranks do not take part
+    return summary
+
+
+def _optimizer(spec: Recipe, ranks: int, steps_per_epoch: int, total_steps: int) -> Optimizer:
+    """Return the optimizer of a recipe; its schedule counts updates, not the regime's steps."""
+    rate = spec.optimizer.rate * spec.batch.rate_factor(engines.workers_of(spec.engine, ranks))
+    updates = engines.updates_per_step(spec.engine, ranks)
+    lengths = (round(steps * updates) for steps in (steps_per_epoch, total_steps))
+    schedule = spec.schedule.build(rate, *lengths)
+    built: Optimizer = spec.optimizer.build(schedule)
+    return built
+
+
+def _has_begun(world: World, out: Path | None) -> bool:
+    """Return whether rank 0 sees checkpoints in `out`, good or bad: they go before `[model] init`.
+
+    Collective.
+    """
+    begun = world.together(lambda: out is not None and bool(checkpoint.listing(out)))
+    return bool(world.gather("yes" * begun)[0])
+
+
+def _agree_on_code(spec: Recipe, world: World) -> None:
+    """Raise UsageError unless all ranks have the same code; warn if it has changed."""
+    now, recorded = spec.code.sha256, spec.code.recorded
+    world.must_agree(str(sorted(now.items())), "the code that the recipe names (by its SHA-256)")
+    changed = [name for name in now.keys() & recorded.keys() if now[name] != recorded[name]]
+    if changed and world.rank == 0:
+        log.warning("code has changed since the recipe was kept: module %s", ", ".join(changed))
+
+
+def _callbacks(spec: Recipe) -> list[Any]:
+    """Return the callbacks that receive each row: early stop, then the user's own functions."""
+    folder, targets = spec.code.folder, spec.run.callbacks
+    own = [usercode.find(target, "[run] callbacks", folder) for target in targets]
+    return [spec.early_stop, *own] if spec.early_stop else own
+
+
+def _fingerprint(samples: Samples) -> str:
+    """Return a hash of a few samples, spread over the set: all ranks must have the same."""
+    rows = np.unique(np.linspace(0, len(samples) - 1, 16).astype(np.int64))
+    return hashlib.sha256(b"".join(part.tobytes() for part in samples.rows(rows))).hexdigest()[:16]
+
+
+def build_model(spec: Recipe, split: Split) -> Any:
+    """Return the model of a recipe for the samples of `split`."""
+    return spec.model.build(split.train.sample_shape, split.classes)
+
+
+def load(
+    run: str | Path,
+    best: bool = False,
+    model: nn.Model | None = None,
+    device: Device = "auto",
+    trust: bool = False,
+) -> ModelReplica | MixedReplica:
+    """Return the model of the run in folder `run`, with the weights of its newest checkpoint.
+
+    With `best`: those of the checkpoint kept by `keep_best`. `model` is that of a run which a
+    Trainer made without a recipe. It computes on `device`: "cpu", "gpu", or "auto", the device that
+    `init` chose for this process, else a GPU if there is one. On a GPU it has the run's precision,
+    on cores at least float32. No MPI is needed. A model that is a user's own function is called:
+    code that is not this user's, or has changed since the run was trained, only with `trust`.
+    Raises UsageError if there is no recipe or no good checkpoint, if the model is another, or if a
+    "gpu" is not available.
+    """
+    folder = Path(run)
+    if model is None and not (folder / run_folder.RECIPE).is_file():
+        raise UsageError(
+            f"{folder} has no {run_folder.RECIPE}; expected the folder of `hpctrain train`, or the "
+            "model of your own Trainer beside it: ht.load(DIR, model=...)"
+        )
+    if model is not None:
+        loaded = weights.checkpoint_of(folder, best)
+        precision: Precision = "float64" if loaded.arrays["param"].itemsize == 8 else "float32"
+        return _holding(to_read(model, 0, precision, _on_gpu(device)), loaded)
+    spec = _recipe_of(folder, trust)
+    return with_weights(spec, weights.checkpoint_of(folder, best), _on_gpu(device))
+
+
+def _recipe_of(run: Path, trust: bool) -> Recipe:
+    """Return the recipe of a run; raise UsageError if its code may not be executed."""
+    file = run / run_folder.RECIPE
+    spec = recipe.load(str(file))
+    if spec.code.named and not trust:
+        usercode.must_be_own(run, file, spec.code)
+    return spec
+
+
+def with_weights(
+    spec: Recipe, loaded: checkpoint.Loaded, on_gpu: bool = False
+) -> ModelReplica | MixedReplica:
+    """Return the model of `spec` with the weights of the checkpoint `loaded`.
+
+    `on_gpu`: on the current device, in the precision of `spec`.
+    """
+    facts = loaded.about.get("model")
+    if facts is None:  # an older checkpoint: the data have the shape and the classes
+        model = build_model(spec, spec.data.load(spec.run.seed))
+    else:
+        model = spec.model.build(tuple(facts["input_shape"]), facts["classes"])
+    return _holding(to_read(model, spec.run.seed, spec.run.precision, on_gpu), loaded)
+
+
+def _on_gpu(device: Device) -> bool:
+    """Return whether the model computes on a GPU, which is then current in this thread."""
+    config.pick(dict.fromkeys(get_args(Device)), device, "device")
+    world = worlds.current()
+    if world is None or world.gpu is None:
+        on_cores = world is not None and device == "auto"  # as `init` chose
+        return not on_cores and gpus.take(device, launched(os.environ)) is not None
+    if device != "cpu":
+        gpus.use(world.gpu.ordinal)
+    return device != "cpu"
+
+
+def _holding(
+    replica: ModelReplica | MixedReplica, loaded: checkpoint.Loaded
+) -> ModelReplica | MixedReplica:
+    if "weights" in loaded.about:
+        weights.take(replica.arena, weights.named(loaded), str(loaded.path))
+    else:
+        load_into(replica.arena, {}, loaded.arrays)
+    return replica
+
+
+def evaluate(
+    run: str | Path, best: bool = False, device: Device = "auto", trust: bool = False
+) -> dict[str, Any]:
+    """Return loss, accuracy and number of samples of a run's model on its test set, and its step.
+
+    The newest checkpoint is evaluated, with `best` the one kept by `keep_best`; `device` and
+    `trust`: see `load`.
+    """
+    folder = Path(run)
+    spec = _recipe_of(folder, trust)
+    split = spec.data.load(spec.run.seed)
+    if split.test is None:
+        raise UsageError(f"{run}: the data of this run has no test set to evaluate on")
+    loaded = weights.checkpoint_of(folder, best)
+    model = with_weights(spec, loaded, _on_gpu(device))
+    sums = sums_over(model, split.test, np.arange(len(split.test)))
+    return {
+        "step": loaded.step,
+        "test_loss": sums.loss / sums.count,
+        "test_accuracy": sums.correct / sums.count,
+        "samples": len(split.test),
+        "device": "gpu" if on_device(model.arena.param) else "cpu",
+    }

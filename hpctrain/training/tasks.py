@@ -1,0 +1,109 @@
+"""The plan of one call of fit, and the tasks of a worker by that plan, read ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple
+
+from hpctrain import nn
+from hpctrain.core.signals import StopRequest
+from hpctrain.data import Prefetch, Sampler, Samples, share
+from hpctrain.engines import Engine, Flags, Task
+from hpctrain.gradients.replica import Batch
+from hpctrain.training.journal import Journal
+from hpctrain.training.recipe import CheckpointOptions
+from hpctrain.world import World
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of one call of fit: the samples, and the periods in steps."""
+
+    train: Samples
+    test: Samples | None
+    sampler: Sampler
+    targets: int  #: per sample
+    blocks: int  #: parts of a batch; see hpctrain.engines.blocks_of
+    interval: int  #: steps per row of metrics
+    evaluate_every: int  #: steps; the model is also evaluated at the end
+    prefetch: int
+    timeout_s: float
+    checkpoints: CheckpointOptions
+    max_skipped: int  #: steps in a row that may be skipped, since a gradient is not finite; 0: none
+    about: dict[str, Any]  #: facts of the model for checkpoints
+
+
+class _Share(NamedTuple):
+    """A worker's share of a step: its samples, their offset in the batch, the batch's size."""
+
+    step: int
+    first: int
+    batch: Batch
+    samples: int
+
+
+class Tasks:
+    """The tasks of this worker, read ahead; see `hpctrain.engines.Work`. A context manager."""
+
+    def __init__(
+        self, world: World, engine: Engine, plan: Plan, journal: Journal, request: StopRequest
+    ):
+        self._world, self._engine, self._plan = world, engine, plan
+        self._journal, self._request = journal, request
+        self._shares: Prefetch[_Share] | None = None
+        self.may_drop = plan.max_skipped
+
+    def __enter__(self) -> Tasks:
+        """Return self."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Read no more."""
+        if self._shares is not None:
+            self._shares.close()
+
+    def task(self, step: int) -> Task:
+        """Return this worker's share of a step, and the scale: see hpctrain.training.loop."""
+        self.at(step)
+        if self._shares is None:
+            self._shares = Prefetch(
+                self._read, self._steps(step), self._plan.prefetch, self._plan.timeout_s
+            )
+        with self._world.trace.span("wait for data", "other"):
+            while (share := self._shares.next()).step < step:
+                pass  # a step that the other workers took without this one
+        samples = len(share.batch.y) if self._engine.asynchronous else share.samples
+        scale = 1.0 / max(samples * self._plan.targets, 1)
+        key = nn.Key(self._plan.sampler.seed, step, share.first, samples=share.samples)
+        return Task(share.batch, scale, key)
+
+    def done(self, step: int, sums: nn.Sums) -> None:
+        """Pass the sums of a step to the journal."""
+        self._journal.step(step, sums)
+
+    def flags(self) -> Flags:
+        """Return this rank's request to stop, with the number of its signal."""
+        return Flags(stop=self._request.number if self._request.requested else 0)
+
+    def at(self, step: int) -> None:
+        """Set the step of the watch and of the trace."""
+        self._world.trace.step = step
+        if self._world.record is not None:
+            self._world.record.step = step
+
+    def _steps(self, first: int) -> Iterable[int]:
+        # A worker that is faster than the others computes more than its part of all steps.
+        return (
+            count(first) if self._engine.asynchronous else range(first, self._journal.total_steps)
+        )
+
+    def _read(self, step: int) -> _Share:
+        """Return this worker's share of a step; called by the thread that reads ahead."""
+        sampler, engine = self._plan.sampler, self._engine
+        assert engine.worker is not None  # a server has no tasks
+        indexes = sampler.batch_indexes(step)
+        first, own = share(indexes, engine.worker, engine.workers, self._plan.blocks)
+        epoch, _ = sampler.place(step)
+        return _Share(step, first, Batch(*self._plan.train.rows(own, epoch)), len(indexes))

@@ -1,0 +1,236 @@
+"""The traces of all ranks on one clock: offsets are measured, files written and merged.
+
+DIR/trace/rank-00000.json    a rank's own spans, by rank 0's clock; with offset and uncertainty
+DIR/trace.json               all ranks, for chrome://tracing or ui.perfetto.dev
+
+Both are in the Trace Event Format, an event per line. All ranks share the folder, as that of
+checkpoints. A resumed run replaces the trace of the part before. A failed write is only a warning:
+no training fails because of its trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from threading import get_ident
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from hpctrain.core import files
+from hpctrain.core.errors import UsageError
+from hpctrain.transport.link import Link
+from hpctrain.watch.trace import Clock, Reading, TraceOptions
+from hpctrain.world import World
+
+log = logging.getLogger(__name__)
+ROUNDS = 10  #: round trips per rank and reading of its clock
+_HEAD_BYTES = files.MIB  #: of the first line
+FOLDER, MERGED = "trace", "trace.json"
+_KERNEL = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Timeline:
+    """The trace of one run in its folder `run`."""
+
+    def __init__(self, world: World, run: Path | None, options: TraceOptions):
+        """Raise UsageError if the trace is enabled but the run has no folder."""
+        if options.enabled and run is None:
+            raise UsageError("a trace is written into the folder of a run: give fit out=DIR")
+        self._world, self._run, self._options = world, run, options
+        self._begun, self._origin_s = False, 0.0
+        self._remote: list[int] = []  # ranks on another host than rank 0: they have another clock
+        self._readings: tuple[Reading, ...] = ()
+
+    def begin(self) -> None:
+        """Begin to record if the trace is enabled; collective."""
+        if self._run is None or not self._options.enabled:
+            return
+        if self._world.rank == 0:
+            _forget(self._run)
+        replies = self._world.gather(f"{kernel()} {perf_counter()!r}")
+        kernels, clocks = zip(*(reply.rsplit(" ", 1) for reply in replies), strict=True)
+        self._origin_s = float(clocks[0])
+        self._remote = [rank for rank, kernel in enumerate(kernels) if kernel != kernels[0]]
+        self._readings = (compared(self._world.link, self._remote),)
+        self._world.trace.start(self._options)
+        self._begun = True
+
+    def end(self) -> None:
+        """Write the files; warn if that fails; collective."""
+        if not self._begun:
+            return
+        self._stop()
+        self._readings += (compared(self._world.link, self._remote),)
+        faults = self._world.gather(_fault_of(self._write))
+        if self._world.rank == 0:
+            self._say(faults, _fault_of(self._merge))
+
+    def end_alone(self) -> None:
+        """Write this rank's spans and merge the files present; the other ranks do not take part."""
+        if self._begun:
+            self._stop()
+            _fault_of(self._write)
+            _fault_of(self._merge)
+
+    def _stop(self) -> None:
+        self._world.trace.stop()
+        self._begun = False
+
+    def _say(self, faults: list[str], fault: str) -> None:
+        hosts = self._world.hosts
+        failed = [
+            f"rank {rank} on {hosts[rank]}: {text}" for rank, text in enumerate(faults) if text
+        ]
+        failed += [f"{MERGED}: {fault}"] * bool(fault)
+        if failed:
+            rest = f" (and {len(failed) - 1} more)" * (len(failed) > 1)
+            log.warning("the trace in %s could not be written: %s%s", self._run, failed[0], rest)
+        elif dropped := self._world.trace.dropped:
+            log.warning(
+                "the trace is not whole: trace.max_spans is %d, and rank 0 had %d more; raise it "
+                "or name trace.steps",
+                self._options.max_spans,
+                dropped,
+            )
+
+    def _write(self) -> None:
+        world, run = self._world, self._run
+        assert run is not None
+        last = self._readings[-1]
+        about = {
+            "rank": world.rank, "host": world.host, "clock_offset_s": last.offset_s,
+            "clock_uncertainty_s": max(reading.uncertainty_s for reading in self._readings),
+            "dropped_spans": world.trace.dropped,
+        }  # fmt: skip
+        clock = Clock(self._origin_s, self._readings)
+        # An engine may attach any object to a span: it must not end the run.
+        encode = partial(json.dumps, default=str)
+        events = map(encode, world.trace.events(world.rank, world.host, clock))
+        (run / FOLDER).mkdir(exist_ok=True)
+        _write(path_of(run, world.rank), about, events)
+
+    def _merge(self) -> None:
+        assert self._run is not None
+        merge(self._run, self._world.size)
+
+
+def path_of(run: Path, rank: int) -> Path:
+    """Return the path of the trace of `rank`."""
+    return run / FOLDER / f"rank-{rank:05d}.json"
+
+
+def merge(run: Path, size: int) -> None:
+    """Merge the traces present of `size` ranks into one, line by line; raise OSError."""
+    merged: list[Path] = []
+    # Ranks that fail together merge together: the last one to rename has read all files.
+    while (present := _files(run, size)) != merged:
+        merged = present
+        about = {"ranks": [_head(path) for path in merged]}
+        _write(run / MERGED, about, chain.from_iterable(map(_lines, merged)))
+
+
+def _files(run: Path, size: int) -> list[Path]:
+    paths = (path_of(run, rank) for rank in range(size))
+    return [path for path in paths if path.exists()]
+
+
+def compared(
+    link: Link, remote: Iterable[int], clock: Callable[[], float] = perf_counter
+) -> Reading:
+    """Return how far rank 0's clock is ahead of this rank's; collective.
+
+    The `remote` ranks ask rank 0 for the time, one after the other. Of ROUNDS answers that with
+    the shortest round trip counts: it is wrong by half of that at most. All other ranks share the
+    clock of rank 0. Source: Cristian, "Probabilistic clock synchronization", 1989.
+    """
+    remote = list(remote)
+    if link.rank == 0:
+        for rank in remote:
+            _answer(link, rank, clock)
+    if link.rank not in remote:
+        return Reading(clock(), 0.0, 0.0)
+    return min(
+        (_ask(link, clock) for _ in range(ROUNDS)), key=lambda reading: reading.uncertainty_s
+    )
+
+
+def _ask(link: Link, clock: Callable[[], float]) -> Reading:
+    reply = np.empty(1)
+    sent = clock()
+    link.sendrecv(np.empty(1), 0, reply, 0)
+    received = clock()
+    middle = (sent + received) / 2
+    return Reading(middle, float(reply[0]) - middle, (received - sent) / 2)
+
+
+def _answer(link: Link, rank: int, clock: Callable[[], float]) -> None:
+    request = np.empty(1)
+    for _ in range(ROUNDS):
+        link.irecv(request, rank).wait()
+        link.isend(np.array([clock()]), rank).wait()
+
+
+def kernel() -> str:
+    """Return an identifier of the kernel: all processes on one kernel read the same clock."""
+    try:
+        return _KERNEL.read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _forget(run: Path) -> None:
+    """Remove the trace of an earlier part, which may have had more ranks."""
+    with contextlib.suppress(OSError):
+        for path in (run / MERGED, *(run / FOLDER).glob("rank-*.json")):
+            path.unlink(missing_ok=True)
+
+
+def _fault_of(write: Callable[[], None]) -> str:
+    try:
+        write()
+    except OSError as error:
+        return f"{error.filename or ''} {error.strerror}".strip()
+    except UsageError as error:  # a rank's file that another program wrote
+        return str(error)
+    return ""
+
+
+def _write(path: Path, about: dict[str, Any], events: Iterable[str]) -> None:
+    """Write a trace whole or not at all: a header line, then a line per event."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}")
+    head = json.dumps({"displayTimeUnit": "ms", "otherData": about})
+    try:
+        with open(aside, "w") as file:
+            file.write(f'{head[:-1]},\n"traceEvents": [')
+            for number, event in enumerate(events):
+                file.write(f"{',' * bool(number)}\n{event}")
+            file.write("\n]}\n")
+        os.replace(aside, path)
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+
+
+def _head(path: Path) -> dict[str, Any]:
+    with files.open_regular(path) as file:
+        line = file.readline(_HEAD_BYTES).rstrip(b",\n") + b"}"
+    place = f"{path}, line 1"
+    head = files.as_object(files.parsed_json(files.decoded(line, place), place), place)
+    return files.as_object(head.get("otherData"), place)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Yield the events of a trace that `_write` wrote, as text."""
+    with open(path) as file:
+        for line in islice(file, 2, None):
+            if line != "]}\n":
+                yield line.rstrip(",\n")

@@ -1,0 +1,236 @@
+"""The trainer: a model, an optimizer and an engine, checked before the loop over steps begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain import checkpoint, engines, nn
+from hpctrain import world as worlds
+from hpctrain.core.errors import UsageError
+from hpctrain.core.metrics import Metric
+from hpctrain.core.signals import StopRequest
+from hpctrain.core.xp import shortage_raised
+from hpctrain.data import Sampler, Samples, worth_reading_ahead
+from hpctrain.engines import Engine
+from hpctrain.gradients.arena import params_sha256
+from hpctrain.gradients.faults import FaultsOptions, Pace
+from hpctrain.gradients.precision import Precision, replica_of
+from hpctrain.gradients.replica import Replica
+from hpctrain.gradients.slowed import Slowed
+from hpctrain.optim import Optimizer
+from hpctrain.run_files import run_folder
+from hpctrain.run_files.last_lines import last_lines
+from hpctrain.training import loop as loops
+from hpctrain.training import weights
+from hpctrain.training.callbacks import Callbacks, EarlyStop
+from hpctrain.training.exit_status import summary_on_exit
+from hpctrain.training.journal import Journal
+from hpctrain.training.loop import Loop
+from hpctrain.training.recipe import CheckpointOptions, NotFinite, Recipe, most_skipped
+from hpctrain.training.tasks import Plan
+from hpctrain.watch.trace import TraceOptions
+from hpctrain.world import World
+
+
+class Trainer:
+    """A model, an optimizer and an engine, ready to be trained; every rank makes its own."""
+
+    @shortage_raised()
+    def __init__(
+        self,
+        model: nn.Model,
+        optimizer: Optimizer,
+        engine: Any = engines.AllReduce(),  # noqa: B008  (frozen)
+        seed: int = 0,
+        precision: Precision = "float32",
+        world: World | None = None,
+        callbacks: Sequence[Any] = (),
+        faults: FaultsOptions = FaultsOptions(),  # noqa: B008  (frozen)
+        init: str | Path | None = None,
+    ):
+        """Lay the model out and build the engine; collective.
+
+        `engine`: options such as `ht.engines.AllReduce(algorithm="ring")`. `precision`: float32 or
+        float64; on a GPU also tf32, bf16 or fp16, see `hpctrain.gradients.precision`. `callbacks`
+        receive each row of metrics; see `training.callbacks`. `faults`: planted delays of ranks;
+        see `gradients.faults`. `init`: the folder of a run or a checkpoint, or a .safetensors file,
+        with the initial weights. Raises UsageError on all ranks if engine, faults or `init` do not
+        fit, or if ranks have different models, and GpuMemoryError, on the rank itself, if its GPU
+        has too little memory.
+        """
+        self.world = world or worlds.init()
+        self.seed, self.rate, self.callbacks = seed, optimizer.rate, callbacks
+        on_gpu = self.world.gpu is not None
+        self.replica = self.world.together(lambda: replica_of(model, seed, precision, on_gpu))
+        if init is not None:
+            self._warm_start(Path(init))
+        replica = self.world.together(lambda: self._slowed(faults))
+        self.engine: Engine = self.world.together(
+            lambda: engine.build(self.world, replica, optimizer)
+        )
+        self._options = engine
+        self._blocks = engines.blocks_of(engine, self.engine.workers)
+        self.world.together(lambda: faults.check(self.world.size, self.engine.workers))
+
+    def fit(
+        self,
+        train: Samples,
+        epochs: int | None = None,
+        steps: int | None = None,
+        batch: int = 128,
+        micro_batches: int = 1,
+        evaluate: Samples | None = None,
+        evaluate_epochs: int | None = None,
+        evaluate_steps: int | None = None,
+        prefetch: int | None = None,
+        interval_steps: int | None = None,
+        out: str | Path | None = None,
+        resume: bool = False,
+        checkpoints: CheckpointOptions = CheckpointOptions(),  # noqa: B008  (frozen)
+        timeout_s: float = 300.0,
+        recipe: Recipe | None = None,
+        trace: TraceOptions = TraceOptions(),  # noqa: B008  (frozen)
+        classes: int | None = None,
+        replay: str | Path | None = None,
+        not_finite: NotFinite = "stop",
+        max_skipped: int | None = None,
+    ) -> dict[str, Any]:
+        """Train for `epochs` or `steps` with `batch` samples per step over all ranks; collective.
+
+        Each rank computes its share of a step in `micro_batches` pieces, which need less memory.
+        Returns the summary, which also lies in `out`/summary.json if `out` is given, beside
+        metrics and checkpoints; `resume` goes on from the newest good checkpoint there. A row of
+        metrics is made every `interval_steps` (an epoch). The `evaluate` set is used every
+        `evaluate_epochs` (1) or `evaluate_steps`, and at the end. A thread reads `prefetch`
+        batches ahead; if None, 2, or 0 for samples in memory. `recipe` is the
+        source of these arguments, kept beside the results, and `classes` that of its model.
+        With `trace` the run leaves a trace.json; see `timeline.py`. `replay` is the folder of
+        an asynchronous run whose order of events is repeated. With `not_finite` "skip" a
+        step with a gradient that is not finite is taken by no rank, up to `max_skipped` (10) in a
+        row; where workers have steps of their own, each drops such gradients of its own.
+
+        Raises UsageError, TrainingError (loss or gradient not finite), Stopped (a signal asked to;
+        there is a checkpoint, or it is an Interrupted: without `out` nothing is saved) or
+        SaveError, each on all ranks.
+        """
+        sampler = self.world.together(lambda: self._sampler(train, batch))
+        if (epochs is None) == (steps is None):
+            raise UsageError("fit needs exactly one of epochs and steps")
+        if evaluate_epochs and evaluate_steps:
+            raise UsageError("fit takes evaluate_epochs or evaluate_steps, not both")
+        self._must_be_made(checkpoints.keep_best, evaluate is not None)
+        self.replica.micro_batches = self._micro_batches(micro_batches)
+        total = steps or (epochs or 0) * sampler.steps_per_epoch
+        plan_text = (
+            f"{len(train)} samples in batches of {batch} for {total} steps with seed {self.seed}"
+        )
+        self.world.must_agree(f"{plan_text}, {trace}", "the plan of a training")
+        with ExitStack() as stack:
+            run = self._claim(stack, out, resume, timeout_s)
+            journal = Journal(
+                self.world, self.engine, sampler, total, run, recipe, self.rate, trace
+            )
+            plan = Plan(
+                train,
+                evaluate,
+                sampler,
+                targets=self.replica.model.targets,
+                blocks=self._blocks,
+                interval=interval_steps or sampler.steps_per_epoch,
+                evaluate_every=evaluate_steps or (evaluate_epochs or 1) * sampler.steps_per_epoch,
+                prefetch=worth_reading_ahead(train) if prefetch is None else prefetch,
+                timeout_s=timeout_s,
+                checkpoints=checkpoints,
+                max_skipped=most_skipped(not_finite, max_skipped),
+                about={
+                    "model": {"input_shape": self.replica.model.input_shape, "classes": classes}
+                },
+            )
+            callbacks = Callbacks(self.callbacks, self.world.gather)
+            loop = Loop(self.world, self.engine, self.replica, plan, journal, callbacks)
+            if resume and run is not None:
+                loop.resume(run)
+            if replay is not None:
+                loop.repeat(Path(replay))
+            # Before the summary: a second signal during its writing must not end the process.
+            request = stack.enter_context(StopRequest(partial(self._last_words, run)))
+            loop.begin()
+            stack.enter_context(summary_on_exit(journal))
+            with np.errstate(over="ignore", invalid="ignore"):  # the loss is checked, each step
+                return loop.run(request)
+
+    def _last_words(self, run: Path | None) -> str:
+        """Return the last words of a run interrupted at once; those of rank 0 alone."""
+        if run is None or self.world.rank > 0:
+            return ""
+        return "".join(f"{line}\n" for line in last_lines(run))
+
+    def close(self) -> None:
+        """End the engine's threads and free its links; collective."""
+        self.engine.close()
+
+    def evaluate(self, samples: Samples) -> nn.Sums:
+        """Return the sums of loss and right answers over `samples`; each rank does its share."""
+        return loops.evaluate(self.engine, samples, self._blocks)
+
+    def _slowed(self, faults: FaultsOptions) -> Replica:
+        faults.check(self.world.size)
+        if not faults.any:
+            return self.replica
+        return Slowed(self.replica, Pace(faults, self.world.rank))
+
+    def _warm_start(self, path: Path) -> None:
+        """Load the weights at `path`; every rank reads them, as it does with a checkpoint."""
+        arena = self.replica.arena
+        self.world.together(lambda: weights.take(arena, weights.read(path), str(path)))
+        sha256 = params_sha256(arena)
+        self.world.must_agree(sha256, f"the SHA-256 of the weights at {path}")
+
+    def _sampler(self, train: Samples, batch: int) -> Sampler:
+        engines.must_fit(self._options, self.world.size, batch, len(train))
+        return Sampler(len(train), batch, self.seed)
+
+    def _must_be_made(self, keep_best: Metric | None, tested: bool) -> None:
+        """Raise UsageError if early stop or keep_best needs a metric that is never evaluated."""
+        looks = [
+            ("early stop", callback.metric)
+            for callback in self.callbacks
+            if isinstance(callback, EarlyStop)
+        ]
+        for user, metric in [*looks, ("keep_best", keep_best)]:
+            if metric and metric.startswith("test") and not tested:
+                raise UsageError(
+                    f"{user} looks at {metric}, but there is no test set to evaluate on; "
+                    "give one, or let it look at train_loss"
+                )
+
+    def _micro_batches(self, pieces: int) -> int:
+        if pieces > 1 and self.replica.model.buffers:
+            raise UsageError(
+                f"micro_batches is {pieces}, but the model normalizes over the batch: over pieces "
+                "of it the result would be another; set micro_batches = 1"
+            )
+        return pieces
+
+    def _claim(
+        self, stack: ExitStack, out: str | Path | None, resume: bool, timeout_s: float
+    ) -> Path | None:
+        """Lock the run's folder for this job, and let the watch write into it."""
+        if out is None:
+            return None
+        run = Path(out)
+
+        def claim() -> None:
+            if self.world.rank == 0:
+                stack.enter_context(run_folder.claimed(run, resume))
+                checkpoint.sweep(run)
+
+        self.world.together(claim)
+        stack.enter_context(self.world.watched(run, timeout_s))
+        return run

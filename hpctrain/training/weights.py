@@ -1,0 +1,151 @@
+"""Weights by name: taken from a run to begin another, and written for other frameworks to read.
+
+A checkpoint holds whole planes of the arena; its manifest has the place of each tensor in them:
+
+    about["weights"] = {"param": {"linear1.weight": {"shape": [64, 256], "offset": 0}, ...},
+                        "buffer": {"norm1.mean": {"shape": [16], "offset": 0}, ...}}
+
+So a checkpoint is understood without the recipe, the data and the code of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from hpctrain import checkpoint
+from hpctrain.checkpoint import Loaded
+from hpctrain.core import atomic, xp
+from hpctrain.core.errors import UsageError
+from hpctrain.core.files import FileError, MissingError, open_regular
+from hpctrain.gradients.arena import Arena, Slot
+from hpctrain.machine import version
+from hpctrain.transport.threads.link import run_ranks
+
+Tensors = dict[str, np.ndarray]
+TOLD = 10  # differences that an error lists
+# What reading a file of another kind may raise, bfloat16 included, which NumPy does not have.
+_NONSENSE = (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError)
+
+
+def layout(arena: Arena) -> dict[str, Any]:
+    """Return the place of each tensor in the planes, as JSON data for a manifest."""
+    return {"param": _places(arena.slots), "buffer": _places(arena.buffer_slots)}
+
+
+def named(loaded: Loaded) -> Tensors:
+    """Return the tensors of a checkpoint by name, parameters first: views.
+
+    Raises UsageError if the checkpoint does not have their names.
+    """
+    planes = loaded.about.get("weights")
+    if planes is None:
+        raise UsageError(
+            f"{loaded.path} does not tell the names of its tensors: an older hpctrain wrote it; "
+            "resume its run for a step with this one"
+        )
+    return {
+        name: _cut(loaded.arrays[plane], place["offset"], place["shape"])
+        for plane, places in planes.items()
+        for name, place in places.items()
+    }
+
+
+def checkpoint_of(run: Path, best: bool = False) -> Loaded:
+    """Return the newest good checkpoint of a run, or the best; a checkpoint's folder is itself.
+
+    No MPI is needed. Raises UsageError if there is none.
+    """
+    if checkpoint.is_one(run):
+        return checkpoint.read(run)
+    loaded = run_ranks(1, lambda link: checkpoint.load(run, link, best))[0]
+    if loaded is None:
+        raise UsageError(f"{run} holds no checkpoint")
+    return loaded
+
+
+def read(path: Path) -> Tensors:
+    """Return the tensors at `path`: a run's folder, a checkpoint's folder, a .safetensors file.
+
+    Raises UsageError if it is none of these, or damaged.
+    """
+    if path.is_dir():
+        return named(checkpoint_of(path))
+    try:
+        open_regular(path).close()  # to open a FIFO would block all ranks
+        return safetensors.numpy.load_file(path)
+    except MissingError:
+        raise UsageError(
+            f"{path}: expected the folder of a run or of a checkpoint, or a .safetensors file, "
+            "seen nothing"
+        ) from None
+    except FileError:
+        raise
+    except _NONSENSE as error:
+        raise UsageError(f"{path} cannot be read as a .safetensors file: {error}") from None
+
+
+def take(arena: Arena, tensors: Mapping[str, np.ndarray], source: str) -> None:
+    """Copy `tensors` into the slots of the same names; floating point of any precision will do.
+
+    Raises UsageError that lists missing slots, slots of another shape, and tensors without a slot.
+    """
+    views = arena.views(arena.param) | arena.views(arena.buffer)
+    faults = [fault for name, x in views.items() if (fault := _fault(name, x, tensors.get(name)))]
+    faults += [f"'{name}': the model has none" for name in sorted(tensors) if name not in views]
+    if faults:
+        rest = [f"and {len(faults) - TOLD} more"] if len(faults) > TOLD else []
+        listed = "".join(f"\n  {line}" for line in faults[:TOLD] + rest)
+        raise UsageError(f"the weights of {source} do not fit the model:{listed}")
+    for name, view in views.items():
+        xp.copy(view, tensors[name])
+
+
+def export(run: Path, output: Path | None = None, best: bool = False, force: bool = False) -> Path:
+    """Write the tensors of a run's newest or best checkpoint to one safetensors file; return it.
+
+    Without `output` it lies in the run's folder and is named by its step. Whole or not at all;
+    an existing file is replaced only with `force`. Raises UsageError.
+    """
+    loaded = checkpoint_of(run, best)
+    file = output or loaded.path.parent.parent / f"weights-{loaded.path.name}.safetensors"
+    if file.exists() and not force:
+        raise UsageError(f"{file} exists; name another --output, or replace it with --force")
+    tensors = {name: np.ascontiguousarray(x).reshape(x.shape) for name, x in named(loaded).items()}
+    try:
+        atomic.replace(file, safetensors.numpy.save(tensors, _metadata(loaded)))
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}") from error
+    return file
+
+
+def _metadata(loaded: Loaded) -> dict[str, str]:
+    about = {"format": "np", "hpctrain": version("hpctrain"), "step": loaded.step}
+    run = {key: loaded.about.get(key) for key in ("recipe", "recipe_sha256", "epoch", "seed")}
+    metrics = loaded.about.get("metrics") or {}
+    table = {key: value for key, value in {**about, **run, **metrics}.items() if value is not None}
+    return {key: str(value) for key, value in table.items()}
+
+
+def _places(slots: tuple[Slot, ...]) -> dict[str, Any]:
+    return {slot.name: {"shape": list(slot.shape), "offset": slot.offset} for slot in slots}
+
+
+def _cut(plane: np.ndarray, offset: int, shape: list[int]) -> np.ndarray:
+    return plane[offset : offset + prod(shape)].reshape(shape)
+
+
+def _fault(name: str, expected: np.ndarray, tensor: np.ndarray | None) -> str:
+    if tensor is None:
+        return f"'{name}': expected shape {expected.shape}, seen none"
+    if tensor.shape != expected.shape:
+        return f"'{name}': expected shape {expected.shape}, seen {tensor.shape}"
+    if not np.issubdtype(tensor.dtype, np.floating):
+        return f"'{name}': expected floating point, seen {tensor.dtype}"
+    return ""

@@ -1,0 +1,1 @@
+"""Messages between GPUs: device of a rank, staging, queues of transfers, NCCL."""

@@ -1,0 +1,97 @@
+"""NCCL by way of CuPy: NVIDIA's own all-reduce, between one GPU of each rank.
+
+    rank 0       id = 128 bytes  --by our own links-->  all ranks make one communicator of it
+
+    on a GPU     the sum over all ranks there, in the current stream
+    elsewhere    host memory --copy--> GPU, sum over all ranks there --copy--> host memory
+
+CuPy is imported when the algorithm is asked for, never before. **Not yet run on a GPU**: tests run
+it against a stand-in for CuPy that checks every call. Source of the calls: the reference of
+`cupy.cuda.nccl.NcclCommunicator`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array, on_device
+
+OPERATIONS = {
+    np.add: "NCCL_SUM",
+    np.multiply: "NCCL_PROD",
+    np.minimum: "NCCL_MIN",
+    np.maximum: "NCCL_MAX",
+}
+DTYPES = {
+    "int8": "NCCL_INT8",
+    "uint8": "NCCL_UINT8",
+    "float32": "NCCL_FLOAT32",
+    "float64": "NCCL_FLOAT64",
+    "int32": "NCCL_INT32",
+    "int64": "NCCL_INT64",
+}
+ID_BYTES = 128
+
+
+def libraries() -> tuple[Any, Any]:
+    """Return the modules `cupy` and `cupy.cuda.nccl`; raise UsageError if something is missing."""
+    try:
+        import cupy
+        from cupy.cuda import nccl
+
+        _ = nccl.NcclCommunicator  # where CuPy finds no NCCL, the module is there and empty
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            "algorithm 'nccl' needs CuPy and NCCL: pip install 'hpctrain[cuda12x]' "
+            "nvidia-nccl-cu12 (with CUDA 13: cuda13x and nvidia-nccl-cu13), or take algorithm = "
+            f"'auto'; seen: {error}"
+        ) from None
+    if not devices(cupy):
+        raise UsageError(
+            "algorithm 'nccl' needs a GPU for each rank, and CUDA sees none here; look at "
+            "nvidia-smi and CUDA_VISIBLE_DEVICES, or take algorithm = 'auto'"
+        )
+    return cupy, nccl
+
+
+def new_id() -> np.ndarray:
+    """Return the unique id of a new communicator, for all its ranks: (128,) int16."""
+    return np.array(libraries()[1].get_unique_id(), np.int16)  # of chars, signed or not
+
+
+class Communicator:
+    """All ranks, each with a GPU of its own; used by one thread."""
+
+    def __init__(self, rank: int, size: int, device: int, shared: np.ndarray):
+        """Join the communicator that `shared`, of `new_id`, stands for; all ranks must call."""
+        self._cupy, self._nccl = libraries()
+        self._device = self._cupy.cuda.Device(device)
+        with self._device:
+            self._stream = self._cupy.cuda.Stream(non_blocking=True)
+            self._comm = self._nccl.NcclCommunicator(size, tuple(shared.tolist()), rank)
+
+    def allreduce(self, x: Array, op: Any) -> None:
+        """Reduce flat `x` in place over all ranks; on a GPU, as the current stream sees it."""
+        if op not in OPERATIONS or x.dtype.name not in DTYPES:
+            raise UsageError(f"NCCL reduces no arrays of {x.dtype} here; take an algorithm of ours")
+        kind, reduction = (getattr(self._nccl, s) for s in (DTYPES[x.dtype.name], OPERATIONS[op]))
+        if on_device(x):
+            stream = self._cupy.cuda.get_current_stream()
+            self._comm.allReduce(x.data.ptr, x.data.ptr, x.size, kind, reduction, stream.ptr)
+            return
+        with self._device, self._stream:
+            y = self._cupy.asarray(x)
+            self._comm.allReduce(y.data.ptr, y.data.ptr, y.size, kind, reduction, self._stream.ptr)
+            y.get(stream=self._stream, out=x)
+            self._stream.synchronize()
+
+
+def devices(cupy: Any) -> int:
+    """Return the number of GPUs that this process may use."""
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError:  # no driver, or none that fits
+        return 0

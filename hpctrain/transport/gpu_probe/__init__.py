@@ -1,0 +1,1 @@
+"""The probe of the path of GPU memory, in jobs of its own, before a run."""

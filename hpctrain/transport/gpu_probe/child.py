@@ -1,0 +1,232 @@
+"""A trial of the paths of GPU memory between two ranks, in a small job of their own.
+
+    mpiexec -n 2 python -m hpctrain.transport.gpu_probe.child 0,1   # GPUs of ranks 0 and 1
+
+    started    both ranks run, bytes in host memory arrive       the CUDA support MPI reports
+    ipc        each maps the other's memory, copies, compares    only on one node
+    staged     messages of several lengths, through the host     how long they take
+    pointer    each gives MPI pointers to GPU memory, compares   an MPI not made for it crashes here
+    sizes      the same messages staged and by pointer, in turn  which way is the faster
+
+Rank 0 prints a line of JSON after each stage: the first missing stage is where the job ended.
+Never to be called in a rank of a run: if it crashes, so does the run. verdicts.py starts the job
+and reads its results.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import mpi4py
+import numpy as np
+
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI  # noqa: E402
+
+from hpctrain.core import launchers  # noqa: E402
+from hpctrain.core.xp import finish  # noqa: E402
+from hpctrain.transport.device import gpus  # noqa: E402
+from hpctrain.transport.gpu_probe import mpi_claims  # noqa: E402
+from hpctrain.transport.gpu_probe.verify import pattern  # noqa: E402
+from hpctrain.transport.link import Link  # noqa: E402
+from hpctrain.transport.mpi import library  # noqa: E402
+from hpctrain.transport.mpi import link as mpi_link  # noqa: E402
+from hpctrain.transport.paths import Path  # noqa: E402
+from hpctrain.watch import Record  # noqa: E402
+
+#: Short, long, and as long as a piece of a bucket: MPIs use another protocol for each.
+SIZES = (1, 1 << 16, 1 << 24)
+ROUNDS = 8
+HEARD_S = 0.3  # srun drops output when it kills a step: a crash must not follow a line at once
+#: Lengths at which both paths are timed, from a vote to a long bucket.
+TIMED = tuple(1 << i for i in (10, 14, 18, 20, 22, 25))
+LONG, LONG_ROUNDS = 1 << 22, 3  #: from LONG bytes on fewer rounds: a wire may be slow
+TO_DEVICE, TO_HOST, ANYWHERE = 1, 2, 4  # kinds of cudaMemcpy
+
+
+class Buffer:
+    """Memory of the GPU, from an allocation of its own: IPC handles stand for whole allocations."""
+
+    def __init__(self, runtime: Any, nbytes: int):
+        """Allocate it."""
+        self._runtime, self.nbytes, self.pointer = runtime, nbytes, runtime.malloc(nbytes)
+
+    def write(self, x: np.ndarray) -> None:
+        """Fill the beginning with `x`."""
+        self._runtime.memcpy(self.pointer, x.ctypes.data, x.nbytes, TO_DEVICE)
+        self._runtime.deviceSynchronize()
+
+    def read(self, nbytes: int) -> np.ndarray:
+        """Return the beginning, uint8."""
+        x = np.empty(nbytes, np.uint8)
+        self._runtime.deviceSynchronize()
+        self._runtime.memcpy(x.ctypes.data, self.pointer, nbytes, TO_HOST)
+        return x
+
+    def message(self, nbytes: int) -> list:
+        """Return the beginning as an MPI buffer, by its pointer."""
+        return [MPI.memory.fromaddress(self.pointer, nbytes), nbytes, MPI.BYTE]
+
+
+def main() -> None:
+    """Run the stages; rank 0 prints their results."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is expected: no core file
+    launched, numbers = launchers.launched(os.environ), sys.argv[1].split(",")
+    runtime = _use_gpu(int(numbers[launched.rank]))
+    MPI.Init_thread(MPI.THREAD_MULTIPLE)  # as the run does: MPIs use other paths without
+    comm = MPI.COMM_WORLD
+    if comm.size != 2:
+        sys.exit(f"expected a job of 2 ranks, this one has {comm.size}")
+    # Slurm may have several nodes on one machine.
+    hosts = comm.allgather(os.environ.get("SLURMD_NODENAME") or MPI.Get_processor_name())
+    _report(comm, "started", claims=asdict(_claims(comm)), hosts=hosts)
+    outbox, inbox = Buffer(runtime, max(SIZES)), Buffer(runtime, max(SIZES))
+    if hosts[0] == hosts[1]:
+        _report(comm, "ipc", **by_ipc(comm, runtime, outbox, inbox))
+    link = mpi_link.MpiLink(comm.Dup(), Record(None, comm.rank, comm.size).entry("main"))
+    cupy = gpus.cupy_module()
+    _report(comm, "staged", seconds=messages(link, cupy, ["staged"]))
+    time.sleep(HEARD_S)
+    result = by_pointer(comm, outbox, inbox)
+    _report(comm, "pointer", **result)
+    if result["right"]:
+        _report(comm, "sizes", seconds=messages(link, cupy, ["staged", "cuda-aware"]))
+    comm.Barrier()
+    MPI.Finalize()
+
+
+def by_ipc(comm: MPI.Comm, runtime: Any, outbox: Buffer, inbox: Buffer) -> dict[str, Any]:
+    """Copy the other rank's memory into `inbox`; return correctness, GB/s and the error if any."""
+    outbox.write(pattern(comm.rank, outbox.nbytes))
+    reason, seconds, right = "", float("inf"), False
+    handles = comm.allgather(_handle(runtime, outbox))
+    if refused := [handle for handle in handles if isinstance(handle, str)]:
+        return {"right": False, "gb_s": 0.0, "why": refused[0]}
+    try:
+        remote = runtime.ipcOpenMemHandle(handles[1 - comm.rank])
+        copy = lambda: _copy(runtime, inbox.pointer, remote, outbox.nbytes)  # noqa: E731
+        seconds = best(copy)
+        right = bool((inbox.read(outbox.nbytes) == pattern(1 - comm.rank, outbox.nbytes)).all())
+    except runtime.CUDARuntimeError as error:
+        reason = str(error)
+    outcomes = comm.allgather((right, reason))  # no rank may free its memory before
+    if right:
+        runtime.ipcCloseMemHandle(remote)
+    return _outcome(outcomes, outbox.nbytes / seconds)
+
+
+def by_pointer(comm: MPI.Comm, outbox: Buffer, inbox: Buffer) -> dict[str, Any]:
+    """Exchange by pointers; return correctness, GB/s one way and MPI's error if any."""
+    reason, right, seconds = "", True, float("inf")
+    try:
+        for nbytes in SIZES:
+            outbox.write(pattern(comm.rank, nbytes))
+            inbox.write(np.zeros(nbytes, np.uint8))
+            _exchange(comm, outbox.message(nbytes), inbox.message(nbytes))
+            right &= bool((inbox.read(nbytes) == pattern(1 - comm.rank, nbytes)).all())
+        seconds = best(lambda: _one_way(comm, outbox, inbox))
+    except MPI.Exception as error:
+        reason, right = str(error), False
+    return _outcome(comm.allgather((right, reason)), max(SIZES) / seconds)
+
+
+def messages(
+    link: Link, cupy: Any, paths: Sequence[Path], sizes: Sequence[int] = TIMED
+) -> list[tuple[int | float, ...]]:
+    """Return for each of `sizes` the bytes, and the seconds of a message on each of `paths`.
+
+    Paths are interleaved; the time is half of the fastest round trip.
+    """
+    ways: dict[Path, dict[int, float]] = {path: {} for path in paths}
+    x = cupy.zeros(max(sizes), np.uint8)
+    turns = [(i, path) for i in range(ROUNDS) for path in paths]
+    for i, path in turns:
+        link.take([path] * link.size)
+        fastest = ways[path]
+        for nbytes in (n for n in sizes if n < LONG or i < LONG_ROUNDS):
+            start = time.perf_counter()
+            _there_and_back(link, x[:nbytes])
+            fastest[nbytes] = min(fastest.get(nbytes, math.inf), time.perf_counter() - start)
+    return [(n, *(fastest[n] / 2 for fastest in ways.values())) for n in sizes]
+
+
+def _there_and_back(link: Link, x: Any) -> None:
+    other = 1 - link.rank
+    if link.rank == 0:
+        link.isend(x, other).wait()
+    link.irecv(x, other).wait()
+    if link.rank == 1:
+        link.isend(x, other).wait()
+    finish(x)
+
+
+def best(call: Callable[[], None]) -> float:
+    """Return the seconds of the fastest of ROUNDS calls."""
+    times = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _use_gpu(ordinal: int) -> Any:
+    """Make the GPU current before MPI starts; return CUDA's runtime."""
+    gpus.use(ordinal)
+    return gpus.runtime()
+
+
+def _claims(comm: MPI.Comm) -> mpi_claims.Claims:
+    mpi = library.loaded_mpi()
+    kinds = comm.Get_info().Get("mpi_memory_alloc_kinds") or ""
+    return mpi_claims.query(mpi.vendor, mpi.libmpi, kinds)
+
+
+def _handle(runtime: Any, buffer: Buffer) -> bytes | str:
+    """Return the IPC handle, or CUDA's error text."""
+    try:
+        handle: bytes = runtime.ipcGetMemHandle(buffer.pointer)
+    except runtime.CUDARuntimeError as error:
+        return str(error)
+    return handle
+
+
+def _copy(runtime: Any, to: int, source: int, nbytes: int) -> None:
+    runtime.memcpy(to, source, nbytes, ANYWHERE)
+    runtime.deviceSynchronize()
+
+
+def _exchange(comm: MPI.Comm, out: list, into: list) -> None:
+    peer = 1 - comm.rank
+    comm.Sendrecv(out, peer, 0, into, peer, 0)
+
+
+def _one_way(comm: MPI.Comm, outbox: Buffer, inbox: Buffer) -> None:
+    if comm.rank == 0:
+        comm.Send(outbox.message(max(SIZES)), 1)
+    else:
+        comm.Recv(inbox.message(max(SIZES)), 0)
+    comm.Barrier()
+
+
+def _outcome(outcomes: list[tuple[bool, str]], rate: float) -> dict[str, Any]:
+    right = all(fine for fine, _ in outcomes)
+    reason = next((text for _, text in outcomes if text), "" if right else "other bytes arrived")
+    return {"right": right, "gb_s": rate / 1e9, "why": reason}
+
+
+def _report(comm: MPI.Comm, stage: str, **result: Any) -> None:
+    if comm.rank == 0:
+        print(json.dumps({"stage": stage, **result}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The jobs in which child.py runs: the command of each, and the meaning of its exit and output.
+
+A trial that ends by a signal is a result: this MPI takes no device pointers. One that never starts
+is none, and is not cached. Inside an allocation with `srun` on the PATH, srun starts the job, as it
+will start the run; else the mpiexec of the MPI that mpi4py loads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.core.interpreter import module_command
+from hpctrain.core.launchers import scrubbed
+from hpctrain.transport.gpu_probe import mpi_claims
+
+CLASSES = ("same_gpu", "same_node", "across")
+#: A crash takes a second, an MPI that starts 10; a job that hangs is ended.
+LIMIT_S = 60.0
+GRACE_S = 5.0  #: for a launcher to end its ranks
+_LAST_WORDS = 200  # characters of the stderr of a failed job
+TIMED_OUT = 1000  # stands for an exit code: no process ends with this one
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The result of a trial: correctness of each stage (None: not reached), and its GB/s."""
+
+    ipc: bool | None = None
+    pointer: bool | None = None
+    ipc_gb_s: float | None = None
+    pointer_gb_s: float | None = None
+    claims: mpi_claims.Claims | None = None  #: None: the job did not start
+    ended: str = ""  #: the exit of a failed job, or MPI's error
+    ipc_fault: str = ""
+    #: (bytes, seconds of a message staged, of one by pointer), where pointers were right
+    sizes: tuple[tuple[int, float, float], ...] = ()
+    staged: tuple[tuple[int, float], ...] = ()  #: (bytes, seconds of a message staged), always
+
+
+def from_table(fields: Mapping[str, Any]) -> Trial:
+    """Return the trial of a table that `asdict` made."""
+    times = {key: tuple(map(tuple, fields.get(key, ()))) for key in ("sizes", "staged")}
+    return Trial(**{**fields, "claims": _claims(fields["claims"]), **times})
+
+
+def _claims(fields: Mapping[str, Any] | None) -> mpi_claims.Claims | None:
+    return (
+        mpi_claims.Claims(**{**fields, "libraries": tuple(fields["libraries"])}) if fields else None
+    )
+
+
+def understood(output: str, code: int, errors: str) -> Trial:
+    """Return the result of a trial's job, from its lines, exit code and stderr."""
+    stages: dict[str, dict[str, Any]] = {}
+    for line in output.splitlines():
+        with suppress(ValueError, KeyError, TypeError):
+            report = json.loads(line)
+            stages[report.pop("stage")] = report
+    started, ipc, pointer = (stages.get(name, {}) for name in ("started", "ipc", "pointer"))
+    return Trial(
+        ipc.get("right"),
+        pointer.get("right", False if started else None),
+        _rate(ipc),
+        _rate(pointer),
+        _claims(started.get("claims")),
+        pointer.get("why", "") if pointer else ended(code, errors),
+        ipc.get("why", ""),
+        *(tuple(map(tuple, stages.get(s, {}).get("seconds", ()))) for s in ("sizes", "staged")),
+    )
+
+
+def _rate(stage: Mapping[str, Any]) -> float | None:
+    return stage.get("gb_s") if stage.get("right") else None
+
+
+def ended(code: int, errors: str) -> str:
+    """Return the exit of a job in words; launchers exit with 128 + signal, or with its number."""
+    last = " ".join(errors.split())[-_LAST_WORDS:]
+    number = -code if code < 0 else code - 128 if code > 128 else code
+    if code == TIMED_OUT:
+        return f"still running after {LIMIT_S:.0f} s"
+    crashed = "egmentation fault" in errors or number in (signal.SIGSEGV, signal.SIGBUS)
+    if crashed:
+        return "a crash (segmentation fault)"
+    return f"exit code {code}" + (f", {last}" if last else "")
+
+
+def jobs(
+    mpiexec: str | None, vendor: str, visible: int, nodes: int, environ: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """Return the trial's command for each class of pairs that this machine has."""
+    child = module_command("hpctrain.transport.gpu_probe.child")
+    pairs = {"same_gpu": "0,0", "same_node": "0,1" if visible > 1 else "", "across": "0,0"}
+    commands = {}
+    for name, numbers in pairs.items():
+        apart = name == "across"
+        if numbers and (nodes > 1 or not apart):
+            start = _srun(vendor, apart, environ) or (None if apart else _mpiexec(mpiexec, vendor))
+            if start:
+                commands[name] = [*start, *child, numbers]
+    return commands
+
+
+def _srun(vendor: str, apart: bool, environ: Mapping[str, str]) -> list[str] | None:
+    if "SLURM_JOB_ID" not in environ or not shutil.which("srun", path=environ.get("PATH")):
+        return None
+    places = ["-N", "2", "--ntasks-per-node=1"] if apart else ["-N", "1"]
+    kind = [] if "SLURM_MPI_TYPE" in environ or vendor == "Cray MPICH" else [_mpi_plugin(vendor)]
+    return ["srun", "--overlap", "--kill-on-bad-exit=1", "--input=none", *places, "-n", "2", *kind]
+
+
+def _mpi_plugin(vendor: str) -> str:
+    return f"--mpi={'pmix' if vendor == 'Open MPI' else 'pmi2'}"
+
+
+def _mpiexec(mpiexec: str | None, vendor: str) -> list[str] | None:
+    if mpiexec is None:
+        return None
+    options = ["--bind-to", "none", "--oversubscribe"] if vendor == "Open MPI" else []
+    return [mpiexec, *options, "-n", "2"]
+
+
+def run(command: Sequence[str], environ: Mapping[str, str]) -> Trial:
+    """Run a trial's job to its end, or to the time limit, and return its result."""
+    leave = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+    process = subprocess.Popen(
+        command,
+        env={**scrubbed(environ), **(leave if os.geteuid() == 0 else {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=LIMIT_S)
+        return understood(output, process.returncode, errors)
+    except subprocess.TimeoutExpired:
+        return understood(_stopped(process), TIMED_OUT, "")
+    except BaseException:  # this process must end: no trial outlives it
+        _stopped(process)
+        raise
+
+
+def _stopped(process: subprocess.Popen[str]) -> str:
+    """End a job and return its output.
+
+    Ranks may have left the launcher's process group: only it can end them, so SIGTERM comes first.
+    """
+    output = b""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        try:
+            return process.communicate(timeout=GRACE_S)[0]
+        except subprocess.TimeoutExpired as late:  # a process still holds the pipe
+            output = late.output or b""
+    return output.decode(errors="replace")

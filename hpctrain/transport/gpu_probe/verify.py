@@ -1,0 +1,83 @@
+"""Test messages between GPUs at the start of a run: a wrong verdict must not corrupt data.
+
+    rank 0 --pattern--> 1 --pattern--> 2 --pattern--> ... --> 0       each on the path it will take
+    rank 0 --pattern--> 2, then 4, 8, ...                             and so all ranks
+
+These are the pairs of rings, trees and halving-doubling, and all classes of pairs are among them. A
+path on which other bytes arrive is replaced, on all ranks, by staging through the host. Costs a
+short and a long message per rank and distance, only where MPI is given pointers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from hpctrain.core.xp import Array, to_host
+from hpctrain.transport.device import gpus
+from hpctrain.transport.link import Link
+from hpctrain.transport.paths import BY_POINTER, Path, Place, Verdict, path_to, steps_to
+
+logger = logging.getLogger("hpctrain")
+Gather = Callable[[bytes], list[bytes]]  #: from this rank's bytes to those of all ranks
+SIZES = (1 << 8, 1 << 20)  #: MPIs send short and long messages in different ways
+
+
+def verified(link: Link, gather: Gather, places: Sequence[Place], verdict: Verdict) -> Verdict:
+    """Give `link` the paths of `verdict` that pass; return them as a verdict; collective."""
+    if not any(place.gpu for place in places):
+        return verdict
+    link.take(_paths(verdict, places, link.rank))  # whatever the length
+    if not any(path in BY_POINTER for r in range(link.size) for path in _paths(verdict, places, r)):
+        return verdict
+    wrong = {name.decode() for name in gather(_wrong(link, places, verdict).encode())} - {""}
+    if wrong:
+        verdict = _without(verdict, wrong)
+        if link.rank == 0:
+            logger.warning("%s; run `hpctrain doctor`", verdict.reason)
+    steps = [steps_to(verdict, places[link.rank], place) for place in places]
+    link.take(_paths(verdict, places, link.rank), steps)
+    return verdict
+
+
+def _paths(verdict: Verdict, places: Sequence[Place], rank: int) -> list[Path]:
+    return [path_to(verdict, places[rank], place) for place in places]
+
+
+def _wrong(link: Link, places: Sequence[Place], verdict: Verdict) -> str:
+    """Return a path on which this rank received corrupted bytes, "" if there is none."""
+    wrong, step = "", 1
+    while step < link.size:
+        left, right = (link.rank - step) % link.size, (link.rank + step) % link.size
+        came = [_arrives(link, bool(places[link.rank].gpu), left, right, n) for n in SIZES]
+        path = path_to(verdict, places[left], places[link.rank])
+        wrong = wrong if all(came) or path not in BY_POINTER else path
+        step *= 2
+    return wrong
+
+
+def _arrives(link: Link, on_gpu: bool, left: int, right: int, nbytes: int) -> bool:
+    library = gpus.cupy_module() if on_gpu else np
+    x: Array = library.asarray(pattern(link.rank, nbytes))
+    inbox: Array = library.zeros(nbytes, np.uint8)
+    link.sendrecv(x, right, inbox, left)
+    return bool((to_host(inbox) == pattern(left, nbytes)).all())
+
+
+def _without(verdict: Verdict, wrong: set[str]) -> Verdict:
+    """Return `verdict` with "staged" in place of the paths in `wrong`."""
+    chosen: dict[str, Any] = {
+        name: "staged" if getattr(verdict, name) in wrong else getattr(verdict, name)
+        for name in ("same_gpu", "same_node", "across")
+    }
+    names = ", ".join(sorted(wrong))
+    return replace(verdict, **chosen, reason=f"other bytes arrived by {names} than were sent")
+
+
+def pattern(rank: int, nbytes: int) -> np.ndarray:
+    """Return bytes that differ from those of other ranks: (nbytes,) uint8, none of them zero."""
+    return ((np.arange(nbytes, dtype=np.uint32) * 31 + rank) % 251 + 1).astype(np.uint8)

@@ -1,0 +1,1 @@
+"""The Link over MPI."""

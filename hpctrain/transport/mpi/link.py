@@ -1,0 +1,306 @@
+"""The Link over MPI: bytes between ranks, on a communicator of our own.
+
+MPI is started here and nowhere else, late and by hand (`start`), so that cores, BLAS threads and
+devices are set before MPI_Init reads them, and so that `import hpctrain` costs nothing.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import mpi4py
+import numpy as np
+
+mpi4py.rc.initialize = False
+mpi4py.rc.finalize = False
+from mpi4py import MPI  # noqa: E402  (the settings above must come first)
+
+from hpctrain.core.errors import TransportError  # noqa: E402
+from hpctrain.core.thresholds import Steps  # noqa: E402
+from hpctrain.core.xp import Array, namespace  # noqa: E402
+from hpctrain.transport.device import transfers  # noqa: E402
+from hpctrain.transport.link import NativeCall, Request  # noqa: E402
+from hpctrain.transport.mpi import native, requests  # noqa: E402
+from hpctrain.transport.mpi.requests import MpiRequest, Spec, cuts, finish, spec, spec_of_gpu  # noqa: E402
+from hpctrain.transport.paths import Path  # noqa: E402
+from hpctrain.watch import About, Entry, noticed, unnoted  # noqa: E402
+
+#: Open MPI refuses counts above 2^31 - 1; longer messages travel in pieces of this many bytes.
+CUT_BYTES = 1 << 30
+TAG = 0
+#: A rank that waits for a word in shared memory first yields its core in a loop; after YIELD_S it
+#: sleeps between polls: a nap is 1/100 of the time waited by then.
+YIELD_S, NAP_S, LOOKS_PER_PROBE = 0.05, 0.0005, 32
+ALL = -1  # the peer, in the watch's record, of a call that waits for every rank
+
+
+class MpiLink:
+    """One rank's view of a communicator; see `hpctrain.transport.link.Link`."""
+
+    def __init__(self, comm: MPI.Comm, entry: Entry, cut_bytes: int = CUT_BYTES):
+        """Take over `comm` for exclusive use; `entry` is this thread's watch record."""
+        self.rank, self.size = comm.rank, comm.size
+        self.bytes_sent = self.messages_sent = self.host_bytes = 0
+        self.entry = entry
+        self.cut_bytes = cut_bytes
+        self.patient, self.patience = False, requests.Patience()
+        self.host: type | None = (
+            np.ndarray
+        )  #: needs no lane; None: all types do, see device/transfers.py
+        self.paths: tuple[Path, ...] = ()  #: to each rank; none where no rank has a GPU
+        self.by_size: tuple[Steps, ...] = ()
+        self.lanes: transfers.Lanes | None = None
+        self._comm = comm
+        self.status = MPI.Status()
+
+    def isend(self, x: np.ndarray, to: int) -> Request:
+        """Start to send `x` to rank `to`."""
+        if type(x) is not self.host:
+            return transfers.of(self).isend(x, to)
+        self.count(x.nbytes)
+        return self.post_send([spec(piece) for piece in cuts(x, self.cut_bytes)], to)
+
+    def irecv(self, x: np.ndarray, source: int) -> Request:
+        """Start to fill `x` from rank `source`."""
+        if type(x) is not self.host:
+            return transfers.of(self).irecv(x, source)
+        return self.post_receive([spec(piece) for piece in cuts(x, self.cut_bytes)], source)
+
+    def sendrecv(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
+        """Send `x` and fill `inbox`, both at once."""
+        if type(x) is not self.host or type(inbox) is not self.host:
+            return transfers.of(self).sendrecv(x, to, inbox, source)
+        self.count(x.nbytes)
+        self.entry.enter(b"sendrecv", source, inbox.nbytes)
+        try:
+            if x.nbytes <= self.cut_bytes and inbox.nbytes <= self.cut_bytes:
+                self._exchange(x, to, inbox, source)
+            else:
+                self._exchange_in_pieces(x, to, inbox, source)
+        except MPI.Exception as error:
+            raise self.failure("sendrecv", source, inbox.nbytes, error) from error
+        self.entry.leave()
+
+    def wait_any(self, requests: Sequence[Any]) -> int:
+        """Return the index of one finished request, which needs no further `wait`."""
+        if self.lanes is not None:
+            return self.lanes.wait_any(requests)
+        self.entry.enter(b"wait_any", ALL, 0)
+        index = MPI.Request.Waitany([request.last for request in requests], self.status)
+        requests[index].wait(self.status.Get_count(MPI.BYTE))
+        self.entry.leave()
+        return index
+
+    def split(self, color: int, key: int) -> MpiLink:
+        """Return the link of the ranks of the same `color`, ordered by `key`; all must call."""
+        self.entry.enter(b"split", ALL, 0)
+        link = self._like(self._comm.Split(color, key))
+        self.entry.leave()
+        return link
+
+    def view(self) -> MpiLink:
+        """Return this link for a second thread: of the two, one may only send, one only receive."""
+        return self._like(self._comm)
+
+    def take(self, paths: Sequence[Path], by_size: Sequence[Steps] = ()) -> None:
+        """Give GPUs' arrays to MPI only where `paths` allow it; see Link; all must call."""
+        self.paths, self.host = tuple(paths), None
+        self.by_size = tuple(by_size) or ((),) * len(self.paths)
+
+    def barrier(self) -> None:
+        """Return once every rank has called."""
+        if self.paths:
+            return self._barrier_of_gpus()
+        self.entry.enter(b"barrier", ALL, 0)
+        self._comm.Barrier()
+        self.entry.leave()
+
+    def wait_for(
+        self, ready: Callable[[], bool], call: bytes, peer: int = ALL, nbytes: int = 0
+    ) -> None:
+        """Return once `ready()`; yields the core and drives MPI progress while waiting.
+
+        The other rank may itself wait for a message of ours that MPI has not sent yet.
+        """
+        ready = transfers.kept_going(ready, self.patient)
+        self.entry.enter(call, peer, nbytes)
+        nap_at, looks = time.monotonic() + YIELD_S, 0
+        while not ready():
+            os.sched_yield()
+            looks += 1
+            if looks % LOOKS_PER_PROBE == 0:
+                self._comm.Iprobe(self.rank, TAG)
+                if time.monotonic() > nap_at:
+                    time.sleep(NAP_S)
+        self.entry.leave()
+
+    def window(self, nbytes: int) -> list[np.ndarray]:
+        """Return all ranks' arrays of zeros, ours of `nbytes`, in a window that lives to the end.
+
+        Freeing it would be collective, and no rank knows when the last array in it is gone. Returns
+        no arrays where MPI refuses.
+        """
+        self.entry.enter(b"window", ALL, nbytes)
+        try:
+            window = MPI.Win.Allocate_shared(nbytes, 1, comm=MPI.Intracomm(self._comm))
+        except MPI.Exception:
+            self.entry.leave()
+            return []
+        pages = [window.Shared_query(rank)[0] for rank in range(self.size)]
+        arrays = [np.frombuffer(page, np.uint8) for page in pages]  # type: ignore[call-overload]
+        arrays[self.rank][:] = 0
+        self._comm.Barrier()
+        self.entry.leave()
+        return arrays
+
+    @noticed(lambda arguments: About(arguments["self"], b"MPI_Allreduce", arguments["x"].nbytes))
+    def native_allreduce(self, x: np.ndarray, op: Any) -> None:
+        """Reduce `x` in place by the MPI library's own `MPI_Allreduce`; the watch records it."""
+        if not x.flags.aligned:  # mpi4py knows no datatype for it, and MPI adds aligned numbers
+            aligned = x.copy()
+            self.native_allreduce(aligned, op)
+            x[...] = aligned
+            return
+        by = native.operation(x, op)
+        for piece in [x] if x.nbytes <= self.cut_bytes else cuts(x, self.cut_bytes):
+            self._comm.Allreduce(MPI.IN_PLACE, piece, by)
+
+    def bind_native(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
+        """Return a call that does `native_allreduce` to flat `x`, also recorded by the watch."""
+        # A longer array is cut as in `native_allreduce`, which other ranks may call.
+        if not (x.flags.aligned and x.nbytes <= self.cut_bytes and native.able(x, op)):
+            return partial(self.native_allreduce, x, op)
+        about = About(self, b"MPI_Allreduce", x.nbytes)
+        return unnoted(native.at_once(self._comm, x, op), about)
+
+    def native_call(self, operation: str, x: np.ndarray, op: Any) -> NativeCall:
+        """Return a call of MPI's own `operation` on `x`, unknown to the watch; see native.py."""
+        return native.bound(self._comm, operation, x, op)
+
+    def free(self) -> None:
+        """Give the communicator back to MPI; all its ranks must call, and none may use it after."""
+        if self._comm != MPI.COMM_NULL:  # freed by way of a view
+            self._comm.Free()
+
+    def count(self, nbytes: int) -> None:
+        """Count a message of `nbytes`."""
+        self.bytes_sent += nbytes
+        self.messages_sent += 1
+
+    def message(self, x: Array) -> list[Spec]:
+        """Return the MPI buffers of `x`, in pieces: the one place that gives MPI GPU memory.
+
+        MPI knows no streams: work in the current one must finish before MPI reads the memory.
+        """
+        if isinstance(x, np.ndarray):
+            return [spec(piece) for piece in cuts(x, self.cut_bytes)]
+        namespace(x).cuda.get_current_stream().synchronize()
+        return [spec_of_gpu(piece.data.ptr, piece.nbytes) for piece in cuts(x, self.cut_bytes)]
+
+    def post_send(self, message: Sequence[Spec], to: int) -> MpiRequest:
+        """Start to send a message."""
+        pieces = [self._comm.Isend(piece, to, TAG) for piece in message]
+        return MpiRequest(self, pieces, to, 0, b"wait for isend")
+
+    def post_receive(self, message: Sequence[Spec], source: int) -> MpiRequest:
+        """Start to receive a message."""
+        pieces = [self._comm.Irecv(piece, source, TAG) for piece in message]
+        return MpiRequest(self, pieces, source, sum(p[1] for p in message), b"wait for irecv")
+
+    def _like(self, comm: MPI.Comm) -> MpiLink:
+        """Return a link over `comm` whose ranks are among ours."""
+        link = MpiLink(comm, self.entry, self.cut_bytes)
+        link.patient = self.patient
+        if self.paths:
+            ranks = comm.group.Translate_ranks(list(range(comm.size)), self._comm.group)
+            link.take([self.paths[r] for r in ranks], [self.by_size[r] for r in ranks])
+        return link
+
+    def _barrier_of_gpus(self) -> None:
+        """Wait for all ranks, and post pending messages meanwhile, for which others may wait."""
+        request = self._comm.Ibarrier()
+        self.wait_for(request.Test, b"barrier")
+
+    def _exchange(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
+        status, size = self.status, inbox.nbytes
+        if self.patient:
+            patience = requests.Patience()  # waits for segments do not predict an exchange
+            receive = self._comm.Irecv(spec(inbox), source, TAG)
+            finish(self._comm.Isend(spec(x), to, TAG), status, patience)
+            came = finish(receive, status, patience)
+        else:
+            self._comm.Sendrecv(spec(x), to, TAG, spec(inbox), source, TAG, status)
+            came = status.Get_count(MPI.BYTE)
+        if came != size:
+            raise self.failure("sendrecv", source, size, f"{came} came")
+
+    def _exchange_in_pieces(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
+        nothing = np.empty(0, np.uint8)
+        pairs = zip_longest(cuts(x, self.cut_bytes), cuts(inbox, self.cut_bytes))
+        for out, into in pairs:
+            self._exchange(
+                nothing if out is None else out,
+                MPI.PROC_NULL if out is None else to,
+                nothing if into is None else into,
+                MPI.PROC_NULL if into is None else source,
+            )
+
+    def failure(self, call: str, peer: int, size: int, actual: object) -> TransportError:
+        self.entry.leave()  # no longer waiting: a caller that catches this may go on
+        return TransportError(
+            f"rank {self.rank}: {call} with rank {peer} expected {size} bytes, but: {actual}. "
+            "All ranks must call with arrays of the same length and dtype, in the same order."
+        )
+
+
+def start(entry: Entry, timeout_s: float) -> MpiLink:
+    """Start MPI with THREAD_MULTIPLE unless it is running, and return a link to all ranks.
+
+    If a rank never comes, the others exit after `timeout_s` with their stacks and exit code 1.
+    """
+    if not MPI.Is_initialized():
+        # mpi4py holds the interpreter's lock in MPI_Init, so no Python thread could time it.
+        faulthandler.dump_traceback_later(timeout_s, exit=True)
+        with warnings.catch_warnings():
+            # Of a foreign launcher; `hpctrain.init` warns of it once, with a remedy.
+            warnings.filterwarnings("ignore", "suspicious MPI", RuntimeWarning)
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        faulthandler.cancel_dump_traceback_later()
+    return MpiLink(MPI.COMM_WORLD.Dup(), entry)
+
+
+def concurrent() -> bool:
+    """Return whether MPI lets several threads call it at once."""
+    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+
+def running() -> bool:
+    """Return whether MPI was started and not yet ended."""
+    return MPI.Is_initialized() and not MPI.Is_finalized()
+
+
+def finalize() -> None:
+    """End MPI after a barrier, so that no launcher takes a rank that exits early for lost."""
+    if running():
+        MPI.COMM_WORLD.Barrier()
+        MPI.Finalize()
+
+
+def abort(code: int, grace_s: float = 2.0) -> None:
+    """End the whole job with exit code `code`, even while another thread is inside MPI.
+
+    MPI_Abort may wait for a lock that this other thread holds: then this process exits alone
+    after `grace_s` seconds, and the launcher ends the rest.
+    """
+    if running():
+        threading.Thread(target=MPI.COMM_WORLD.Abort, args=(code,), daemon=True).start()
+        time.sleep(grace_s)
+    os._exit(code)

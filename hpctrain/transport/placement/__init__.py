@@ -1,0 +1,1 @@
+"""Placement of ranks: cores, GPUs, network adapters; set, then compared."""

@@ -1,0 +1,1 @@
+"""Memory shared by the ranks of a node: host pages, GPU memory, flags."""

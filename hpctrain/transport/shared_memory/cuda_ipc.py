@@ -1,0 +1,248 @@
+"""GPU memory shared by the ranks of a node: each rank's own, mapped by all through CUDA IPC.
+
+    rank 0   [ token | array ....... ]  <---- maps ---- ranks 1, 2, ...    on the same GPU, or on
+    rank 1   [ token | array ....... ]  <---- maps ---- ranks 0, 2, ...    one that reaches it
+
+Each array has an allocation of its own by cudaMalloc, in whole pages of 2 MiB: a handle stands for
+a whole allocation, so neighbours of an array in CuPy's pool would be shared, too, and the driver
+packs small ones together. A rank that maps one checks the token at its start: a handle that leads
+elsewhere is refused. If any rank cannot map any other (a container, GPUs that do not reach each
+other, another GPU hidden by the launcher) all allocate private memory, with one warning.
+
+An allocation that a neighbour maps must not be freed. One whose array is gone on every rank is
+closed by all and then freed at the next allocation, which is collective.
+
+A rank may read what another wrote only after that rank's stream has finished and both have passed a
+barrier or flags: nothing here orders memory. Kernels of two processes never wait for each other: on
+one GPU they might never run at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import struct
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing
+
+from hpctrain.core.errors import GpuMemoryError
+from hpctrain.core.xp import Array, shortage
+from hpctrain.transport.link import Link
+from hpctrain.transport.shared_memory.host import Gather, Place
+
+log = logging.getLogger(__name__)
+PAGE_BYTES, HEADER_BYTES, TOKEN_BYTES = 2 << 20, 512, 16
+FIRST_NUMBER = 1 << 40  # beyond those of memory.py: two places are alike only if their kinds are
+_INTRODUCTION = struct.Struct(f"<{TOKEN_BYTES}sq64s")  # token, bytes of the array, handle
+
+
+class _Keeper:
+    """The owner of an array's memory: it lives as long as some array of the allocation."""
+
+
+@dataclass(frozen=True)
+class _Region:
+    """One allocation: local address, bytes of the array, and the arrays' addresses on all ranks."""
+
+    address: int
+    nbytes: int
+    theirs: list[int]  #: addresses of all ranks' arrays, in this rank's address space
+    mapped: list[int] = field(default_factory=list)  #: pointers to close
+
+
+class Arenas:
+    """GPU memory shared by the ranks of one node; all methods but `place` are collective."""
+
+    def __init__(self, link: Link, gather: Gather, one_gpu: bool):
+        """Share among the ranks of `link`, all on one node; `gather` gathers over it.
+
+        `one_gpu`: the GPU of all of them is the same.
+        """
+        import cupy
+
+        self.one_gpu = one_gpu
+        self._link, self._gather, self._xp = link, gather, cupy
+        self._regions: dict[int, _Region] = {}  # by number
+        self._dropped: set[int] = set()  # whose array is gone here
+        self._places: dict[tuple[int, int, str], Place] = {}
+        self._next_number = FIRST_NUMBER
+        self.shares = link.size > 1  #: false once a handle was refused
+        self.refused = False  #: whether one was
+
+    def zeros(self, length: int, dtype: np.typing.DTypeLike) -> Array:
+        """Return zeros (length,) on this rank's GPU, mapped by all neighbours.
+
+        Without sharing they are private to this rank, and `place` returns None. Raises
+        GpuMemoryError on all ranks if the memory of one of them does not suffice.
+        """
+        dtype = np.dtype(dtype)
+        self._free_dropped()
+        address = self._allocated(length * dtype.itemsize)
+        region = self._shared(address, length * dtype.itemsize) if self.shares else None
+        keeper, number = _Keeper(), self._next_number
+        self._next_number += 1
+        if region is None:
+            at_the_end = weakref.finalize(keeper, self._xp.cuda.runtime.free, address)
+        else:
+            self._regions[number] = region
+            at_the_end = weakref.finalize(keeper, self._dropped.add, number)
+        at_the_end.atexit = False  # CUDA may be gone by then, and frees all itself
+        return self._array(address + HEADER_BYTES, length, dtype, keeper)
+
+    def place(self, x: Array) -> Place | None:
+        """Return the place of this rank's contiguous `x`, None if in no array of `zeros`."""
+        name = (x.data.ptr, x.nbytes, x.dtype.name)
+        if name not in self._places:
+            number = self._number(x.data.ptr, x.nbytes)
+            if number is None:
+                return None
+            self._places[name] = self._place(number, x)
+        number, offset, arrays = self._places[name]
+        rank = self._link.rank
+        return Place(number, offset, [*arrays[:rank], x, *arrays[rank + 1 :]])
+
+    def _place(self, number: int, x: Array) -> Place:
+        """Return a place to cache, without `x`, which would keep its own allocation alive."""
+        bases = self._regions[number].theirs
+        offset = x.data.ptr - bases[self._link.rank]
+        arrays = [self._array(base + offset, x.size, x.dtype, None) for base in bases]
+        return Place(number, offset, arrays)
+
+    def _number(self, pointer: int, nbytes: int) -> int | None:
+        """Return the number of the allocation in which memory lies."""
+        for number, region in self._regions.items():
+            start = region.theirs[self._link.rank]
+            if start <= pointer and pointer + nbytes <= start + region.nbytes:
+                return number
+        return None
+
+    def _array(self, pointer: int, length: int, dtype: np.dtype, keeper: Any) -> Array:
+        cuda = self._xp.cuda
+        # Declared as memory of our GPU even if it is a neighbour's: CuPy must not copy it first.
+        device = cuda.runtime.getDevice()
+        memory = cuda.UnownedMemory(pointer, max(length * dtype.itemsize, 1), keeper, device)
+        return self._xp.ndarray((length,), dtype, cuda.MemoryPointer(memory, 0))
+
+    def _allocated(self, nbytes: int) -> int:
+        """Return the address of zeros; raise GpuMemoryError on all ranks if one has too little."""
+        runtime, size = self._xp.cuda.runtime, _pages(nbytes + HEADER_BYTES) * PAGE_BYTES
+        address, short = self._malloc(size)
+        problems = [problem.decode() for problem in self._gather(short.encode())]
+        if any(problems):
+            runtime.free(address)
+            named = [f"local rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+            raise GpuMemoryError("; ".join(named))
+        runtime.memset(address, 0, size)
+        runtime.deviceSynchronize()
+        return int(address)
+
+    def _malloc(self, size: int) -> tuple[int, str]:
+        """Return the address of new memory and ""; 0 and the error text if none is left."""
+        runtime = self._xp.cuda.runtime
+        self._xp.get_default_memory_pool().free_all_blocks()  # CuPy's pool is not free for us
+        try:
+            return runtime.malloc(size), ""
+        except runtime.CUDARuntimeError as error:
+            if (short := shortage(error, size)) is None:
+                raise
+            return 0, str(short)
+
+    def _shared(self, address: int, nbytes: int) -> _Region | None:
+        """Return the allocation mapped by all ranks, None if one of them cannot map it."""
+        introductions = self._gather(self._introduced(address, nbytes))
+        mapped = list(self._mapped(introductions)) if all(introductions) else []
+        problem = "" if len(mapped) == self._link.size else "a handle was refused"
+        if any(self._gather(problem.encode())):
+            self._close([pointer for pointer in mapped if pointer])
+            self.shares, self.refused = False, True
+            if self._link.rank == 0:
+                _warn_of_refusal()
+            return None
+        bases = [(pointer or address) + HEADER_BYTES for pointer in mapped]
+        return _Region(address, nbytes, bases, [pointer for pointer in mapped if pointer])
+
+    def _introduced(self, address: int, nbytes: int) -> bytes:
+        """Return the bytes by which neighbours map our memory; b"" where CUDA refuses."""
+        runtime, token = self._xp.cuda.runtime, secrets.token_bytes(TOKEN_BYTES)
+        try:
+            handle = runtime.ipcGetMemHandle(address)
+        except runtime.CUDARuntimeError:
+            return b""
+        runtime.memcpy(address, _address(token), TOKEN_BYTES, runtime.memcpyHostToDevice)
+        runtime.deviceSynchronize()  # a copy from pageable memory may return before it arrived
+        return _INTRODUCTION.pack(token, nbytes, handle)
+
+    def _mapped(self, introductions: Sequence[bytes]) -> Iterator[int]:
+        """Yield the addresses of all ranks' memory, 0 for our own; stop at the first refusal."""
+        runtime = self._xp.cuda.runtime
+        for rank, introduction in enumerate(introductions):
+            if rank == self._link.rank:
+                yield 0
+                continue
+            token, _, handle = _INTRODUCTION.unpack(introduction)
+            try:
+                pointer = runtime.ipcOpenMemHandle(handle)
+            except runtime.CUDARuntimeError:
+                return
+            if not self._in_reach(pointer) or self._read(pointer) != token:
+                runtime.ipcCloseMemHandle(pointer)
+                return
+            yield pointer
+
+    def _in_reach(self, pointer: int) -> bool:
+        """Return whether kernels on our GPU may read at `pointer`; copies need no such access."""
+        cuda = self._xp.cuda
+        device, owner = cuda.runtime.getDevice(), cuda.UnownedMemory(pointer, 1, None).device_id
+        return device == owner or bool(cuda.runtime.deviceCanAccessPeer(device, owner))
+
+    def _read(self, pointer: int) -> bytes:
+        token, runtime = np.empty(TOKEN_BYTES, np.uint8), self._xp.cuda.runtime
+        runtime.memcpy(token.ctypes.data, pointer, TOKEN_BYTES, runtime.memcpyDeviceToHost)
+        return token.tobytes()
+
+    def _free_dropped(self) -> None:
+        """Free allocations whose arrays are gone on all ranks, after all have closed them."""
+        dropped = " ".join(str(number) for number in sorted(self._dropped))
+        drops = [frozenset(map(int, text.split())) for text in self._gather(dropped.encode())]
+        numbers = drops[0].intersection(*drops)
+        if not numbers:
+            return
+        gone = [self._regions.pop(number) for number in sorted(numbers)]
+        self._dropped -= numbers
+        self._places.clear()
+        for region in gone:
+            self._close(region.mapped)
+        self._link.barrier()
+        for region in gone:
+            self._xp.cuda.runtime.free(region.address)
+
+    def _close(self, pointers: Sequence[int]) -> None:
+        for pointer in pointers:
+            self._xp.cuda.runtime.ipcCloseMemHandle(pointer)
+
+
+def arenas_of(link: Link, gather: Gather, gpus: Sequence[str]) -> Arenas | None:
+    """Return the arenas of the ranks of `link`, whose GPUs are `gpus`; None if one has none."""
+    return Arenas(link, gather, len(set(gpus)) == 1) if all(gpus) else None
+
+
+@cache
+def _warn_of_refusal() -> None:
+    log.warning(
+        "CUDA IPC is refused between the ranks of a node (containers need --ipc=host and one "
+        "PID namespace; GPUs must be visible to all ranks): GPU memory goes through host memory"
+    )
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES)
+
+
+def _address(data: bytes) -> int:
+    return int(np.frombuffer(data, np.uint8).ctypes.data)

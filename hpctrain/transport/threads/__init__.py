@@ -1,0 +1,1 @@
+"""The Link between threads of one process."""

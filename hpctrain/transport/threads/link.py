@@ -1,0 +1,289 @@
+"""The Link between threads of one process: P ranks without MPI, for tests, studies and replay.
+
+A send is a rendezvous, as with large MPI messages: the receiver copies straight out of the
+sender's array. So a send without a matching receive blocks, here as on a cluster; but a wait that
+lasts longer than `timeout_s` raises, and a rank that fails ends the others' waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hpctrain.core.errors import HungError, TransportError
+from hpctrain.core.thresholds import Steps
+from hpctrain.transport.device import transfers
+from hpctrain.transport.link import NativeCall, Request
+from hpctrain.transport.paths import Path
+from hpctrain.transport.threads.hub import Hub, Message
+
+T = TypeVar("T")
+LOOK_S = 2e-5  # polling interval where no condition variable signals
+GRACE_S = 0.5  # between the first rank that fails and the end of the others' waits
+
+
+class LocalLink:
+    """One thread's view of the ranks; see `hpctrain.transport.link.Link`."""
+
+    def __init__(self, hub: Hub, rank: int):
+        self.rank, self.size = rank, hub.size
+        self.bytes_sent = self.messages_sent = self.host_bytes = 0
+        self.patient = True  # a thread that waits sleeps
+        self.host: type | None = np.ndarray
+        self.paths: tuple[Path, ...] = ()
+        self.by_size: tuple[Steps, ...] = ()
+        self.lanes: transfers.Lanes | None = None
+        self.hub = hub
+        self.pending: dict[int, deque[_Receive]] = defaultdict(deque)
+        self._splits = 0
+
+    def isend(self, x: np.ndarray, to: int) -> Request:
+        """Start to send `x` to rank `to`."""
+        if type(x) is not self.host:
+            return transfers.of(self).isend(x, to)
+        self.count(x.nbytes)
+        return self.post_send(self.message(x), to)
+
+    def irecv(self, x: np.ndarray, source: int) -> Request:
+        """Start to fill `x` from rank `source`."""
+        if type(x) is not self.host:
+            return transfers.of(self).irecv(x, source)
+        return self.post_receive(self.message(x), source)
+
+    def sendrecv(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
+        """Send `x` and fill `inbox`, both at once."""
+        receive, send = self.irecv(inbox, source), self.isend(x, to)
+        receive.wait()
+        send.wait()
+
+    def wait_any(self, requests: Sequence[Any]) -> int:
+        """Return the index of one finished request, which needs no further `wait`."""
+        if self.lanes is not None:
+            return self.lanes.wait_any(requests)
+        finished: list[int] = []
+
+        def look() -> bool:
+            finished[:] = [i for i, request in enumerate(requests) if request.finished()]
+            return bool(finished)
+
+        self.wait_until(look, f"wait_any of {len(requests)} requests")  # looks under the lock
+        return finished[0]
+
+    def split(self, color: int, key: int) -> LocalLink:
+        """Return the link of the ranks of the same `color`, ordered by `key`; all must call."""
+        self._splits += 1
+        answers = self._gather_items((color, key))
+        members = sorted((k, r) for r, (c, k) in enumerate(answers) if c == color)
+        hub = self.hub.child((self._splits, color), len(members))
+        return self._like(hub, members.index((key, self.rank)), [r for _, r in members])
+
+    def view(self) -> LocalLink:
+        """Return this link for a second thread: of the two, one may only send, one only receive."""
+        return self._like(self.hub, self.rank, range(self.size))
+
+    def take(self, paths: Sequence[Path], by_size: Sequence[Steps] = ()) -> None:
+        """Cut all messages as staged ones, whatever the `paths`: threads have no MPI."""
+        staged: Path = "staged"
+        self.paths, self.host = (staged,) * len(paths), None
+        self.by_size = ((),) * len(paths)
+
+    def barrier(self) -> None:
+        """Return once every rank has called."""
+        try:
+            self.hub.barrier.wait(self.hub.timeout_s)
+        except threading.BrokenBarrierError:
+            raise self._wait_error("barrier") from None
+
+    def wait_for(
+        self, ready: Callable[[], bool], call: bytes, peer: int = -1, nbytes: int = 0
+    ) -> None:
+        """Return once `ready()`, which is polled, since no condition variable signals it."""
+        ready = transfers.kept_going(ready)
+        limit = time.monotonic() + self.hub.timeout_s
+        while not ready():
+            if self.hub.failed.is_set() or time.monotonic() > limit:
+                raise self._wait_error(call.decode())
+            time.sleep(LOOK_S)
+
+    def window(self, nbytes: int) -> list[np.ndarray]:
+        """Return all ranks' arrays, ours of `nbytes`; threads share their memory anyway."""
+        return self._gather_items(np.zeros(nbytes, np.uint8))
+
+    def native_allreduce(self, x: np.ndarray, op: Any) -> None:
+        """Reduce `x` in place, adding the ranks' arrays in the order of ranks."""
+        first, *arrays = self._gather_items(x.copy())
+        x[...] = first
+        for other in arrays:
+            op(x, other, out=x)
+
+    def bind_native(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
+        """Return a call that does `native_allreduce` to flat `x`."""
+        return partial(self.native_allreduce, x, op)
+
+    def native_call(self, operation: str, x: np.ndarray, op: Any) -> NativeCall:
+        """Return a call that does `operation` on flat `x`, by the hub in place of a library."""
+        chunk = x.size // self.size
+        own = slice(self.rank * chunk, (self.rank + 1) * chunk)
+
+        def reduce_scatter() -> None:
+            x[own] = op.reduce([other[own] for other in self._gather_items(x.copy())])
+
+        def all_gather() -> None:
+            x[:] = np.concatenate(self._gather_items(x[own].copy()))
+
+        def broadcast() -> None:
+            x[:] = self._gather_items(x.copy())[0]
+
+        calls: dict[str, Callable[[], Any]] = {
+            "allreduce": partial(self.native_allreduce, x, op),
+            "allreduce plain": partial(self.native_allreduce, x, op),
+            "reduce-scatter": reduce_scatter,
+            "all-gather": all_gather,
+            "broadcast": broadcast,
+        }
+        result = x[own] if operation == "reduce-scatter" else x
+        return NativeCall(calls[operation], result)
+
+    def free(self) -> None:
+        """Do nothing: a hub is freed with its last link."""
+
+    def count(self, nbytes: int) -> None:
+        """Count a message of `nbytes`."""
+        self.bytes_sent += nbytes
+        self.messages_sent += 1
+
+    def message(self, x: np.ndarray) -> np.ndarray:
+        """Return the bytes of contiguous `x`."""
+        return x.reshape(-1).view(np.uint8)
+
+    def post_send(self, message: np.ndarray, to: int) -> _Send:
+        """Start to send bytes."""
+        sent = Message(message)
+        with self.hub.lock:
+            self.hub.boxes[self.rank, to].append(sent)
+            self.hub.news[to].notify_all()
+        return _Send(self, sent, to)
+
+    def post_receive(self, message: np.ndarray, source: int) -> _Receive:
+        """Start to receive bytes."""
+        request = _Receive(self, message, source)
+        self.pending[source].append(request)
+        return request
+
+    def _like(self, hub: Hub, rank: int, ranks: Sequence[int]) -> LocalLink:
+        """Return a link over `hub` of `ranks` of this link."""
+        link = LocalLink(hub, rank)
+        if self.paths:
+            link.take([self.paths[r] for r in ranks])
+        return link
+
+    def wait_until(self, ready: Callable[[], bool], call: str) -> None:
+        """Wait for `ready()`; raise HungError after the time limit, or as soon as a rank failed."""
+        hub, news = self.hub, self.hub.news[self.rank]
+        with hub.lock:
+            news.wait_for(lambda: ready() or hub.failed.is_set(), hub.timeout_s)
+            if not ready():
+                raise self._wait_error(call)
+
+    def _gather_items(self, item: T) -> list[T]:
+        """Return the `item` of every rank, in rank order; collective."""
+        self.hub.desk[self.rank] = item
+        self.barrier()
+        items = list(self.hub.desk)
+        self.barrier()
+        return items
+
+    def _wait_error(self, call: str) -> Exception:
+        if self.hub.failed.is_set():
+            return TransportError(f"rank {self.rank}: {call}: another rank failed")
+        return HungError(f"rank {self.rank}: {call}: nothing for {self.hub.timeout_s} s")
+
+
+class _Send:
+    def __init__(self, link: LocalLink, message: Message, peer: int):
+        self._link, self._message, self._peer = link, message, peer
+
+    def finished(self) -> bool:
+        return self._message.done
+
+    def done(self) -> bool:
+        return self._message.done
+
+    def wait(self) -> None:
+        call = f"isend of {self._message.x.nbytes} bytes to rank {self._peer}"
+        self._link.wait_until(self.finished, call)
+
+
+class _Receive:
+    def __init__(self, link: LocalLink, x: np.ndarray, source: int):
+        self._link, self._x, self._source, self._done = link, x, source, False
+
+    def finished(self) -> bool:
+        """Complete receives from this source in the order in which they were posted."""
+        link = self._link
+        box, pending = link.hub.boxes[self._source, link.rank], link.pending[self._source]
+        while box and pending and not self._done:
+            pending.popleft()._take(box.popleft())
+        return self._done
+
+    def done(self) -> bool:
+        with self._link.hub.lock:
+            return self.finished()
+
+    def wait(self) -> None:
+        call = f"irecv of {self._x.nbytes} bytes from rank {self._source}"
+        self._link.wait_until(self.finished, call)
+
+    def _take(self, message: Message) -> None:
+        if message.x.nbytes != self._x.nbytes:
+            raise TransportError(
+                f"rank {self._link.rank}: irecv from rank {self._source} expected "
+                f"{self._x.nbytes} bytes, {message.x.nbytes} came"
+            )
+        self._x[...] = message.x
+        self._done = message.done = True
+        self._link.hub.news[self._source].notify_all()
+
+
+def run_ranks(size: int, function: Callable[[LocalLink], T], timeout_s: float = 60.0) -> list[T]:
+    """Run `function(link)` as `size` ranks, each a thread; return the results in rank order.
+
+    The error of the first rank that raises is raised here. The others have GRACE_S to end by
+    themselves, since ranks may fail together, by agreement; then their waits are ended.
+    """
+    hub = Hub(size, timeout_s, threading.Event())
+    results: list[Any] = [None] * size
+    ended: SimpleQueue[BaseException | None] = SimpleQueue()
+
+    def rank(number: int) -> None:
+        try:
+            results[number] = function(LocalLink(hub, number))
+            ended.put(None)
+        except BaseException as error:  # raised again below
+            ended.put(error)
+
+    for number in range(size):
+        threading.Thread(target=rank, args=(number,), daemon=True).start()
+    if (error := _first_error(ended, hub)) is not None:
+        raise error
+    return results
+
+
+def _first_error(ended: SimpleQueue[BaseException | None], hub: Hub) -> BaseException | None:
+    """Wait for all ranks; return the error of the first that failed, or None."""
+    first = None
+    for _ in range(hub.size):
+        try:
+            error = ended.get(timeout=None if first is None else GRACE_S)
+        except Empty:
+            hub.fail()
+            error = ended.get()
+        first = first or error
+    return first

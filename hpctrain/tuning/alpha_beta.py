@@ -1,0 +1,104 @@
+"""Measures alpha, beta and gamma of this machine, the constants of the cost model.
+
+    alpha   half a ping-pong of 8 bytes                  rank a  -- 8 B ->  b
+                                                                <- 8 B --
+    beta    a stream one way, in segments of 1 MiB       rank a  = = = = >  b, then 8 B back
+    gamma   all ranks stream a += b over private arrays, too long for the caches
+
+For arrays of the host, or of GPUs, whose messages then take their own paths.
+Between the first two ranks of a node and between the first ranks of two nodes; all others wait.
+Each is the median over rounds; a round is several calls. The clock is that of measure.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import numpy as np
+
+from hpctrain.collectives import Group
+from hpctrain.collectives.chunks import SEGMENT_BYTES
+from hpctrain.core.xp import Array
+from hpctrain.cost_model.cost import Machine
+from hpctrain.transport.link import Link
+from hpctrain.tuning.measure import timed
+
+PING_PONGS, SEGMENTS = 200, 16
+ADDED_BYTES = 16 << 20
+
+
+Pair = tuple[int, int]
+
+
+def constants(
+    group: Group, rounds: int, xp: ModuleType = np
+) -> tuple[Machine | None, Machine | None]:
+    """Return (inside a node, between nodes), None without such a pair; collective.
+
+    `xp`: the module of the arrays, numpy or cupy.
+    """
+    gamma, (inside, across) = _gamma(group.link, rounds, xp), pairs(group)
+    return (
+        _between(group.link, inside, gamma, rounds, xp) if inside else None,
+        _between(group.link, across, gamma, rounds, xp) if across else None,
+    )
+
+
+def pairs(group: Group) -> tuple[Pair | None, Pair | None]:
+    """Return two ranks of one node, and two of different nodes; None if there are none."""
+    nodes = group.nodes or (tuple(range(group.link.size)),)
+    inside = next(((ranks[0], ranks[1]) for ranks in nodes if len(ranks) > 1), None)
+    return inside, (nodes[0][0], nodes[1][0]) if len(nodes) > 1 else None
+
+
+def _between(link: Link, pair: Pair, gamma: float, rounds: int, xp: ModuleType) -> Machine:
+    a, b = pair
+    word, segments = xp.zeros(1), xp.ones((SEGMENTS, SEGMENT_BYTES), np.uint8)
+    alpha = _median(link, _ping_pong(link, a, b, word), rounds, word) / (2 * PING_PONGS)
+    streamed = _median(link, _stream(link, a, b, segments, word), rounds, word)
+    beta = max(streamed - (SEGMENTS + 1) * alpha, streamed / 10) / (SEGMENTS * SEGMENT_BYTES)
+    return Machine(alpha, beta, gamma)
+
+
+def _ping_pong(link: Link, a: int, b: int, word: Array) -> Callable[[], None]:
+    def first() -> None:
+        for _ in range(PING_PONGS):
+            link.isend(word, b).wait()
+            link.irecv(word, b).wait()
+
+    def second() -> None:
+        for _ in range(PING_PONGS):
+            link.irecv(word, a).wait()
+            link.isend(word, a).wait()
+
+    return {a: first, b: second}.get(link.rank, _look_on)
+
+
+def _stream(link: Link, a: int, b: int, segments: Array, word: Array) -> Callable[[], None]:
+    def first() -> None:
+        for request in [link.isend(segment, b) for segment in segments]:
+            request.wait()
+        link.irecv(word, b).wait()
+
+    def second() -> None:
+        for request in [link.irecv(segment, a) for segment in segments]:
+            request.wait()
+        link.isend(word, a).wait()
+
+    return {a: first, b: second}.get(link.rank, _look_on)
+
+
+def _gamma(link: Link, rounds: int, xp: ModuleType) -> float:
+    a, b = xp.ones(ADDED_BYTES // 4, np.float32), xp.zeros(ADDED_BYTES // 4, np.float32)
+    b.fill(0)  # untouched pages all map to one page, which stays in the cache
+    return _median(link, lambda: np.add(a, b, out=a), rounds, a) / ADDED_BYTES
+
+
+def _median(link: Link, function: Callable[[], object], rounds: int, on: Array) -> float:
+    function()
+    return float(np.median([timed(link, function, on=on) for _ in range(rounds)]))
+
+
+def _look_on() -> None:
+    """Do nothing; the clock waits for the pair."""

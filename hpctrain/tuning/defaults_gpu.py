@@ -1,0 +1,111 @@
+"""Defaults of `auto` for arrays on GPUs without measurements: the cost model with GPU figures.
+
+The figures are those of the trial (verdicts.py) if it timed messages of this class of pairs; else
+of common machines: some ten microseconds for each wait of the host, PCIe 4 and 100 Gbit/s for bytes
+staged through the host. `hpctrain tune --device gpu` replaces all of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from hpctrain.collectives import Group
+from hpctrain.cost_model import cost, fit
+from hpctrain.transport.paths import BY_POINTER
+from hpctrain.tuning.choose import Plan, Row
+from hpctrain.tuning.defaults import planned
+from hpctrain.tuning.gpu_layout import Gpus
+
+#: A byte added: two read and one written, at 2 TB/s.
+GAMMA = 1.5e-12
+#: By the host: an event is awaited, two copies and a message. By pointer: MPI after a stream.
+STAGED = {"node": cost.Machine(6e-5, 1.2e-10, GAMMA), "across": cost.Machine(8e-5, 1.5e-10, GAMMA)}
+POINTER = {"node": cost.Machine(2e-5, 2e-11, GAMMA), "across": cost.Machine(3e-5, 1e-10, GAMMA)}
+#: `direct`: two waits for a stream, two exchanges of flags, one kernel; the rate of a copy out of
+#: mapped memory, on one GPU and between two.
+DIRECT_S, ONE_GPU_RATE, BETWEEN_RATE = 4e-5, 1e12, 5e10
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks of each node, wires inside and between them, and the rate of mapped memory."""
+
+    nodes: tuple[int, ...]
+    node: cost.Machine
+    across: cost.Machine
+    one_gpu: bool  #: for all ranks of a node
+    rate: float | None  #: bytes per second out of mapped memory; None if none is mapped
+
+
+def guessed(group: Group, gpus: Gpus) -> Plan:
+    """Return the model's plan for arrays of `group` on `gpus`."""
+    return planned(partial(predicted, layout_of(group, gpus)))
+
+
+def layout_of(group: Group, gpus: Gpus) -> Layout:
+    """Return the placement of `group`'s ranks and the cost of their paths."""
+    nodes = group.nodes or (tuple(range(group.link.size)),)
+    one_gpu = all(map(gpus.one_in, nodes))
+    name = "same_gpu" if one_gpu else "same_node"
+    rate = gpus.verdict.mapped_gb_s.get(name, 0.0) * 1e9
+    rate = rate or (ONE_GPU_RATE if one_gpu else BETWEEN_RATE)
+    return Layout(
+        tuple(map(len, nodes)),
+        _wire(gpus, name, "node"),
+        _wire(gpus, "across", "across"),
+        one_gpu,
+        rate if gpus.seen else None,
+    )
+
+
+def _wire(gpus: Gpus, name: str, scope: str) -> cost.Machine:
+    """Return the message cost of a class of pairs; staging ranks share their GPU's link."""
+    pointer = getattr(gpus.verdict, name) in BY_POINTER
+    wire = POINTER[scope] if pointer else STAGED[scope]
+    if times := gpus.verdict.seconds.get(name):
+        wire = cost.Machine(*fit.line(times), GAMMA)
+    return wire if pointer else replace(wire, beta=wire.beta * max(map(len, gpus.of_each)))
+
+
+def predicted(layout: Layout, n: int) -> Iterator[Row]:
+    """Yield the predicted time of each applicable algorithm for arrays of `n` bytes.
+
+    MPI's own is not among them: it would reduce on the host.
+    """
+    several = len(layout.nodes) > 1
+    for in_memory in (False, True):
+        for name in cost.ALLREDUCE:
+            yield Row(name, in_memory, n, _flat(layout, name, n))
+        if several and max(layout.nodes) > 1:
+            yield Row("hierarchical", in_memory, n, _hierarchical(layout, in_memory, n))
+        if not several and in_memory and layout.rate:
+            yield Row("direct", True, n, _direct(layout, layout.nodes[0], layout.rate, n))
+
+
+def _flat(layout: Layout, name: str, n: int) -> float:
+    """Ranks of a node share its wire to other nodes; in a ring only one of them uses it."""
+    of = cost.ALLREDUCE[name](n, sum(layout.nodes))
+    if len(layout.nodes) == 1:
+        return layout.node.seconds(of)
+    sharing = 1 if name == "ring" else max(layout.nodes)
+    return replace(layout.across, beta=layout.across.beta * sharing).seconds(of)
+
+
+def _hierarchical(layout: Layout, in_memory: bool, n: int) -> float:
+    """Inside as in `direct` or a ring; between nodes a ring of the whole vector, on all rails."""
+    node_ranks = max(layout.nodes)
+    rate = layout.rate if in_memory else None
+    ring = layout.node.seconds(cost.ring(n, node_ranks))
+    inside = _direct(layout, node_ranks, rate, n) if rate else ring
+    return inside + layout.across.seconds(cost.ring(n, len(layout.nodes)))
+
+
+def _direct(layout: Layout, ranks: int, rate: float, n: int) -> float:
+    """On one GPU P arrays are read and written; else each rank reads and writes 2n (P-1)/P abroad.
+
+    A copy at `rate` reads each byte and writes it.
+    """
+    moved = ranks * n if layout.one_gpu else 2 * n * (ranks - 1) / ranks
+    return DIRECT_S + moved / rate

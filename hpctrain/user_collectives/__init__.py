@@ -1,0 +1,1 @@
+"""Collectives on a user's own arrays: `ht.allreduce` and its neighbours."""

@@ -1,0 +1,249 @@
+"""Collectives on a user's own arrays, without a trainer: `ht.allreduce` and its neighbours.
+
+    before, ranks 0 1 2        x: a   b   c                      x: (a0 a1 a2) (b0 b1 b2) (c0 c1 c2)
+
+    allreduce             a+b+c on all        reduce_scatter    a0+b0+c0   a1+b1+c1   a2+b2+c2
+    reduce, root 0        a+b+c  -   -        all_to_all        (a0 b0 c0) (a1 b1 c1) (a2 b2 c2)
+    broadcast, root 0     a      a   a        scatter, root 0   a0         a1         a2
+    all_gather            (a b c) on all      gather, root 0    (a b c)    -          -
+
+Arrays are C-contiguous, of NumPy or CuPy, in native byte order, in bool, uint8, int8, int16, int32,
+int64, float16, bfloat16 (of ml_dtypes), float32, float64, complex64 or complex128; those written to
+must be writable. `op` is sum, prod, min or max (not of complex numbers), mean (not of integers),
+and, or, xor (of integers bitwise, of bools logical): see `collectives/reductions/operations.py`.
+
+All ranks must call with the same shape, dtype and arguments, and all with arrays of the host or all
+of GPUs. With `check` ranks first compare a digest of these (collectives/signature.py): a fault on
+any rank is one UsageError on all ranks, before any data moves. Without it the rank that finds a
+wrong argument raises alone, and ranks that differ get an error, or wrong numbers. Results on a GPU
+are ready for later work of its current stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from hpctrain.collectives import rooted
+from hpctrain.collectives.mean import mean
+from hpctrain.collectives.ring import all_gather as ring_all_gather
+from hpctrain.collectives.ring import reduce_scatter as ring_reduce_scatter
+from hpctrain.collectives.signature import faulty, must_match
+from hpctrain.collectives.tree import broadcast as tree_broadcast
+from hpctrain.collectives.tree import reduce as tree_reduce
+from hpctrain.core import bound_calls
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import namespace, on_device
+from hpctrain.tuning.select import allreduce_named, bound, prepared
+from hpctrain.user_collectives.arguments import Accepted, accepted, must_be_writable
+from hpctrain.world import World, init
+
+_checked, _unchecked = bound_calls.checked, bound_calls.unchecked
+
+
+def allreduce(
+    x: np.ndarray,
+    op: str = "sum",
+    algorithm: str = "auto",
+    world: World | None = None,
+    check: bool = True,
+) -> None:
+    """Reduce `x` in place over all ranks; all must call.
+
+    `x`: any shape. `op`: as above, for the dtype of `x`. `algorithm`: auto, or a name of
+    `hpctrain.collectives.ALLREDUCE`. Cost: see the file of the algorithm; of a mean also that of
+    `hpctrain.collectives.mean`. Raises UsageError if an argument does not fit, or if ranks differ.
+    """
+    # The quickest way in Python to an array's call: at few bytes every 10 ns count. Strings from
+    # the same source line are the same object; others take the slower path.
+    try:
+        dtype, shape, bound_op, bound_world, call = (_checked if check else _unchecked)[id(x)]
+    except KeyError:
+        pass
+    else:
+        if (
+            (x.dtype is dtype and op is bound_op and world is bound_world and algorithm == "auto")
+            and x.flags.carray  # contiguous, aligned, and writable, which may have changed
+            and x.shape == shape
+        ):
+            call()
+            return
+    _allreduce(x, op, algorithm, world, check)
+
+
+def _allreduce(
+    x: np.ndarray, op: str, algorithm: str, requested: World | None, check: bool
+) -> None:
+    world = requested or init()
+    flat, operation, signature = _accepted(world, check, "allreduce", x, op=op, algorithm=algorithm)
+    function, call = allreduce_named(algorithm), signature if check else None
+    if op == "mean":
+        if call is not None:
+            must_match(world.main, call)
+        mean(world.main, flat, operation, function)
+        return
+    prepare = partial(prepared, world.main, op=operation, allreduce=function, call=call)
+    prepare(flat)()
+    if (
+        algorithm == "auto"
+        and type(x) is np.ndarray
+        and x.flags.carray
+        and bound_calls.met_before(x)
+    ):
+        again = prepare(bound_calls.alias(x))
+        bound_calls.keep(
+            _checked if check else _unchecked, x, (x.dtype, x.shape, op, requested, again)
+        )
+
+
+def bind(
+    x: np.ndarray,
+    op: str = "sum",
+    algorithm: str = "auto",
+    result: str = "in-place",
+    world: World | None = None,
+) -> Callable[[], Any]:
+    """Return a call that reduces the contents of `x` at that time over all ranks, without look-ups.
+
+    All ranks must call here, and then the bound calls in the same order. `x` as in `allreduce`; in
+    `world.zeros` it is reduced fastest. `op`: as in `allreduce`, but for the mean. With `result`
+    "shared" the call returns the flat array that holds the sum, which may belong to another rank
+    of the node: it is for reading, until the next collective call; `x` may be left as it is. With
+    "in-place" the sum is in `x`. Raises as `allreduce`.
+    """
+    world = world or init()
+    flat, operation = _matched(world, True, "bind", x, op=op, algorithm=algorithm, result=result)
+    call = bound(world.main, flat, operation, algorithm, result == "shared")
+
+    def unless_read_only() -> Any:
+        if not x.flags.writeable:  # checked here: a call of `must_be_writable` costs as much again
+            must_be_writable(x)
+        return call()
+
+    return call if on_device(x) else unless_read_only
+
+
+def reduce(
+    x: np.ndarray, op: str = "sum", root: int = 0, world: World | None = None, check: bool = True
+) -> None:
+    """Reduce `x` in place to `root`; elsewhere `x` ends with partial results.
+
+    `x`: any shape. Binomial tree: ceil(log2 P) steps. Raises as `allreduce`.
+    """
+    world = world or init()
+    flat, operation = _matched(world, check, "reduce", x, op=op, root=root)
+    function = partial(tree_reduce, root=root)
+    if op == "mean":
+        mean(world.main, flat, operation, function)
+    else:
+        function(world.main, flat, operation)
+
+
+def broadcast(x: np.ndarray, root: int = 0, world: World | None = None, check: bool = True) -> None:
+    """Copy `root`'s `x` into every rank's `x`; binomial tree, ceil(log2 P) steps.
+
+    `root`'s own may be read-only. Raises as `allreduce`.
+    """
+    world = world or init()
+    flat, _ = _matched(world, check, "broadcast", x, root=root, root_sends=True)
+    tree_broadcast(world.main, flat, root)
+
+
+def reduce_scatter(
+    x: np.ndarray, op: str = "sum", world: World | None = None, check: bool = True
+) -> np.ndarray:
+    """Return this rank's row of the reduced `x` (P, ...), a view of `x`; the other rows are spoilt.
+
+    Ring: P-1 steps, n(P-1)/P bytes sent. Raises as `allreduce`.
+    """
+    world = world or init()
+    flat, operation = _matched(world, check, "reduce_scatter", x, op=op, rows=True)
+    if op == "mean":
+        mean(world.main, flat, operation, ring_reduce_scatter)
+    else:
+        ring_reduce_scatter(world.main, flat, operation)
+    return x[world.rank]
+
+
+def all_gather(x: np.ndarray, world: World | None = None, check: bool = True) -> np.ndarray:
+    """Return a new array (P, *x.shape) of every rank's `x`; ring, P-1 steps, x.nbytes each.
+
+    `x` may be read-only. Raises as `allreduce`.
+    """
+    world = world or init()
+    _matched(world, check, "all_gather", x, written=False)
+    rows = _room_for(x, world)
+    ring_all_gather(world.main, rows.reshape(-1))
+    return rows
+
+
+def gather(
+    x: np.ndarray, root: int = 0, world: World | None = None, check: bool = True
+) -> np.ndarray | None:
+    """Return a new array (P, *x.shape) of every rank's `x` on `root`, None elsewhere.
+
+    `x` may be read-only. Raises as `allreduce`.
+    """
+    world = world or init()
+    flat, _ = _matched(world, check, "gather", x, root=root, written=False)
+    if world.rank != root:
+        world.link.isend(flat, root).wait()
+        return None
+    rows = _room_for(x, world)
+    rooted.gather(world.main, rows.reshape(-1), root)
+    return rows
+
+
+def scatter(
+    x: np.ndarray, root: int = 0, world: World | None = None, check: bool = True
+) -> np.ndarray:
+    """Return row r of `root`'s `x` (P, ...) on rank r: a view of its own `x`, which receives it.
+
+    `root`'s own may be read-only. Raises as `allreduce`.
+    """
+    world = world or init()
+    flat, _ = _matched(world, check, "scatter", x, root=root, rows=True, root_sends=True)
+    rooted.scatter(world.main, flat, root)
+    return x[world.rank]
+
+
+def all_to_all(x: np.ndarray, world: World | None = None, check: bool = True) -> np.ndarray:
+    """Return a new array like `x` (P, ...): on rank r, row s is row r of rank s.
+
+    `x` may be read-only. Raises as `allreduce`.
+    """
+    world = world or init()
+    flat, _ = _matched(world, check, "all_to_all", x, rows=True, written=False)
+    out = namespace(x).empty(x.shape, x.dtype)
+    rooted.all_to_all(world.main, flat, out.reshape(-1))
+    return out
+
+
+def _matched(
+    world: World, check: bool, name: str, x: Any, **arguments: Any
+) -> tuple[np.ndarray, Any]:
+    """Return flat `x` and the operation; with `check` after all ranks have compared their calls."""
+    flat, operation, call = _accepted(world, check, name, x, **arguments)
+    if check:
+        must_match(world.main, call)
+    return flat, operation
+
+
+def _accepted(world: World, check: bool, name: str, x: Any, **arguments: Any) -> Accepted:
+    """Return the arguments if valid on this rank; else raise UsageError, with `check` on all."""
+    try:
+        return accepted(world, name, x, **arguments)
+    except UsageError as error:
+        if check:
+            must_match(world.main, faulty(str(error)))
+        raise
+
+
+def _room_for(x: np.ndarray, world: World) -> np.ndarray:
+    """Return an array (P, *x.shape) that holds `x` in this rank's row."""
+    rows = namespace(x).empty((world.size, *x.shape), x.dtype)
+    rows[world.rank] = x
+    return rows
