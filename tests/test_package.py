@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from importlib import metadata, resources
@@ -18,6 +20,21 @@ def test_import_leaves_alone():
     code = f"import sys, hpctrain; print({late} & set(sys.modules))"
     seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
     assert seen == "set()\n"
+
+
+def test_import_of_the_package_imports_none_of_its_modules():
+    code = "import sys, hpctrain; print([m for m in sys.modules if m.startswith('hpctrain.')])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
+
+
+def test_ctrl_c_during_imports_ends_without_a_traceback(tmp_path):
+    interrupt = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)"
+    (tmp_path / "click.py").write_text(interrupt)
+    command = [sys.executable, "-m", "hpctrain", "--version"]
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
 
 
 def test_version_is_that_of_the_metadata():

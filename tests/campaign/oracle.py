@@ -70,7 +70,7 @@ def problems_of(case: Case, fault: Fault | None, seen: Attempt, run: Path) -> It
     codes = expected_codes(case, fault if seen.fired else None)
     if seen.code not in codes:
         yield f"exit code {seen.code}, expected one of {sorted(codes)[:9]}"
-    if "Traceback (most recent call last)" in seen.stderr and not _at_import(case, fault):
+    if "Traceback (most recent call last)" in seen.stderr and not _of_python(fault, seen.stderr):
         yield "a traceback"
     if seen.processes:
         yield f"processes left: {list(seen.processes.values())}"
@@ -89,10 +89,10 @@ def _not_of_mpi(case: Case, names: list[str]) -> list[str]:
     return [n for n in names if case.launcher == "launch" or not OF_MPI.match(n)]
 
 
-def _at_import(case: Case, fault: Fault | None) -> bool:
-    """Return whether a Ctrl-C may have met the interpreter before it knew of us."""
+def _of_python(fault: Fault | None, stderr: str) -> bool:
+    """Return whether a Ctrl-C interrupted Python itself, before it ran a line of ours."""
     interrupt = isinstance(fault, Signal) and (fault.signal, fault.step) == ("SIGINT", None)
-    return interrupt and case.launcher == "mpiexec"
+    return interrupt and "/hpctrain/" not in stderr
 
 
 def _problems_of_summary(case: Case, seen: Attempt, run: Path) -> Iterator[str]:
