@@ -25,9 +25,10 @@ cupy = pytest.importorskip("cupy")
  VECTORS, ENTROPIES) = (
     import_module(f"hpctrain.{name}")
     for name in ("optim.sgd", "optim.adamw", "optim.lars", "optim.lamb", "optim.norms",
-                 "nn.activations", "nn.philox", "collectives.bfloat16",
-                 "gradients.compress.largest", "gradients.compress.orthonormal", "nn.windows",
-                 "nn.channels", "nn.vectors", "nn.entropies")
+                 "nn.activations", "nn.cuda.philox", "collectives.reductions.bfloat16",
+                 "gradients.compress.top_k_cuda", "gradients.compress.orthonormal",
+                 "nn.cuda.im2col", "nn.cuda.batch_norm", "nn.cuda.layer_norm",
+                 "nn.cuda.cross_entropy")
 )  # fmt: skip
 #: function -> arrays and numbers that it takes
 FUSED = {

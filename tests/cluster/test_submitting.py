@@ -56,7 +56,7 @@ def test_a_disk_that_is_full_afterwards_keeps_nobody_from_telling_the_id(tmp_pat
     def full(path, table):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(submit.rundir, "write_json", full)
+    monkeypatch.setattr(submit.run_folder, "write_json", full)
     code, said = told("digits", "--out", "kept")
     assert code == 1
     assert said.startswith("hpctrain: job 17 is submitted, but kept cannot keep its id: No space")

@@ -156,7 +156,7 @@ def test_who_looks_on_sees_what_runs(tmp_path):
     write(folder.trial(ONE, 0), of.timing, Times(1e-2, 9e-3), 128, 1)
     for age, out in enumerate([folder.trial(ONE, 1), folder.trial(TWO, 0)]):
         out.mkdir(parents=True)
-        collect.rundir.append_row(out, {"step": 30})
+        collect.run_folder.append_row(out, {"step": 30})
         collect.log_of(out).write_text("hpctrain: no such thing\n")
         os.utime(collect.log_of(out), (0, 1000 - age))
     seen = runner.current_standings(folder, of)
@@ -169,7 +169,7 @@ def test_slurm_states_in_words(tmp_path):
     assert slurm_runner.standing(tmp_path, pending) == Standing(
         "pending", 17, reason="Resources: waits for nodes to become free"
     )
-    collect.rundir.append_row(tmp_path, {"step": 30})
+    collect.run_folder.append_row(tmp_path, {"step": 30})
     assert slurm_runner.standing(tmp_path, slurm_runner.State("17", "RUNNING")) == Standing(
         RUNNING, 17, 30
     )

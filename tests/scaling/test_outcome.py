@@ -428,7 +428,7 @@ def test_who_calls_while_another_works_sees_how_things_stand(tmp_path, monkeypat
 
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib.figure"])
 def test_without_the_extra_all_but_pictures_is_there(missing, tmp_path, monkeypatch, caplog):
-    for module in ("scaling.page", "scaling.plots", "report.page", "report.plots"):
+    for module in ("scaling.output.page", "scaling.output.plots", "report.page", "report.plots"):
         monkeypatch.delitem(sys.modules, f"hpctrain.{module}", raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     assert called(monkeypatch, tmp_path / "s")[0] == 0

@@ -47,7 +47,7 @@ class MadeUp:
         run = shlex.split(re.search(r"^run=(.*)$", text, re.M)[1])[0]
         self.jobs.append((size, words[2], submit.Path(run)))
         folder.mkdir(parents=True)
-        submit.rundir.write_json(folder / submit.JOBS, {"jobs": [len(self.jobs)]})
+        submit.run_folder.write_json(folder / submit.JOBS, {"jobs": [len(self.jobs)]})
         return len(self.jobs)
 
     def ask(self, job):
