@@ -1,0 +1,1 @@
+"""Clusters: launching on this machine, Slurm, a lab of several hosts."""

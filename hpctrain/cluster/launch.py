@@ -71,7 +71,7 @@ def launch_argv(n: int, argv: Sequence[str]) -> int:
 def _launched(n: int, argv: Sequence[str]) -> int:
     mpi, started = find_mpi(), time.time()
     slots = launchers.slots(os.environ) or _physical_cores()
-    line, extra = command(mpi, n, argv, n > slots, os.geteuid() == 0)
+    line, extra = command(mpi, n, argv, oversubscribed=n > slots, root=os.geteuid() == 0)
     job = uuid.uuid4().hex
     with open(os.memfd_create(run_folder.NOTE), "rb") as note, _guarded(job) as job_environ:
         job_environ |= _for_ranks(_proc_path(note.fileno()))
@@ -99,7 +99,7 @@ def _stoppable() -> Iterator[None]:
 
 
 def command(
-    mpi: Mpi, n: int, argv: Sequence[str], oversubscribed: bool, root: bool
+    mpi: Mpi, n: int, argv: Sequence[str], *, oversubscribed: bool, root: bool
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command line that runs `argv` on `n` ranks, and variables it needs besides."""
     if mpi.mpiexec is None:

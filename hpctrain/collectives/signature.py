@@ -60,7 +60,7 @@ def signature(text: str) -> Signature:
 
 def faulty(text: str) -> Signature:
     """Return the signature of a call that this rank cannot make, for the reason in `text`."""
-    return Signature(text, _digest("fault: " + text), True)
+    return Signature(text, _digest("fault: " + text), faulty=True)
 
 
 @lru_cache(LENGTHS_KEPT)

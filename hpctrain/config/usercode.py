@@ -78,7 +78,7 @@ def read(tables: Mapping[str, Any], callbacks: Sequence[str], folder: str) -> Co
     targets += [(f"[{name}] kind", tables[name]["kind"]) for name in called]
     if not targets:
         return Code(".")
-    return Code(folder, True, _hashes(targets, folder), options.sha256)
+    return Code(folder, bool(targets), _hashes(targets, folder), options.sha256)
 
 
 def call(target: str, place: str, folder: str, *args: Any, **arguments: Any) -> Any:

@@ -50,7 +50,7 @@ class StopRequest:
 
     def _install(self) -> None:
         self._reading, self._writing = socket.socketpair()
-        self._writing.setblocking(False)
+        self._writing.setblocking(False)  # noqa: FBT003
         self._thread = threading.Thread(target=self._read, name="hpctrain-stop", daemon=True)
         self._thread.start()
         # The socket before the handlers: a signal between the two would be lost.
@@ -92,7 +92,7 @@ def by_what(number: int) -> str:
 def _replace(number: signal.Signals) -> Any:
     old = signal.signal(number, _nothing)
     # Restart interrupted calls: not every C library expects its read to fail half-way.
-    signal.siginterrupt(number, False)
+    signal.siginterrupt(number, False)  # noqa: FBT003
     return old
 
 

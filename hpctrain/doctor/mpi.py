@@ -50,7 +50,8 @@ def start(mpi: Mpi) -> Started | None:
     """Start two ranks as `hpctrain launch` would, with ULFM if the launcher knows it."""
     if mpi.mpiexec is None:
         return None
-    line, extra = command(mpi, 2, module_command(RANKS), True, os.geteuid() == 0)
+    root = os.geteuid() == 0
+    line, extra = command(mpi, 2, module_command(RANKS), oversubscribed=True, root=root)
     tries = [[line[0], *FT, *line[1:]], line] if mpi.vendor == "Open MPI" else [line]
     answers = [_run(attempt, extra) for attempt in tries]
     return next((answer for answer in answers if not answer.fault), answers[-1])

@@ -1,0 +1,1 @@
+"""Gradients: the arena of a model's planes, buckets, reduction, precision, compression."""

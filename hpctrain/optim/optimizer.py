@@ -37,10 +37,14 @@ class Slot(Protocol):
 
 
 class Init(Protocol):
+    """Makes the state of a plane of parameters."""
+
     def __call__(self, param: Array) -> State: ...
 
 
 class Update(Protocol):
+    """Updates `param` and `state` in place, by `grad`."""
+
     def __call__(
         self, grad: Array, state: State, param: Array, slots: Sequence[Slot], total: Total
     ) -> None: ...

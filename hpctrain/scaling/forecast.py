@@ -215,8 +215,12 @@ def _cluster(
     node_cluster, network_cluster = alike(defaults.NODE), alike(defaults.ACROSS)
     return replace(
         node_cluster,
-        inside=inside or _from_wire_times(_over(False, steps), nbytes) or node_cluster.inside,
-        between=between or _from_wire_times(_over(True, steps), nbytes) or network_cluster.between,
+        inside=inside
+        or _from_wire_times(_sizes(steps, several_nodes=False), nbytes)
+        or node_cluster.inside,
+        between=between
+        or _from_wire_times(_sizes(steps, several_nodes=True), nbytes)
+        or network_cluster.between,
     )
 
 
@@ -224,12 +228,12 @@ def _origin(measured: Wire | None, steps: Sequence[StepTimes], nbytes: int, acro
     """Return the origin of the wire of most bytes in `_cluster`."""
     if measured is not None:
         return MESSAGES
-    return WIRE_TIMES if _from_wire_times(_over(across, steps), nbytes) else GUESS
+    return WIRE_TIMES if _from_wire_times(_sizes(steps, several_nodes=across), nbytes) else GUESS
 
 
-def _over(nodes: bool, steps: Sequence[StepTimes]) -> list[StepTimes]:
+def _sizes(steps: Sequence[StepTimes], *, several_nodes: bool) -> list[StepTimes]:
     """Return the sizes on several nodes, or those on one."""
-    return [step for step in steps if (step.size.nodes > 1) == nodes]
+    return [step for step in steps if (step.size.nodes > 1) == several_nodes]
 
 
 def _from_wire_times(steps: Sequence[StepTimes], nbytes: int) -> Wire | None:

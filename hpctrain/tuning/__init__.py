@@ -1,0 +1,1 @@
+"""Tuning: measurements of all-reduces, and the choice among them by size."""

@@ -89,7 +89,7 @@ def predicted(layout: Layout, n: int) -> Iterator[Row]:
         if layout.mpi:
             yield Row("native", in_memory, n, _native(layout, n))
         if layout.memory and len(layout.nodes) == 1:
-            yield Row("direct", in_memory, n, _direct(layout.ranks, in_memory, n))
+            yield Row("direct", in_memory, n, _direct(layout.ranks, n, in_memory=in_memory))
 
 
 def _flat(layout: Layout, name: str, n: int) -> float:
@@ -105,7 +105,8 @@ def _hierarchical(layout: Layout, in_memory: bool, n: int) -> float:
     """Inside as in `direct` or a ring; between nodes a ring of the whole vector, on all rails."""
     node_ranks = max(layout.nodes)
     shares = in_memory and layout.memory
-    inside = _direct(node_ranks, True, n) if shares else NODE.seconds(cost.ring(n, node_ranks))
+    ring = NODE.seconds(cost.ring(n, node_ranks))
+    inside = _direct(node_ranks, n, in_memory=True) if shares else ring
     return inside + ACROSS.seconds(cost.ring(n, len(layout.nodes)))
 
 
@@ -120,7 +121,7 @@ def _native(layout: Layout, n: int) -> float:
     return min(native.seconds(formula(n, layout.ranks)) for formula in formulas)
 
 
-def _direct(ranks: int, in_memory: bool, n: int) -> float:
+def _direct(ranks: int, n: int, *, in_memory: bool) -> float:
     """In memory each byte of P arrays is read and written once; through slots twice as often.
 
     A node's ranks share the memory bandwidth: times P either way.

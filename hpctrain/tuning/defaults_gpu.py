@@ -81,7 +81,7 @@ def predicted(layout: Layout, n: int) -> Iterator[Row]:
         if several and max(layout.nodes) > 1:
             yield Row("hierarchical", in_memory, n, _hierarchical(layout, in_memory, n))
         if not several and in_memory and layout.rate:
-            yield Row("direct", True, n, _direct(layout, layout.nodes[0], layout.rate, n))
+            yield Row("direct", in_memory, n, _direct(layout, layout.nodes[0], layout.rate, n))
 
 
 def _flat(layout: Layout, name: str, n: int) -> float:

@@ -78,7 +78,9 @@ def _allreduce(
     x: np.ndarray, op: str, algorithm: str, requested: World | None, check: bool
 ) -> None:
     world = requested or init()
-    flat, operation, signature = _accepted(world, check, "allreduce", x, op=op, algorithm=algorithm)
+    flat, operation, signature = _accepted(
+        world, "allreduce", x, check=check, op=op, algorithm=algorithm
+    )
     function, call = allreduce_named(algorithm), signature if check else None
     if op == "mean":
         if call is not None:
@@ -115,7 +117,9 @@ def bind(
     "in-place" the sum is in `x`. Raises as `allreduce`.
     """
     world = world or init()
-    flat, operation = _matched(world, True, "bind", x, op=op, algorithm=algorithm, result=result)
+    flat, operation = _matched(
+        world, "bind", x, check=True, op=op, algorithm=algorithm, result=result
+    )
     call = bound(world.main, flat, operation, algorithm, result == "shared")
 
     def unless_read_only() -> Any:
@@ -134,7 +138,7 @@ def reduce(
     `x`: any shape. Binomial tree: ceil(log2 P) steps. Raises as `allreduce`.
     """
     world = world or init()
-    flat, operation = _matched(world, check, "reduce", x, op=op, root=root)
+    flat, operation = _matched(world, "reduce", x, check=check, op=op, root=root)
     function = partial(tree_reduce, root=root)
     if op == "mean":
         mean(world.main, flat, operation, function)
@@ -148,7 +152,7 @@ def broadcast(x: np.ndarray, root: int = 0, world: World | None = None, check: b
     `root`'s own may be read-only. Raises as `allreduce`.
     """
     world = world or init()
-    flat, _ = _matched(world, check, "broadcast", x, root=root, root_sends=True)
+    flat, _ = _matched(world, "broadcast", x, check=check, root=root, root_sends=True)
     tree_broadcast(world.main, flat, root)
 
 
@@ -160,7 +164,7 @@ def reduce_scatter(
     Ring: P-1 steps, n(P-1)/P bytes sent. Raises as `allreduce`.
     """
     world = world or init()
-    flat, operation = _matched(world, check, "reduce_scatter", x, op=op, rows=True)
+    flat, operation = _matched(world, "reduce_scatter", x, check=check, op=op, rows=True)
     if op == "mean":
         mean(world.main, flat, operation, ring_reduce_scatter)
     else:
@@ -174,7 +178,7 @@ def all_gather(x: np.ndarray, world: World | None = None, check: bool = True) ->
     `x` may be read-only. Raises as `allreduce`.
     """
     world = world or init()
-    _matched(world, check, "all_gather", x, written=False)
+    _matched(world, "all_gather", x, check=check, written=False)
     rows = _room_for(x, world)
     ring_all_gather(world.main, rows.reshape(-1))
     return rows
@@ -188,7 +192,7 @@ def gather(
     `x` may be read-only. Raises as `allreduce`.
     """
     world = world or init()
-    flat, _ = _matched(world, check, "gather", x, root=root, written=False)
+    flat, _ = _matched(world, "gather", x, check=check, root=root, written=False)
     if world.rank != root:
         world.link.isend(flat, root).wait()
         return None
@@ -205,7 +209,7 @@ def scatter(
     `root`'s own may be read-only. Raises as `allreduce`.
     """
     world = world or init()
-    flat, _ = _matched(world, check, "scatter", x, root=root, rows=True, root_sends=True)
+    flat, _ = _matched(world, "scatter", x, check=check, root=root, rows=True, root_sends=True)
     rooted.scatter(world.main, flat, root)
     return x[world.rank]
 
@@ -216,23 +220,23 @@ def all_to_all(x: np.ndarray, world: World | None = None, check: bool = True) ->
     `x` may be read-only. Raises as `allreduce`.
     """
     world = world or init()
-    flat, _ = _matched(world, check, "all_to_all", x, rows=True, written=False)
+    flat, _ = _matched(world, "all_to_all", x, check=check, rows=True, written=False)
     out = namespace(x).empty(x.shape, x.dtype)
     rooted.all_to_all(world.main, flat, out.reshape(-1))
     return out
 
 
 def _matched(
-    world: World, check: bool, name: str, x: Any, **arguments: Any
+    world: World, name: str, x: Any, *, check: bool, **arguments: Any
 ) -> tuple[np.ndarray, Any]:
     """Return flat `x` and the operation; with `check` after all ranks have compared their calls."""
-    flat, operation, call = _accepted(world, check, name, x, **arguments)
+    flat, operation, call = _accepted(world, name, x, check=check, **arguments)
     if check:
         must_match(world.main, call)
     return flat, operation
 
 
-def _accepted(world: World, check: bool, name: str, x: Any, **arguments: Any) -> Accepted:
+def _accepted(world: World, name: str, x: Any, *, check: bool, **arguments: Any) -> Accepted:
     """Return the arguments if valid on this rank; else raise UsageError, with `check` on all."""
     try:
         return accepted(world, name, x, **arguments)

