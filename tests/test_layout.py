@@ -1,6 +1,7 @@
 """The size of each room, of each file, and the first lines of docstrings.
 
 A room is a folder of modules. A new one adds a row to ROOMS; a commit that raises a limit says why.
+`python tests/test_layout.py` writes docs/files.md, the list of all files, anew.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pytest
 import hpctrain
 
 ROOT = Path(hpctrain.__file__).parent
+FILES = Path(__file__).parents[1] / "docs" / "files.md"
 MOST_LINES = 300
 #: room: (most files, most lines), `__init__.py` included
 ROOMS = {}
@@ -37,6 +39,21 @@ def first_lines(tree: ast.AST) -> list[str]:
     holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, holders)]
     return [text.splitlines()[0] for text in texts if text]
+
+
+def listing() -> str:
+    """Return docs/files.md: each file of the package once, by its docstring's first line."""
+    text = "# Files\n\nWritten by `python tests/test_layout.py` from the docstrings.\n"
+    for room, files in rooms().items():
+        folder = "hpctrain" if room == "." else f"hpctrain/{room}"
+        text += f"\n## `{folder}/`\n\n"
+        text += "".join(f"- `{p.name}`: {about}\n" for p in files if (about := subject(p)))
+    return text
+
+
+def subject(path: Path) -> str:
+    """Return the first line of a module's docstring, which ends a line or a sentence."""
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
 
 
 def test_every_room_has_a_row_and_every_row_a_room():
@@ -64,6 +81,10 @@ def test_the_top_level_is_small():
     assert sum(p.is_file() for p in entries) <= 8
 
 
+def test_the_list_of_files_is_complete():
+    assert FILES.read_text() == listing(), "run: python tests/test_layout.py"
+
+
 def test_a_docstring_names_its_subject():
     """A first line such as "Return what ..." leaves the noun out."""
     trees = ((p.name, ast.parse(p.read_text())) for p in ROOT.rglob("*.py"))
@@ -76,3 +97,7 @@ def test_what_a_first_line_is():
     tree = ast.parse('"""One."""\ndef f():\n    """Return what is left.\n\n    More."""\n')
     assert first_lines(tree) == ["One.", "Return what is left."]
     assert [bool(CLAUSES.match(text)) for text in first_lines(tree)] == [False, True]
+
+
+if __name__ == "__main__":
+    FILES.write_text(listing())
