@@ -31,7 +31,8 @@ from functools import cache
 
 import numpy as np
 
-from hpctrain.collectives.direct import all_gather, direct, parts, reduce_scatter
+from hpctrain.collectives.copy_through import parts
+from hpctrain.collectives.direct import all_gather, direct, reduce_scatter
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.reductions.operations import Operation
 from hpctrain.collectives.ring import ring

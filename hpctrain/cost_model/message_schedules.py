@@ -69,7 +69,7 @@ def _at_once(clocks: Clocks, route: Route, chunk: float) -> None:
 
 
 def _in_segments(clocks: Clocks, route: Route, chunk: float) -> None:
-    coming: deque = deque()
+    coming: deque[Train] = deque()
     for nbytes in segments(chunk):
         if len(coming) == AHEAD:
             clocks.receive(route, coming.popleft(), adds=True)

@@ -118,7 +118,7 @@ def _slices(nvml: Any, handle: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _nvlinks(nvml: Any, handles: Sequence[Any], addresses: Sequence[str]) -> dict:
+def _nvlinks(nvml: Any, handles: Sequence[Any], addresses: Sequence[str]) -> dict[Any, Any]:
     ends = [Counter(_far_ends(nvml, handle)) for handle in handles]
     wires = {
         (i, j): ends[i][addresses[j]] or min(ends[i][_SWITCH], ends[j][_SWITCH])

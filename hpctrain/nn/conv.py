@@ -34,7 +34,9 @@ def image_shape(shape: Shape, window: int, stride: int, padding: int = 0) -> tup
     return oh, ow
 
 
-def places(window: int, stride: int, oh: int, ow: int) -> Iterator[tuple[int, int, tuple]]:
+def places(
+    window: int, stride: int, oh: int, ow: int
+) -> Iterator[tuple[int, int, tuple[slice, ...]]]:
     """Yield (i, j, index): x[index] is pixel (i, j) of every window, (n, oh, ow, c)."""
     for i in range(window):
         for j in range(window):

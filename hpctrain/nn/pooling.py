@@ -59,7 +59,7 @@ class MaxPool2d:
             dx[index] += dy * hit
         return dx
 
-    def _places(self, x: Array) -> list[tuple[int, int, tuple]]:
+    def _places(self, x: Array) -> list[tuple[int, int, tuple[slice, ...]]]:
         oh, ow, _ = self.output_shape(x.shape[1:])
         return list(places(self.window, self.stride, oh, ow))
 

@@ -10,6 +10,7 @@ from hpctrain.watch.deadline import Watch
 from hpctrain.watch.inside import About, noticed, unnoted
 from hpctrain.watch.record import (
     ENTRIES,
+    REPORT,
     Call,
     Entry,
     Record,
@@ -18,7 +19,7 @@ from hpctrain.watch.record import (
     read,
     record_path,
 )
-from hpctrain.watch.report import REPORT, dump_stacks, interval_s, report, write_report
+from hpctrain.watch.report import dump_stacks, interval_s, report, write_report
 
 __all__ = [
     "ENTRIES",

@@ -22,7 +22,7 @@ from statistics import median
 from hpctrain.doctor.check import Check, Verdict
 from hpctrain.doctor.job.hosts import listed
 from hpctrain.doctor.job.outliers import usual
-from hpctrain.doctor.node import GIB, MIB
+from hpctrain.hardware.shm import GIB, MIB
 
 NAME, WORD = ".hpctrain-doctor-", "word"
 BLOCK, TIMES = 1 << 16, 5

@@ -153,7 +153,7 @@ class Largest:
             self._put("pick_digit", (table, state, self._counts, digit), THREADS)
         self._put("take_largest", (residual, table, state, indices, values, bucket))
 
-    def _put(self, name: str, args: tuple, count: int | None = None) -> None:
+    def _put(self, name: str, args: tuple[object, ...], count: int | None = None) -> None:
         x, rows = self._residual, len(self._table)
         launch(x, source(x.dtype), name, count or self._longest, args, rows)
 

@@ -16,7 +16,7 @@ order of additions. Saved for backward: x itself, the means and the scales.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -227,11 +227,11 @@ def rooms(x: Array) -> tuple[Array, Array]:
     return total, xp.empty((blocks, 2, c), np.float64)
 
 
-def add(code: str, name: str, part: Array, args: tuple) -> None:
+def add(code: str, name: str, part: Array, args: tuple[Any, ...]) -> None:
     """Launch a kernel whose blocks each add rows into their row of `part`."""
     kernel = raw_kernel(part, code, name)
     kernel((len(part), 1), (THREADS,), (part, *args, np.int32(part.shape[2])))
 
 
-def _alone(name: str, x: Array, args: tuple) -> None:
+def _alone(name: str, x: Array, args: tuple[Any, ...]) -> None:
     raw_kernel(x, _source(x), name)((1, 1), (THREADS,), args)

@@ -25,10 +25,11 @@ from hpctrain.cluster.slurm import sbatch, submit
 from hpctrain.cluster.slurm import site as sites
 from hpctrain.cluster.slurm.job import Job
 from hpctrain.cluster.slurm.job import check as must_be
+from hpctrain.cluster.slurm.queries import State
 from hpctrain.cluster.slurm.reasons import explained, lasting
 from hpctrain.cluster.slurm.render import render
 from hpctrain.cluster.slurm.site import Site
-from hpctrain.cluster.slurm.submit import ENDED, POLL_S, State
+from hpctrain.cluster.slurm.submit import ENDED, POLL_S
 from hpctrain.core.errors import HpctrainError
 from hpctrain.run_files import run_folder
 from hpctrain.scaling import collect, trial_recipe

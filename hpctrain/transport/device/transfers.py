@@ -233,7 +233,9 @@ class Lanes:
         _advance(lane)
         return Awaited(self, transfer, way, peer, expected)
 
-    def _transfer(self, x: Array, peer: int, post: Callable, staged: type) -> Any:
+    def _transfer(
+        self, x: Array, peer: int, post: Callable[[Any, int], Message], staged: type
+    ) -> Any:
         link = self._link
         on_gpu = _must_be_ours(x)
         if on_gpu:
@@ -249,7 +251,7 @@ class Lanes:
         link = self._link
         return bool(link.paths) and by_pointer(link.paths[peer], link.by_size[peer], nbytes)
 
-    def _posted(self, post: Callable, slot: np.ndarray, peer: int) -> Message:
+    def _posted(self, post: Callable[[Any, int], Message], slot: np.ndarray, peer: int) -> Message:
         self._link.host_bytes += slot.nbytes
         return post(self._link.message(slot), peer)
 

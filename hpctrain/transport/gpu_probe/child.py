@@ -71,7 +71,7 @@ class Buffer:
         self._runtime.memcpy(x.ctypes.data, self.pointer, nbytes, TO_HOST)
         return x
 
-    def message(self, nbytes: int) -> list:
+    def message(self, nbytes: int) -> list[Any]:
         """Return the beginning as an MPI buffer, by its pointer."""
         return [MPI.memory.fromaddress(self.pointer, nbytes), nbytes, MPI.BYTE]
 
@@ -204,7 +204,7 @@ def _copy(runtime: Any, to: int, source: int, nbytes: int) -> None:
     runtime.deviceSynchronize()
 
 
-def _exchange(comm: MPI.Comm, out: list, into: list) -> None:
+def _exchange(comm: MPI.Comm, out: list[Any], into: list[Any]) -> None:
     peer = 1 - comm.rank
     comm.Sendrecv(out, peer, 0, into, peer, 0)
 
