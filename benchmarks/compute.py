@@ -35,7 +35,7 @@ from _in_torch import Text, resnet20_of, step_of, transformer_of
 
 from hpctrain import nn, optim
 from hpctrain.engines import Flags, Task
-from hpctrain.engines.synchronous.single import Single
+from hpctrain.engines.synchronous.single import SingleEngine
 from hpctrain.gradients.replica import Batch, ModelReplica
 
 TEXT = Text(layers=4, width=256, heads=8, length=128)
@@ -100,7 +100,7 @@ def images(n: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 
 def ours(options_: Any, x: np.ndarray, y: np.ndarray) -> Step:
     model = options_.build(x.shape[1:], 10)
-    engine = Single(ModelReplica(model, 0, "float32"), optim.sgd(1e-3, 0.9))
+    engine = SingleEngine(ModelReplica(model, 0, "float32"), optim.sgd(1e-3, 0.9))
     batch, scale = Batch(x, y), 1 / (len(x) * model.targets)
     return lambda: engine.step(Task(batch, scale, nn.Key(0, 0, 0)), Flags())
 

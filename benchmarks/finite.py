@@ -26,8 +26,8 @@ from _common import interleaved, options, paired_ratio, spread, world_of, write
 
 from hpctrain import broadcast, nn, optim
 from hpctrain.engines import Flags, Task
-from hpctrain.engines.synchronous.allreduce import AllReduceOptions
-from hpctrain.engines.synchronous.single import Single
+from hpctrain.engines.synchronous.allreduce import AllReduce
+from hpctrain.engines.synchronous.single import SingleEngine
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.nn import Sums
@@ -38,9 +38,9 @@ UNCLAIMED = ("single", "1.9M")
 STEP_S = 10e-3
 ENGINES = {
     "single": None,
-    "allreduce": AllReduceOptions(),
-    "allreduce, overlap": AllReduceOptions(overlap="always", bucket_bytes=1 << 20),
-    "allreduce, shard_optimizer": AllReduceOptions(shard_optimizer=True),
+    "allreduce": AllReduce(),
+    "allreduce, overlap": AllReduce(overlap="always", bucket_bytes=1 << 20),
+    "allreduce, shard_optimizer": AllReduce(shard_optimizer=True),
 }
 MOST = 0.02
 
@@ -122,7 +122,9 @@ def row_of(world: World, name: str, options: Any, model: str, rounds: int) -> di
     built = nn.MlpOptions(widths=widths).build((widths[0],), widths[-1])
     # A rate at which nothing moves: all steps are the same.
     replica, optimizer = ModelReplica(built, 0, np.float32), optim.sgd(1e-6, 0.9)
-    engine = options.build(world, replica, optimizer) if options else Single(replica, optimizer)
+    engine = (
+        options.build(world, replica, optimizer) if options else SingleEngine(replica, optimizer)
+    )
     check, timed = engine.check, Timed(engine.check)
     samples = samples_of(world, engine, widths)
     task = task_of(world, widths, samples)

@@ -18,8 +18,8 @@ from _common import interleaved, options, paired_ratio, spread, world_of, write
 
 from hpctrain import nn, optim
 from hpctrain.engines import Flags, Task
-from hpctrain.engines.synchronous.allreduce import AllReduce, AllReduceOptions
-from hpctrain.engines.synchronous.single import Single
+from hpctrain.engines.synchronous.allreduce import AllReduce, AllReduceEngine
+from hpctrain.engines.synchronous.single import SingleEngine
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.world import World
 
@@ -51,8 +51,8 @@ def against_single(world: World, batch_per_rank: int, rounds: int) -> list[dict]
     widths, optimizer = [784, 1024, 1024, 10], optim.sgd(1e-6, 0.9)
     batch = samples(batch_per_rank, 784, 10)
     engines = {
-        "single": Single(replica_of(widths), optimizer),
-        "null": AllReduce(world, replica_of(widths), optimizer, AllReduceOptions(algorithm="null")),
+        "single": SingleEngine(replica_of(widths), optimizer),
+        "null": AllReduceEngine(world, replica_of(widths), optimizer, AllReduce(algorithm="null")),
     }
     steps = {name: step_of(engine, batch) for name, engine in engines.items()}
     return rows_of(f"mlp batch {batch_per_rank}", interleaved(world.link, steps, rounds))
@@ -65,8 +65,8 @@ def over_buckets(world: World, rounds: int) -> list[dict]:
     steps = {}
     for count in BUCKETS:
         size = layer_bytes * LAYERS // count
-        options_ = AllReduceOptions(algorithm="null", bucket_bytes=size)
-        engine = AllReduce(world, replica_of(widths), optim.sgd(1e-6), options_)
+        options_ = AllReduce(algorithm="null", bucket_bytes=size)
+        engine = AllReduceEngine(world, replica_of(widths), optim.sgd(1e-6), options_)
         assert len(engine._reducer._slices) == count
         steps[str(count)] = step_of(engine, samples(32, WIDTH, WIDTH))
     return rows_of("buckets", interleaved(world.link, steps, rounds))
@@ -82,7 +82,7 @@ def samples(count: int, features: int, classes: int) -> Batch:
     return Batch(x, draw.integers(0, classes, count))
 
 
-def step_of(engine: Single | AllReduce, batch: Batch) -> Callable[[], object]:
+def step_of(engine: SingleEngine | AllReduceEngine, batch: Batch) -> Callable[[], object]:
     return lambda: engine.step(Task(batch, 1 / len(batch.y), nn.Key(0, 0, 0)), Flags())
 
 

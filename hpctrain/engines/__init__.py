@@ -4,14 +4,14 @@ from typing import Any
 
 from hpctrain.core.errors import UsageError
 from hpctrain.engines.engine import Engine, Flags, Task, Times, Work
-from hpctrain.engines.gossip.options import GossipOptions as Gossip
-from hpctrain.engines.local_sgd.engine import LocalSgdOptions as LocalSgd
-from hpctrain.engines.parameter_server.async_ import PsAsyncOptions as PsAsync
-from hpctrain.engines.parameter_server.easgd import EasgdOptions as Easgd
+from hpctrain.engines.gossip.options import Gossip
+from hpctrain.engines.local_sgd.engine import LocalSgd
+from hpctrain.engines.parameter_server.async_ import PsAsync
+from hpctrain.engines.parameter_server.easgd import Easgd
 from hpctrain.engines.parameter_server.roles import ServerOptions
-from hpctrain.engines.parameter_server.sync import PsSyncOptions as PsSync
-from hpctrain.engines.synchronous.allreduce import AllReduceOptions as AllReduce
-from hpctrain.engines.synchronous.single import SingleOptions as Single
+from hpctrain.engines.parameter_server.sync import PsSync
+from hpctrain.engines.synchronous.allreduce import AllReduce
+from hpctrain.engines.synchronous.single import Single
 from hpctrain.gradients.blocks import ReductionOptions
 
 #: The options of each regime by its name on the command line; `build` returns the engine.

@@ -11,7 +11,7 @@ from ranks import on_ranks, run_on
 
 from hpctrain import data, engines, nn, optim
 from hpctrain.engines.staleness import Staleness, metrics
-from hpctrain.engines.synchronous.allreduce import AllReduce
+from hpctrain.engines.synchronous.allreduce import AllReduceEngine
 from hpctrain.run_files import run_folder
 from hpctrain.training.recipe import CheckpointOptions
 from hpctrain.training.trainer import Trainer
@@ -62,7 +62,7 @@ def stale(step: int) -> int:
     return step * step % 7
 
 
-class Counting(AllReduce):
+class Counting(AllReduceEngine):
     """An all-reduce that says gradients were stale, and lets rank 1 wait for half of its time."""
 
     def train(self, work, start, until):

@@ -35,7 +35,7 @@ import numpy as np
 from hpctrain.checkpoint import Piece
 from hpctrain.core.errors import TransportError
 from hpctrain.engines.engine import Flags, Task, Work, join
-from hpctrain.engines.gossip.base import Centreless
+from hpctrain.engines.gossip.base import GossipEngine
 from hpctrain.engines.gossip.pairs import Active, Passive
 from hpctrain.engines.parameter_server.coordinator import Answer, Desk, Event, Report
 from hpctrain.engines.parameter_server.pacing import OwnPace
@@ -50,7 +50,7 @@ from hpctrain.world import World
 DESK = 0  # the rank that counts steps
 
 
-class AdPsgd(Centreless):
+class AdPsgdEngine(GossipEngine):
     """See `hpctrain.engines.engine.Engine`."""
 
     asynchronous = True

@@ -23,7 +23,7 @@ from hpctrain.tuning.select import auto
 from hpctrain.world import World
 
 
-class Centreless:
+class GossipEngine:
     """The parts of `hpctrain.engines.engine.Engine` that do not train."""
 
     name = "gossip"

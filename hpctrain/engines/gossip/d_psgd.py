@@ -29,7 +29,7 @@ import numpy as np
 from hpctrain.core.xp import namespace
 from hpctrain.engines.background import aside
 from hpctrain.engines.engine import Flags, Work, join
-from hpctrain.engines.gossip.base import Centreless
+from hpctrain.engines.gossip.base import GossipEngine
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
 from hpctrain.transport.link import Request
@@ -70,7 +70,7 @@ GRAPHS = {
 }
 
 
-class DPsgd(Centreless):
+class DPsgdEngine(GossipEngine):
     """See `hpctrain.engines.engine.Engine`."""
 
     asynchronous = False

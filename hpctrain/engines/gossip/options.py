@@ -11,15 +11,15 @@ from typing import Literal
 
 from hpctrain import config
 from hpctrain.core.errors import UsageError
-from hpctrain.engines.gossip.ad_psgd import AdPsgd
-from hpctrain.engines.gossip.d_psgd import DPsgd
+from hpctrain.engines.gossip.ad_psgd import AdPsgdEngine
+from hpctrain.engines.gossip.d_psgd import DPsgdEngine
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
 from hpctrain.world import World
 
 
 @config.options
-class GossipOptions:
+class Gossip:
     """`[engine] kind = "gossip"`."""
 
     graph: Literal["bipartite", "ring", "exponential"] = "bipartite"
@@ -32,14 +32,16 @@ class GossipOptions:
                 "rank was started; start more, or choose --engine single"
             )
 
-    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> AdPsgd | DPsgd:
+    def build(
+        self, world: World, replica: Replica, optimizer: Optimizer
+    ) -> AdPsgdEngine | DPsgdEngine:
         """Return this rank's engine; collective."""
         self.must_fit(world.size)
         if self.graph != "bipartite":
-            return DPsgd(world, replica, optimizer, self.graph)
+            return DPsgdEngine(world, replica, optimizer, self.graph)
         if not world.concurrent:
             raise UsageError(
                 '[engine] graph = "bipartite" needs an MPI with THREAD_MULTIPLE, and this one '
                 'grants less; set graph = "exponential"'
             )
-        return AdPsgd(world, replica, optimizer)
+        return AdPsgdEngine(world, replica, optimizer)

@@ -51,7 +51,7 @@ from hpctrain.engines.engine import (
 )
 from hpctrain.engines.local_sgd.node_group import Node
 from hpctrain.engines.local_sgd.outer_step import Delayed, Outer
-from hpctrain.engines.synchronous.allreduce import AllReduce, AllReduceOptions
+from hpctrain.engines.synchronous.allreduce import AllReduce, AllReduceEngine
 from hpctrain.engines.worker_state import mean_states, workers_in
 from hpctrain.gradients.reducer import WireOptions
 from hpctrain.gradients.replica import Replica
@@ -62,7 +62,7 @@ from hpctrain.world import World
 
 
 @config.options
-class LocalSgdOptions(WireOptions):
+class LocalSgd(WireOptions):
     """When parameters are averaged, and how the average is applied."""
 
     period: Annotated[int, Field(ge=1)] = 8  #: steps between two averagings
@@ -94,12 +94,12 @@ class LocalSgdOptions(WireOptions):
                 f"average is only mixed in; seen '{self.outer}' and '{self.momentum}'"
             )
 
-    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> LocalSgd:
+    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> LocalSgdEngine:
         """Return this rank's engine; collective."""
-        return LocalSgd(world, replica, optimizer, self)
+        return LocalSgdEngine(world, replica, optimizer, self)
 
 
-class LocalSgd:
+class LocalSgdEngine:
     """See `hpctrain.engines.engine.Engine`."""
 
     name = "local-sgd"
@@ -108,16 +108,14 @@ class LocalSgd:
     staleness = recorder = None
     updates_per_step = 1.0
 
-    def __init__(
-        self, world: World, replica: Replica, optimizer: Optimizer, options: LocalSgdOptions
-    ):
+    def __init__(self, world: World, replica: Replica, optimizer: Optimizer, options: LocalSgd):
         world.must_agree(str(options), "the options of local SGD")
-        wire = AllReduceOptions(
+        wire = AllReduce(
             algorithm=options.algorithm,
             bucket_bytes=options.bucket_bytes,
             overlap=options.overlap,
         )
-        self._together = AllReduce(world, replica, optimizer, wire)
+        self._together = AllReduceEngine(world, replica, optimizer, wire)
         self.replica, self.times, self.algorithm = replica, self._together.times, options.algorithm
         self.check = self._together.check
         self.workers, self.worker = world.size, world.rank

@@ -32,7 +32,7 @@ from pydantic import Field
 from hpctrain import config
 from hpctrain.core.errors import UsageError
 from hpctrain.engines.parameter_server.coordinator import Answer, Desk, Event, Report, over
-from hpctrain.engines.parameter_server.engine import Method, ParameterServer
+from hpctrain.engines.parameter_server.engine import Method, ParameterServerEngine
 from hpctrain.engines.parameter_server.roles import ServerOptions
 from hpctrain.engines.parameter_server.shard import Order, Use
 from hpctrain.engines.parameter_server.sync import FirstGradients
@@ -45,7 +45,7 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 @config.options
-class PsAsyncOptions(ServerOptions):
+class PsAsync(ServerOptions):
     """`[engine] kind = "ps-async"`."""
 
     staleness: Annotated[int, Field(ge=0)] | None = None  #: None: no bound
@@ -55,14 +55,14 @@ class PsAsyncOptions(ServerOptions):
     push_every: Positive = 1
     pull_every: Positive = 1
 
-    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> ParameterServer:
+    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> ParameterServerEngine:
         """Return this rank's engine; collective."""
         roles = self.roles(world.size)
         workers = len(roles.workers)
         self.must_fit(workers)
         together = FirstGradients(workers, workers)
         method: Method = together if self.staleness == 0 else AsTheyCome(workers, self)
-        return ParameterServer("ps-async", world, replica, optimizer, roles, method)
+        return ParameterServerEngine("ps-async", world, replica, optimizer, roles, method)
 
     def gradients_per_update(self, workers: int) -> int:
         """Return c, the number of gradients of which an update is the mean."""
@@ -86,7 +86,7 @@ class PsAsyncOptions(ServerOptions):
                 f"[engine] softsync: expected at most the {workers} workers, seen {self.softsync}"
             )
         keys = ("softsync", "delay_compensation", "push_every", "pull_every")
-        changed = [key for key in keys if getattr(self, key) != getattr(PsAsyncOptions, key)]
+        changed = [key for key in keys if getattr(self, key) != getattr(PsAsync, key)]
         if self.staleness == 0 and changed:
             raise UsageError(
                 f"[engine] staleness = 0 lets all workers take each step together, where "
@@ -100,7 +100,7 @@ class AsTheyCome:
     asynchronous = True
     in_step = False
 
-    def __init__(self, workers: int, options: PsAsyncOptions):
+    def __init__(self, workers: int, options: PsAsync):
         self.workers, self.options = workers, options
         self.push_every, self.pull_every = options.push_every, options.pull_every
         self.delay_compensation = options.delay_compensation

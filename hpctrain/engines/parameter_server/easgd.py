@@ -32,7 +32,7 @@ from hpctrain.checkpoint import Piece
 from hpctrain.engines.background import aside
 from hpctrain.engines.engine import Flags, Times, Work, ignore_ready
 from hpctrain.engines.parameter_server.coordinator import Answer, Report
-from hpctrain.engines.parameter_server.engine import ParameterServer
+from hpctrain.engines.parameter_server.engine import ParameterServerEngine
 from hpctrain.engines.parameter_server.pacing import OwnPace
 from hpctrain.engines.parameter_server.roles import Roles, ServerOptions
 from hpctrain.engines.parameter_server.server import total_over
@@ -50,22 +50,22 @@ from hpctrain.world import World
 
 
 @config.options
-class EasgdOptions(ServerOptions):
+class Easgd(ServerOptions):
     """`[engine] kind = "easgd"`."""
 
     period: Annotated[int, Field(ge=1)] = 10  #: steps of a worker from one exchange to the next
     moving_rate: Annotated[float, Field(gt=0, lt=1)] | None = None  #: None: 0.9 / P
 
-    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> Easgd:
+    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> EasgdEngine:
         """Return this rank's engine; collective."""
         roles = self.roles(world.size)
         rate = self.moving_rate or 0.9 / len(roles.workers)
-        return Easgd(
+        return EasgdEngine(
             world, replica, optimizer, roles, OwnPace(len(roles.workers), self.period, rate)
         )
 
 
-class Easgd(ParameterServer):
+class EasgdEngine(ParameterServerEngine):
     """See `hpctrain.engines.engine.Engine`; between trainings the arena holds the centre."""
 
     _working: Elastic | None

@@ -58,7 +58,7 @@ class Method(Protocol):
         """Yield the events from step `start` to `until`; the last event is `over`."""
 
 
-class ParameterServer:
+class ParameterServerEngine:
     """See `hpctrain.engines.engine.Engine`."""
 
     algorithm = None

@@ -17,7 +17,7 @@ from hpctrain.engines.staleness import Staleness
 
 
 class OwnPace:
-    """Lets each worker go on at once, `period` steps at a time; see ParameterServer's Method."""
+    """Grants each worker `period` steps at a time; see `Method` in engine.py."""
 
     asynchronous = True
     in_step = adds = False

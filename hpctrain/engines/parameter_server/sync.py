@@ -24,7 +24,7 @@ from pydantic import Field
 from hpctrain import config
 from hpctrain.core.errors import UsageError
 from hpctrain.engines.parameter_server.coordinator import Answer, Desk, Event, Report, over
-from hpctrain.engines.parameter_server.engine import ParameterServer
+from hpctrain.engines.parameter_server.engine import ParameterServerEngine
 from hpctrain.engines.parameter_server.roles import ServerOptions
 from hpctrain.engines.parameter_server.shard import Order, Use
 from hpctrain.engines.staleness import Staleness
@@ -34,7 +34,7 @@ from hpctrain.world import World
 
 
 @config.options
-class PsSyncOptions(ServerOptions):
+class PsSync(ServerOptions):
     """`[engine] kind = "ps-sync"`."""
 
     backup_workers: Annotated[int, Field(ge=0)] = 0
@@ -47,13 +47,13 @@ class PsSyncOptions(ServerOptions):
                 "one must be needed: take fewer backup workers or start more ranks"
             )
 
-    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> ParameterServer:
+    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> ParameterServerEngine:
         """Return this rank's engine; collective."""
         roles = self.roles(world.size)
         workers = len(roles.workers)
         self.must_fit(workers)
         method = FirstGradients(workers, workers - self.backup_workers)
-        return ParameterServer("ps-sync", world, replica, optimizer, roles, method)
+        return ParameterServerEngine("ps-sync", world, replica, optimizer, roles, method)
 
 
 class FirstGradients:

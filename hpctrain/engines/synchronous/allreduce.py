@@ -29,7 +29,7 @@ from hpctrain.engines.synchronous.contradictions import contradictions
 from hpctrain.engines.synchronous.node_shared_params import Shared
 from hpctrain.engines.synchronous.ordered_sums import sums_of
 from hpctrain.engines.synchronous.overlap import AsNeeded
-from hpctrain.engines.synchronous.single import Single, SingleOptions
+from hpctrain.engines.synchronous.single import Single, SingleEngine
 from hpctrain.engines.synchronous.update import InParts, Replicated, Sharded
 from hpctrain.gradients import compress
 from hpctrain.gradients.finite import GradientCheck
@@ -42,7 +42,7 @@ from hpctrain.world import World
 
 
 @config.options
-class AllReduceOptions(WireOptions):
+class AllReduce(WireOptions):
     """How gradients are summed; a recipe gives the keys that are WireOptions' in `[wire]`."""
 
     shard_optimizer: bool = False  #: each rank keeps 1/P of the optimizer's state
@@ -57,15 +57,17 @@ class AllReduceOptions(WireOptions):
             if conflict:
                 raise UsageError(message)
 
-    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> AllReduce | Single:
+    def build(
+        self, world: World, replica: Replica, optimizer: Optimizer
+    ) -> AllReduceEngine | SingleEngine:
         """Return this rank's engine; collective. Alone there is nothing to sum."""
         if world.size == 1:
-            alone = SingleOptions(reduction=self.reduction, blocks=self.blocks)
+            alone = Single(reduction=self.reduction, blocks=self.blocks)
             return alone.build(world, replica, optimizer)
-        return AllReduce(world, replica, optimizer, self)
+        return AllReduceEngine(world, replica, optimizer, self)
 
 
-class AllReduce:
+class AllReduceEngine:
     """See `hpctrain.engines.engine.Engine`."""
 
     name = "allreduce"
@@ -75,9 +77,7 @@ class AllReduce:
     recorder = None
     staleness = None
 
-    def __init__(
-        self, world: World, replica: Replica, optimizer: Optimizer, options: AllReduceOptions
-    ):
+    def __init__(self, world: World, replica: Replica, optimizer: Optimizer, options: AllReduce):
         _must_take_buckets(optimizer, options)
         _must_be_on_cores(replica, options)
         _same_start(world, replica, options)
@@ -103,9 +103,7 @@ class AllReduce:
         else:
             self._update_in_buckets(world, optimizer, options)
 
-    def _update_in_buckets(
-        self, world: World, optimizer: Optimizer, options: AllReduceOptions
-    ) -> None:
+    def _update_in_buckets(self, world: World, optimizer: Optimizer, options: AllReduce) -> None:
         """Make the update of gradients that are summed bucket by bucket; collective."""
         arena, sums, times, trace = self.replica.arena, self._sums, self.times, world.trace
         self.update = (
@@ -257,7 +255,7 @@ class AllReduce:
         return Flags(*largest(self._group, flags))
 
 
-def _must_take_buckets(optimizer: Optimizer, options: AllReduceOptions) -> None:
+def _must_take_buckets(optimizer: Optimizer, options: AllReduce) -> None:
     if options.priority and optimizer.needs_norms:
         raise UsageError(
             "[wire] priority: parameters are updated bucket by bucket; expected an optimizer "
@@ -265,7 +263,7 @@ def _must_take_buckets(optimizer: Optimizer, options: AllReduceOptions) -> None:
         )
 
 
-def _must_be_on_cores(replica: Replica, options: AllReduceOptions) -> None:
+def _must_be_on_cores(replica: Replica, options: AllReduce) -> None:
     """Raise UsageError for an option that needs gradients in the memory of the host."""
     if options.share_parameters and on_device(replica.arena.grad):
         raise UsageError(
@@ -273,7 +271,7 @@ def _must_be_on_cores(replica: Replica, options: AllReduceOptions) -> None:
         )
 
 
-def _same_start(world: World, replica: Replica, options: AllReduceOptions) -> None:
+def _same_start(world: World, replica: Replica, options: AllReduce) -> None:
     """Move gradients to memory shared with neighbours; broadcast the parameters of rank 0."""
     grad = replica.arena.grad
     replica.move(grad=world.memory.zeros_like(grad))

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hpctrain.engines.synchronous.allreduce import AllReduceOptions
+    from hpctrain.engines.synchronous.allreduce import AllReduce
 
 
-def contradictions(options: AllReduceOptions) -> Iterator[tuple[bool, str]]:
+def contradictions(options: AllReduce) -> Iterator[tuple[bool, str]]:
     """Yield each pair of options that exclude each other: whether both are given, and a message."""
     shard, share = options.shard_optimizer, options.share_parameters
     ordered, compression = options.reduction == "ordered", options.compression

@@ -35,7 +35,7 @@ from hpctrain.world import World
 
 
 @config.options
-class SingleOptions(ReductionOptions):
+class Single(ReductionOptions):
     """Options of one device: the order of its sums."""
 
     def must_fit(self, workers: int) -> None:
@@ -46,14 +46,14 @@ class SingleOptions(ReductionOptions):
                 "or choose --engine allreduce"
             )
 
-    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> Single:
+    def build(self, world: World, replica: Replica, optimizer: Optimizer) -> SingleEngine:
         """Return the engine of the only rank there is."""
         self.must_fit(world.size)
         tree = self.tree(1)
-        return Single(InBlocks(replica, tree, 0) if tree else replica, optimizer, world.trace)
+        return SingleEngine(InBlocks(replica, tree, 0) if tree else replica, optimizer, world.trace)
 
 
-class Single:
+class SingleEngine:
     """See `hpctrain.engines.engine.Engine`."""
 
     name = "single"
