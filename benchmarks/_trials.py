@@ -56,7 +56,7 @@ class Trial:
 class Draws:
     """The tasks of one worker: see `hpctrain.engines.Work`."""
 
-    may_drop = 0
+    max_drops = 0
 
     def __init__(self, engine: Engine, train: data.Dataset, trial: Trial, ended: threading.Event):
         self.step = 0
@@ -70,7 +70,7 @@ class Draws:
         key = nn.Key(self._sampler.seed, step, first)
         return Task(Batch(*self._train.rows(own)), 1 / max(targets, 1), key)
 
-    def done(self, step: int, sums: nn.Sums) -> None:
+    def record(self, step: int, sums: nn.Sums) -> None:
         self.step = step
 
     def flags(self) -> Flags:

@@ -50,7 +50,7 @@ class LossAlone:
 
     fault = ""
 
-    def begin(self, on_ready: Callable[[str], None], own: bool = True) -> Callable[[str], None]:
+    def begin(self, on_ready: Callable[[str], None], slots: bool = True) -> Callable[[str], None]:
         return on_ready
 
     def passes(self, sums: Sums) -> bool:
@@ -66,7 +66,7 @@ class Timed:
     def __init__(self, check: GradientCheck):
         self._check, self.seconds = check, list[float]()
 
-    def begin(self, on_ready: Callable[[str], None], own: bool = True) -> Callable[[str], None]:
+    def begin(self, on_ready: Callable[[str], None], slots: bool = True) -> Callable[[str], None]:
         start, outside = perf_counter(), [0.0]
 
         def told(name: str) -> None:
@@ -74,7 +74,7 @@ class Timed:
             on_ready(name)
             outside[0] += perf_counter() - before
 
-        ready = self._check.begin(told, own)
+        ready = self._check.begin(told, slots)
         self.seconds.append(perf_counter() - start)
 
         def timed(name: str) -> None:

@@ -57,7 +57,8 @@ def measured(world: World, rounds: int, warm_up: int = 3) -> dict[str, list[floa
     arena = arenas.make({"w": (BYTES // 4,)}, "float32")
     arena.grad[:] = 1
     own, ranks = slice(0, arena.param.size), [w + 1 for w in everyone]
-    shard = Shard(arena, own, optim.sgd(RATE), lambda rows: rows, push, pull, ranks)
+    sgd = optim.sgd(RATE)
+    shard = Shard(arena, own, sgd, total=np.asarray, push=push, pull=pull, workers=ranks)
     one_by_one = [(w,) for w in everyone]
     ways = {
         "memory": (lambda: in_memory(arena, len(everyone)), lambda: time.sleep(REST_S)),

@@ -42,7 +42,7 @@ class Quadratic:
 class Targets:
     """The work of one worker; from its `count`-th task on it says `flags`, or has a loss of nan."""
 
-    may_drop = 0
+    max_drops = 0
 
     def __init__(self, worker: int | None, flags: Flags = Flags(), count: int = 0):  # noqa: B008
         self.worker, self.tasks = worker, 0
@@ -59,7 +59,7 @@ class Targets:
             b[0] = np.nan
         return Task(Batch(b, np.zeros(1, np.int64)), 1.0, nn.Key(0, step, 0))
 
-    def done(self, step, sums):
+    def record(self, step, sums):
         self.step = step
 
     def flags(self):

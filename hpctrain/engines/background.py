@@ -1,4 +1,4 @@
-"""A helper thread beside the main one, which makes calls in order on links of its own."""
+"""A background thread, which makes calls in order on links of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from hpctrain.core.xp import Array, Event, event, finish, keep_stream, on_device, wait_for
 
 
-def aside(concurrent: bool, name: str, x: Array) -> Executor:
+def background_executor(concurrent: bool, name: str, x: Array) -> Executor:
     """Return an executor: a helper thread, or inline calls if MPI lacks THREAD_MULTIPLE.
 
     MPI libraries seldom make progress in the background: to overlap compute and communication
@@ -17,11 +17,11 @@ def aside(concurrent: bool, name: str, x: Array) -> Executor:
     they run after the work queued in the caller's stream, and are complete when their future is.
     """
     if not concurrent:
-        return _AtOnce()
-    return _OnDevice(name, x) if on_device(x) else ThreadPoolExecutor(1, name)
+        return _InlineExecutor()
+    return _DeviceExecutor(name, x) if on_device(x) else ThreadPoolExecutor(1, name)
 
 
-class _OnDevice(Executor):
+class _DeviceExecutor(Executor):
     """A thread with a stream of its own."""
 
     def __init__(self, name: str, x: Array):
@@ -43,7 +43,7 @@ class _OnDevice(Executor):
         self._thread.shutdown(wait, cancel_futures=cancel_futures)
 
 
-class _AtOnce(Executor):
+class _InlineExecutor(Executor):
     """Makes each call inside `submit`."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

@@ -1,18 +1,20 @@
-"""The interface of every training regime: training steps, and one consistent state.
+"""The interface of every training regime, and the parts that engines share.
 
 The trainer knows no regime, and an engine knows no recipe, file or progress bar.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from hpctrain.checkpoint import Piece
-from hpctrain.collectives import Group
+from hpctrain.collectives import Group, all_gather_bytes, broadcast
 from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.core.errors import UsageError
@@ -23,6 +25,9 @@ from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.nn import Key, Sums
+from hpctrain.transport.link import Link
+from hpctrain.watch.trace import Trace
+from hpctrain.world import World
 
 #: Shards of the arena are cut at multiples of this, so that partial sums do not depend on P.
 BLOCK = 65_536
@@ -32,16 +37,16 @@ STEP_BITS = 40  # of a number that holds a rank and a step
 class Flags(NamedTuple):
     """The flags of a rank at a step boundary; all ranks receive the maximum of each."""
 
-    stop: int = 0  #: a rank was asked to stop: the number of the signal, see hpctrain.core.signals
-    #: one more than the highest rank whose gradient cannot be taken, 0 for none; where it is the
-    #: sum of all, the number of ranks stands for a rank
+    stop: int = 0  #: the signal that requests a stop, 0 for none; see hpctrain.core.signals
+    #: one more than the highest rank whose gradient cannot be applied, 0 for none; if only the sum
+    #: over ranks cannot, the number of ranks stands for the rank
     failed: int = 0
 
-    def failing(self, rank: int) -> Flags:
-        """Return the flags of `rank`, whose gradient cannot be taken."""
+    def with_failure(self, rank: int) -> Flags:
+        """Return these flags with a failure of `rank`, whose gradient cannot be applied."""
         return self._replace(failed=rank + 1)
 
-    def joined(self, other: Flags) -> Flags:
+    def merged(self, other: Flags) -> Flags:
         """Return the larger value of each flag."""
         return Flags(*map(max, self, other))
 
@@ -54,6 +59,17 @@ class Times:
     wait_s: float = 0.0  #: main thread waiting for the wire: exposed communication
     wire_s: float = 0.0  #: in collectives, of the communication thread where there is one
 
+    @contextmanager
+    def compute(self, trace: Trace, name: str) -> Iterator[None]:
+        """Record a span of compute; seconds that are added to `wait_s` meanwhile do not count.
+
+        A layer or an update may wait for other ranks.
+        """
+        start, waited = perf_counter(), self.wait_s
+        yield
+        span = trace.add(name, "compute", start, perf_counter())
+        self.compute_s += span - (self.wait_s - waited)
+
 
 class Task(NamedTuple):
     """The work of one worker in one step: the gradient of `scale` times the loss of `batch`."""
@@ -64,16 +80,16 @@ class Task(NamedTuple):
 
 
 class Work(Protocol):
-    """The trainer as an engine sees it: it gives tasks and receives their results."""
+    """The source of tasks and the sink of their results: the trainer's side of an engine."""
 
-    #: Gradients that a worker with steps of its own may drop in a row, since they are not finite.
-    may_drop: int
+    #: Gradients in a row that a worker with steps of its own may drop, if they are not finite.
+    max_drops: int
 
     def task(self, step: int) -> Task:
-        """Return this worker's share of batch `step`; steps may be left out, never repeated."""
+        """Return this worker's share of batch `step`; steps may be skipped, never repeated."""
 
-    def done(self, step: int, sums: Sums) -> None:
-        """Count a task that is done; the run has come to `step`."""
+    def record(self, step: int, sums: Sums) -> None:
+        """Record the results of a task; the run has reached `step`."""
 
     def flags(self) -> Flags:
         """Return the flags of this rank now."""
@@ -83,26 +99,26 @@ class Engine(Protocol):
     """One rank's part in a training regime."""
 
     name: str
-    algorithm: str | None  #: how gradients are summed, where they are
+    algorithm: str | None  #: the all-reduce of gradients; None where none are reduced
     workers: int  #: ranks that compute gradients
     servers: int  #: ranks, or threads in them, that keep parameters for workers
-    worker: int | None  #: which worker this rank is; None where it only serves
+    worker: int | None  #: this rank's index among the workers; None where it only serves
     asynchronous: bool  #: a step of one worker counts by itself; else all workers share each step
-    updates_per_step: float  #: how often the optimizer is called while all workers do a step
-    recorder: Recorder | None  #: of what happened, where the order of events matters
+    updates_per_step: float  #: calls of the optimizer per step of all workers
+    recorder: Recorder | None  #: of the order of events, where it matters
     replica: Replica
     times: Times
     bytes_sent: int
-    staleness: Staleness | None  #: known to all ranks after `train`; None where nothing is stale
+    staleness: Staleness | None  #: on all ranks after `train`; None where no gradient is stale
     check: GradientCheck  #: of this rank's gradients
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
-        """Train from step `start` to `until`, all ranks; return the step reached and the flags.
+        """Train from step `start` to `until`; return the step reached and the flags; collective.
 
-        A step is a batch of samples, whoever computed them. The flags are joined over all ranks
-        and the same on each. With `stop` set the step may lie before `until`. With `failed` set
-        no rank has taken the gradient of the step returned: parameters, the optimizer's state and
-        all else are as before it, bit for bit, and training can go on with the step behind it.
+        A step is one batch of samples, on whichever workers. The flags are the maxima over all
+        ranks, the same on each. With `stop` set the step may lie before `until`. With `failed` set
+        no rank has applied the gradient of the step returned: parameters, optimizer state and all
+        else are as before it, bit for bit, and training can go on with the next step.
         """
 
     def sum(self, numbers: np.ndarray) -> np.ndarray:
@@ -112,10 +128,10 @@ class Engine(Protocol):
         """Bring the parameters that are evaluated and saved into `replica.arena.param`."""
 
     def state(self) -> list[Piece]:
-        """Return this rank's pieces of the state; all ranks' pieces together are all of it."""
+        """Return this rank's pieces of the state; those of all ranks make up the whole."""
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take the whole state, given as full flat arrays by name."""
+        """Load the whole state from full flat arrays by name."""
 
     def close(self) -> None:
         """End the threads of this engine and free its links; collective."""
@@ -125,27 +141,60 @@ class SteppingEngine(Protocol):
     """An engine whose workers take every step together."""
 
     def step(self, task: Task, flags: Flags) -> tuple[Sums, Flags]:
-        """Train on this rank's share of a step; join the `flags` of all ranks on the way."""
+        """Train on this rank's share of a step; return its sums and the flags of all ranks."""
 
 
-def in_step(engine: SteppingEngine, work: Work, start: int, until: int) -> tuple[int, Flags]:
+def train_in_lockstep(
+    engine: SteppingEngine, work: Work, start: int, until: int
+) -> tuple[int, Flags]:
     """Train from step `start` to `until`, all workers in each step; see `Engine.train`."""
     flags = Flags()
     for step in range(start, until):
         sums, flags = engine.step(work.task(step), work.flags())
         if flags.failed:
             return step, flags
-        work.done(step + 1, sums)
+        work.record(step + 1, sums)
         if flags.stop:
             return step + 1, flags
     return until, flags
 
 
-def ignore_ready(name: str) -> None:
-    """Do nothing: gradients are sent after backward."""
+def begin_equal(world: World, replica: Replica, settings: str) -> None:
+    """Broadcast the parameters and buffers of rank 0; collective.
+
+    Raises an error on all ranks if `settings` or the layout of the model differ between them.
+    """
+    arena = replica.arena
+    layout = f"{settings}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
+    world.must_agree(layout, "model and options")
+    for plane in (arena.param, arena.buffer):
+        broadcast(world.main, plane)  # a user's own model may start from random numbers
 
 
-def join(group: Group, step: int, flags: Flags, failed: bool) -> tuple[int, Flags]:
+def sum_over(group: Group, numbers: np.ndarray) -> np.ndarray:
+    """Return the sums of a few float64 over the ranks of `group`, the same on each."""
+    total = np.array(numbers, np.float64)
+    recursive_doubling(group, total, np.add)
+    return total
+
+
+def sum_in_layer(group: Group, numbers: np.ndarray, times: Times, trace: Trace) -> np.ndarray:
+    """Return the sums over ranks that a layer needs; the time counts as waiting."""
+    with trace.span("sum in a layer", "wait") as waiting:
+        total = sum_over(group, numbers)
+    times.wait_s += waiting.seconds
+    return total
+
+
+def gather_rows(link: Link, rows: np.ndarray) -> np.ndarray:
+    """Return the rows of partial sums of all ranks, in order; see `hpctrain.optim.Optimizer`."""
+    if link.size == 1:
+        return rows
+    parts = all_gather_bytes(link, rows.tobytes())
+    return np.frombuffer(b"".join(parts)).reshape(-1, rows.shape[1])
+
+
+def join_flags(group: Group, step: int, flags: Flags, failed: bool) -> tuple[int, Flags]:
     """Return (step, flags) of all ranks: `step`, or the one at which a rank has `failed`."""
     code = ((group.link.rank + 1) << STEP_BITS) + step if failed else 0
     numbers = np.array([flags.stop, code], np.int64)
@@ -155,15 +204,15 @@ def join(group: Group, step: int, flags: Flags, failed: bool) -> tuple[int, Flag
     return (at if failure else step), Flags(stop, failure)
 
 
-def whole(partials: np.ndarray) -> np.ndarray:
-    """Return `partials`: the identity, for one rank that holds the whole arena."""
+def identity_total(partials: np.ndarray) -> np.ndarray:
+    """Return `partials` as they are: one rank holds the whole arena."""
     return partials
 
 
 def pieces_of(
     arena: Arena, optimizer_state: Mapping[str, np.ndarray], rank: int, size: int
 ) -> list[Piece]:
-    """Return rank's 1/P of a state that every rank holds in full; so all ranks write."""
+    """Return rank's 1/P of a state that every rank holds in full: all ranks share the writing."""
     return [piece_of(name, x, rank, size) for name, x in _flat(arena, optimizer_state).items()]
 
 
@@ -172,7 +221,7 @@ def load_into(
 ) -> None:
     """Copy the full `arrays` of a checkpoint into arena and optimizer state.
 
-    Raises UsageError if they are those of another model or optimizer.
+    Raises UsageError for a checkpoint of another model or optimizer.
     """
     for name, x in _flat(arena, optimizer_state).items():
         copy(x, fitting(arrays, name, x.size))
@@ -184,7 +233,7 @@ def fitting(arrays: Mapping[str, np.ndarray], name: str, size: int) -> np.ndarra
     if actual != size:
         raise UsageError(
             f"the checkpoint does not fit the recipe: expected {size} numbers of '{name}', "
-            f"seen {actual}; resume with the model and the optimizer that it was made with"
+            f"seen {actual}; resume with the model and the optimizer of the checkpoint"
         )
     return arrays[name]
 

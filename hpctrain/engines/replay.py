@@ -1,9 +1,9 @@
-"""The log of an asynchronous run, and its replay: only the order of events is kept.
+"""The log of an asynchronous run, and its replay: only the order of events is recorded.
 
-A gradient depends on the parameters that a worker held and on its step; parameters depend on the
-order in which ranks met. So a run is repeated, bit for bit, by waiting for the rank that came next
-in the log, instead of for any; on MPI or with ranks as threads. Each rank that decides on an order
-keeps a file, of which the first line tells of the machine:
+A gradient depends on the worker's parameters and on its step; parameters depend on the order of
+updates and averagings. So a run is replayed, bit for bit, by waiting for the next rank of the log
+instead of for any rank; on MPI or with ranks as threads. Each rank that decides on an order writes
+a file, whose first line describes the run and the machine:
 
     DIR/replay/rank-00003.jsonl    {"run": {...}, "about": {...}}
                                    {"start": 0, "until": 12, ...}      an interval of training
@@ -53,7 +53,7 @@ class StalenessEntry(pydantic.BaseModel):
     dropped: Count
 
 
-class Head(pydantic.BaseModel):
+class LogHead(pydantic.BaseModel):
     """The first line of a log: settings that a replay must share, and facts for the reader."""
 
     model_config = _STRICT
@@ -62,7 +62,7 @@ class Head(pydantic.BaseModel):
 
 
 class IntervalEntry(pydantic.BaseModel):
-    """The other lines: the decisions of an interval, as engines note them."""
+    """The other lines: the decisions of an interval, as engines record them."""
 
     model_config = _STRICT
     start: Count
@@ -87,14 +87,14 @@ class Recorder:
     def __init__(self) -> None:
         self._intervals: list[Interval] = []
         self._log: list[Interval] | None = None
-        self._next = 0  # the interval of the log that is repeated next
+        self._next = 0  # index of the next interval of the log
 
     @property
-    def repeats(self) -> bool:
+    def replays(self) -> bool:
         return self._log is not None
 
     def note(self, start: int, until: int, **decisions: Any) -> None:
-        """Record the decisions from step `start` on; the trainer had asked for `until`."""
+        """Record the decisions of the interval from step `start` to `until`."""
         self._intervals.append({"start": start, "until": until, **decisions})
 
     def take(self) -> list[Interval]:
@@ -102,15 +102,15 @@ class Recorder:
         intervals, self._intervals = self._intervals, []
         return intervals
 
-    def repeat(self, log: list[Interval], first: int) -> None:
+    def replay(self, log: list[Interval], first: int) -> None:
         """Replay `log` from interval `first` on."""
         self._log, self._next = log, first
 
     def interval(self, start: int, until: int) -> Interval:
         """Return the next interval of the log; raise HpctrainError if it has other steps.
 
-        Two may have the same steps: one in which a stop was asked for before all workers had done
-        a step has changed the parameters nevertheless.
+        Two intervals may have the same steps: one that a stop ended before all workers had done a
+        step has changed the parameters nevertheless.
         """
         assert self._log is not None
         rest, self._next = self._log[self._next :], self._next + 1
@@ -118,12 +118,12 @@ class Recorder:
             spans = ", ".join(f"{row['start']} to {row['until']}" for row in rest[:4]) or "none"
             raise HpctrainError(
                 f"the log to be replayed has no steps {start} to {until} but {spans}, ...; was the "
-                "run killed before it came so far?"
+                "run killed before it reached them?"
             )
         return rest[0]
 
 
-class Log:
+class ReplayLog:
     """The file of one rank's recorder; does nothing without a run's folder."""
 
     def __init__(
@@ -131,13 +131,13 @@ class Log:
     ):
         self._recorder, self._depends_on = recorder, depends_on
         self._path = None if recorder is None or run is None else path_of(run, rank)
-        self._due: list[str] = []  # lines for which there was no room yet
+        self._due: list[str] = []  # lines that could not be written yet
 
     def begin(self, step: int, intervals: int | None) -> None:
         """Drop all but the first `intervals`: those after `step` will be trained again.
 
-        None: an older checkpoint, which does not hold the number of intervals before it. Raises
-        FileError for a damaged log; half a last line, which a crash leaves, is dropped.
+        None: the checkpoint is of an older version, which did not save this number. Raises
+        FileError for a damaged log; a partial last line, which a crash leaves, is dropped.
         """
         if self._path is None or not os.path.lexists(self._path):
             return
@@ -153,7 +153,7 @@ class Log:
         if len(entries) < len(contents.entries) or contents.torn_bytes:
             atomic.replace(self._path, "".join(map(_line, entries)))
 
-    def keep(self) -> None:
+    def write(self) -> None:
         """Append the intervals recorded since the last call; if that fails, training goes on.
 
         Lines that could not be written are tried again by the next call.
@@ -171,14 +171,14 @@ class Log:
             log.warning("%s is not written (%s); training goes on", self._path, error.strerror)
 
     def sync(self) -> None:
-        """Write the file through to the disk, before a checkpoint refers to its intervals."""
+        """Flush the file to the disk, before a checkpoint refers to its intervals."""
         if self._path is not None:
             with contextlib.suppress(OSError):
                 files.sync(self._path)
 
     def end(self) -> None:
         """Write the remaining lines; warn if the log has a gap."""
-        self.keep()
+        self.write()
         if self._path is not None and self._due:
             log.warning("%s has a gap: the run cannot be replayed", self._path)
 
@@ -193,8 +193,7 @@ def read(
 ) -> tuple[dict[str, Any], list[Interval]]:
     """Return (about, intervals) of the log of `rank`, which may be empty.
 
-    Raises UsageError where the run has no log at all, a damaged one, or one of a run with
-    other settings than `depends_on`.
+    Raises UsageError if the run has no log, a damaged one, or other settings than `depends_on`.
     """
     folder = Path(run) / FOLDER
     if not folder.is_dir():
@@ -216,7 +215,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def about() -> dict[str, str]:
-    """Return the processor and the libraries that decide the last bits of products."""
+    """Return the processor and the libraries, on which the last bits of products depend."""
     blas = [lib for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
     return {
         "cpu": _cpu(),
@@ -236,7 +235,7 @@ def _cpu() -> str:
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
-    """Return the head and the intervals of a log, none where there is no file."""
+    """Return the head and the intervals of a log; an empty list if there is no file."""
     try:
         entries = _read(path).entries
     except files.MissingError:
@@ -249,7 +248,7 @@ def _entries(path: Path) -> list[dict[str, Any]]:
 
 
 def _line(entry: Mapping[str, Any]) -> str:
-    """Return `entry` as a line with a checksum: one changed bit could change the order."""
+    """Return `entry` as a line with a checksum: a changed bit could change the order."""
     return json.dumps({**entry, "crc32": zlib.crc32(json.dumps(entry).encode())}) + "\n"
 
 
@@ -258,12 +257,12 @@ def _read(path: Path) -> files.Log[dict[str, Any]]:
 
 
 def _checked(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return an entry without its checksum, which older versions did not write."""
+    """Check an entry; return it without its checksum, which older versions did not write."""
     checksum, text = entry.pop("crc32", None), json.dumps(entry)
     if checksum is not None and checksum != zlib.crc32(text.encode()):
         raise ValueError("expected a line that has its CRC-32, seen one that was altered")
     try:
-        (Head if "run" in entry else IntervalEntry).model_validate_json(text)
+        (LogHead if "run" in entry else IntervalEntry).model_validate_json(text)
     except pydantic.ValidationError as error:
         raise ValueError(first_fault(error)) from None
     return entry

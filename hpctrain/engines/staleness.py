@@ -1,8 +1,8 @@
-"""How stale the gradients were: a measurement, taken where they are applied.
+"""Staleness of gradients, measured on the rank that applies them.
 
-The *staleness* of a gradient is the number of updates between the pull of the parameters that it
-was taken at and its push. The *clock gap* of a worker is by how many steps it is ahead of the
-slowest when it starts one. Source of both words: Ho et al. (2013).
+The *staleness* of a gradient is the number of updates between the pull of the parameters at which
+it was computed and its push. The *clock gap* of a worker is the number of steps by which it is
+ahead of the slowest when it starts one. Source of both terms: Ho et al. (2013).
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ class Staleness:
 
     histogram: Counter[int] = field(default_factory=Counter)  #: staleness -> applied gradients
     clock_gap_max: int | None = None  #: None where no worker can be ahead
-    dropped: int = 0  #: gradients that came too late to be applied
+    dropped: int = 0  #: gradients that arrived too late to be applied
 
     def count(self, staleness: int) -> None:
         """Count a gradient that is applied."""
         self.histogram[staleness] += 1
 
-    def gap(self, steps: int) -> None:
+    def record_gap(self, steps: int) -> None:
         """Record a worker that starts a step `steps` ahead of the slowest."""
         self.clock_gap_max = max(self.clock_gap_max or 0, steps)
 
     @property
     def mean(self) -> float | None:
-        """The mean over gradients; None where none was applied one by one."""
+        """The mean over gradients; None if no gradient was applied on its own."""
         count = self.histogram.total()
         return sum(s * n for s, n in self.histogram.items()) / count if count else None
 
     @property
     def max(self) -> int | None:
-        """The largest; None where no gradient was applied one by one."""
+        """The largest; None if no gradient was applied on its own."""
         return max(self.histogram, default=None)
 
     def merged(self, other: Staleness) -> Staleness:
@@ -69,14 +69,14 @@ class Staleness:
         return cls(histogram, data["clock_gap_max"], data["dropped"])
 
 
-def shared_staleness(link: Link, counted: Staleness | None) -> Staleness:
-    """Return the counts of the only rank that gives some, on all ranks; collective."""
-    message = b"" if counted is None else json.dumps(counted.to_json()).encode()
+def shared_staleness(link: Link, local: Staleness | None) -> Staleness:
+    """Return, on all ranks, the counts of the one rank that passes `local`; collective."""
+    message = b"" if local is None else json.dumps(local.to_json()).encode()
     return Staleness.from_json(json.loads(b"".join(all_gather_bytes(link, message))))
 
 
 def metrics(staleness: Staleness | None) -> dict[str, Any]:
-    """Return the entries of rows and summaries; null for counts that a regime does not have."""
+    """Return the entries of rows and summaries; None for counts that a regime does not have."""
     if staleness is None:
         return dict.fromkeys(metrics(Staleness()))
     return {

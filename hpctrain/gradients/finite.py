@@ -8,21 +8,20 @@ Each rank checks its own gradient, slot by slot, while the slot is in the cache 
 is written over it. The result rides on the vote that all ranks exchange in each step, so that no
 rank changes a parameter before all ranks know the result.
 
-Where all ranks hold the sum anyway, each checks its P-th part of that instead, and the vote comes
-after the reduction (engines/synchronous/allreduce.py). To read every gradient once more before its
-neighbours read it is 8 to 15 % of a step where cores share no cache: lines that were read again are
-slower to fetch from the core that wrote them.
+Where all ranks hold the sum anyway, each checks its P-th part of the sum instead, and the vote
+follows the reduction (engines/synchronous/allreduce.py). A second read of every gradient before the
+neighbours read it costs 8 to 15 % of a step where cores share no cache: the neighbours then fetch
+these lines more slowly from the core that wrote them.
 
-One product does for nearly all gradients: where g . g is finite, every element is below 1.9e19 in
-float32, and no sum over ranks overflows either. Where it is not, the elements are checked one by
-one: each must be at most M / 2P, M being the largest number of the dtype and P the number of ranks
-whose gradients are added; alone, at most M. A gradient between these bounds and M is finite, but
-counts as too large. Of a sum each element must be at most M / 2: where it is not, some rank's own
-is beyond M / 2P, and that rank is named.
+One product suffices for nearly all gradients: if g . g is finite, every element is below 1.9e19 in
+float32, and no sum over ranks overflows. If not, the elements are checked one by one: each must be
+at most M / 2P, M being the largest number of the dtype and P the number of ranks whose gradients
+are added; for one rank, at most M. A gradient between these bounds and M is finite, but counts as
+too large. Each element of a sum must be at most M / 2: if one is not, the gradient of some rank is
+beyond M / 2P, and the error names that rank.
 
-On a GPU one kernel per bucket, or per gradient where nothing travels during backward, keeps the
-place of the first element that does not pass; a number comes to the host. Cost: n elements are
-read.
+On a GPU one kernel per bucket, or per gradient if none is sent during backward, keeps the index of
+the first element that does not pass; one number is copied to the host. Cost: n elements are read.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from hpctrain.core.xp import Array, fetch, namespace, on_device
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums
 
-#: Two times the place of the first element that does not pass, and one more where it is finite.
+#: Twice the index of the first element that does not pass, plus one if it is finite.
 SOURCE = """
 extern "C" __global__
 void first_not_finite(const T* x, long long n, REAL limit, unsigned long long start,
@@ -62,13 +61,13 @@ class GradientCheck:
         `parts` returns their arrays, if not in the arena's plane alone.
         """
         arena = replica.arena
-        self.fault = ""  #: the fault of the gradient that was checked last
+        self.fault = ""  #: the fault of the last gradient, empty for none
         self.dropped = 0  #: gradients of this rank that were not applied
         self._replica, self._ranks, self._parts = replica, ranks, parts or self._plane
         limit = float(np.finfo(arena.grad.dtype).max) / (2 * ranks if ranks > 1 else 1)
         self._limit, self._limit_of_sums = map(arena.grad.dtype.type, (limit, limit * ranks))
         self._slots = {slot.name: slice(slot.offset, slot.stop) for slot in arena.slots}
-        self._left: set[str] = set()  # slots that are not checked yet
+        self._unchecked: set[str] = set()  # slots
         self.own_steps = False  #: whether this rank applies or drops its gradients alone
         self._in_a_row = 0
         self._statistics = arena.buffer.copy()
@@ -77,26 +76,26 @@ class GradientCheck:
         if on_device(arena.grad):
             self._first = namespace(arena.grad).full(1, NONE, np.uint64)
 
-    def begin(self, on_ready: Callable[[str], None], own: bool = True) -> Callable[[str], None]:
-        """Return the function for a replica to call instead of `on_ready` during a gradient.
+    def begin(self, on_ready: Callable[[str], None], slots: bool = True) -> Callable[[str], None]:
+        """Return the `on_ready` of a replica: it checks each slot, then calls the one given.
 
-        Without `own` its gradient is not checked: the caller checks the sum, on the host.
+        Without `slots` the gradient is not checked: the caller checks the sum, on the host.
         """
-        self.fault, self._early, self._left = "", False, set()
+        self.fault, self._early, self._unchecked = "", False, set()
         if self._statistics.size:
             self._statistics[...] = self._replica.arena.buffer
-        if self._first is not None or not own:
+        if self._first is not None or not slots:
             return on_ready
-        self._left = set(self._slots)
+        self._unchecked = set(self._slots)
 
-        def ready(name: str) -> None:
-            self._look(name)
+        def check(name: str) -> None:
+            self._check_slot(name)
             on_ready(name)
 
-        return ready
+        return check
 
     def bucket(self, start: int, stop: int) -> None:
-        """Check elements that leave a device while backward goes on."""
+        """Check elements that are sent from a device during backward."""
         if self._first is not None:
             self._early = True
             self._launch(slice(start, stop))
@@ -104,13 +103,13 @@ class GradientCheck:
     def passes(self, sums: Sums) -> bool:
         """Return whether loss and gradient can be applied; if not, undo the running statistics.
 
-        On a device it waits until backward is done.
+        On a device it waits until backward is complete.
         """
         if self._first is not None:
-            self._look_on_device(self._first)
+            self._check_on_device(self._first)
         else:
-            for name in tuple(self._left):
-                self._look(name)
+            for name in tuple(self._unchecked):
+                self._check_slot(name)
         if not isfinite(sums.loss):
             self.fault = "the loss is not finite"
         if self.fault:
@@ -127,36 +126,36 @@ class GradientCheck:
         if self._statistics.size:
             self._replica.arena.buffer[...] = self._statistics
 
-    def goes_on(self, fine: bool, limit: int, count: int = 1) -> bool:
-        """Return whether a worker with steps of its own goes on, with the gradient or without it.
+    def may_continue(self, applied: bool, limit: int, count: int = 1) -> bool:
+        """Return whether a worker with steps of its own may continue after a gradient.
 
-        `fine`: it is applied. Else it is dropped, `count` gradients with it, but no more than
-        `limit` times in a row.
+        A gradient that is not `applied` is dropped, `count` gradients with it, at most `limit`
+        times in a row.
         """
         self.own_steps = True
-        self._in_a_row = 0 if fine else self._in_a_row + 1
+        self._in_a_row = 0 if applied else self._in_a_row + 1
         if self._in_a_row > limit:
             return False
-        self.dropped += 0 if fine else count
+        self.dropped += 0 if applied else count
         return True
 
     @np.errstate(over="ignore")
-    def _look(self, name: str) -> None:
+    def _check_slot(self, name: str) -> None:
         """Check slot `name`, on the host."""
-        self._left.discard(name)
+        self._unchecked.discard(name)
         for x in self._parts(self._slots[name]):
             # The product of x with itself is one pass at the speed of the cache.
             if not isfinite(x.dot(x)) and not (abs(x) <= self._limit).all():
-                self._note(name, bool(np.isfinite(x).all()))
+                self._set_fault(name, bool(np.isfinite(x).all()))
 
-    def _look_on_device(self, first: Array) -> None:
+    def _check_on_device(self, first: Array) -> None:
         if not self._early:
             self._launch(slice(0, self._replica.arena.grad.size))
-        place, finite = divmod(int(fetch(first)()[0]), 2)
-        if 2 * place + finite != NONE:
+        index, finite = divmod(int(fetch(first)()[0]), 2)
+        if 2 * index + finite != NONE:
             first[...] = NONE
-            inside = (name for name, at in self._slots.items() if at.start <= place < at.stop)
-            self._note(next(inside, "?"), bool(finite))
+            names = (name for name, at in self._slots.items() if at.start <= index < at.stop)
+            self._set_fault(next(names, "?"), bool(finite))
 
     def _launch(self, at: slice) -> None:
         for x in self._parts(at):
@@ -165,7 +164,7 @@ class GradientCheck:
                 args = (x, np.int64(x.size), self._limit, np.uint64(at.start), self._first)
                 launch(x, source, "first_not_finite", x.size, args)
 
-    def _note(self, name: str, finite: bool) -> None:
+    def _set_fault(self, name: str, finite: bool) -> None:
         large = f"too large for a sum over {self._ranks} ranks"
         self.fault = f"the gradient of '{name}' is {large if finite else 'not finite'}"
 

@@ -137,4 +137,4 @@ def must_fit(model: nn.Model, itemsize: int) -> None:
 
 
 def ignore_ready(name: str) -> None:
-    """Do nothing: another micro-batch adds to this gradient."""
+    """Do nothing: an `on_ready` for gradients that are not sent during backward."""

@@ -22,7 +22,7 @@ from hpctrain.core.signals import StopRequest, by_what
 from hpctrain.core.xp import finish
 from hpctrain.data import Samples, in_pieces, share
 from hpctrain.engines import Engine, replay
-from hpctrain.engines.worker_state import for_any_engine
+from hpctrain.engines.worker_state import common_arrays
 from hpctrain.gradients.blocks import NOTHING, in_order
 from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.run_files import run_folder
@@ -71,7 +71,9 @@ class Loop:
         """Train `replica`, on which `engine` was built."""
         self.world, self.engine, self.plan, self.journal = world, engine, plan, journal
         self.callbacks = callbacks
-        self.order = replay.Log(engine.recorder, journal.run, world.rank, self._depends_on())
+        self.replay_log = replay.ReplayLog(
+            engine.recorder, journal.run, world.rank, self._depends_on()
+        )
         self.step, self.rows = 0, list[Row]()  # rows: those of the run before this part
         self.row: Row = {}  # of this step, where there is one
         self.keeper = Keeper(world, engine, replica, journal, plan.checkpoints, plan.about)
@@ -87,14 +89,14 @@ class Loop:
 
     def _begin_log(self) -> None:
         with run_folder.writable(self.journal.run or Path()):
-            self.order.begin(self.step, self.journal.intervals)
+            self.replay_log.begin(self.step, self.journal.intervals)
 
     def run(self, request: StopRequest) -> dict[str, Any]:
         """Train from `step` to the end, or to the step of a request to stop."""
         self.ended = self.callbacks.begin(self.rows)
         with Tasks(self.world, self.engine, self.plan, self.journal, request) as work:
             self._train(work)
-        self.order.end()
+        self.replay_log.end()
         early = self.step < self.journal.total_steps
         return self.journal.finish("done", 0, self.ended if early else None)
 
@@ -105,7 +107,7 @@ class Loop:
             before = self.step
             self.step, flags = self.engine.train(work, self.step, self._until())
             self.journal.count_interval()
-            self.order.keep()
+            self.replay_log.write()
             if self.step > before:
                 self.journal.skips.in_a_row = 0
             if flags.failed:
@@ -118,7 +120,7 @@ class Loop:
                 self.engine.settle()  # the arena then holds the trained parameters
                 finish(self.engine.replica.arena.param)  # no copy into it outlives us
             if last or self.keeper.due(self.step, self.row):
-                self.order.sync()
+                self.replay_log.sync()
                 self.keeper.save(self.step, self.row, must=last)
             if stopped and not self.ended:
                 raise self._stopped(flags.stop)
@@ -154,7 +156,7 @@ class Loop:
         recorded, intervals = self.world.together(
             lambda: replay.read(run, rank, self._depends_on())
         )
-        recorder.repeat(intervals, self.journal.intervals or 0)
+        recorder.replay(intervals, self.journal.intervals or 0)
         notes = filter(None, self.world.gather(replay.differences(recorded, replay.about())))
         if rank == 0 and (text := " | ".join(notes)):
             log.warning("the last bits may differ from those of %s: %s", run, text)
@@ -179,7 +181,7 @@ class Loop:
             return
         self.keeper.must_fit(loaded)
         ratio = self.engine.updates_per_step / loaded.about.get("updates_per_step", 1.0)
-        arrays = _counted(for_any_engine(loaded.arrays), ratio)
+        arrays = _counted(common_arrays(loaded.arrays), ratio)
         self.world.together(lambda: self.engine.load(arrays))
         self.keeper.load(arrays)
         self.step = loaded.step

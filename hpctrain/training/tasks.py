@@ -53,7 +53,7 @@ class Tasks:
         self._world, self._engine, self._plan = world, engine, plan
         self._journal, self._request = journal, request
         self._shares: Prefetch[_Share] | None = None
-        self.may_drop = plan.max_skipped
+        self.max_drops = plan.max_skipped
 
     def __enter__(self) -> Tasks:
         """Return self."""
@@ -79,7 +79,7 @@ class Tasks:
         key = nn.Key(self._plan.sampler.seed, step, share.first, samples=share.samples)
         return Task(share.batch, scale, key)
 
-    def done(self, step: int, sums: nn.Sums) -> None:
+    def record(self, step: int, sums: nn.Sums) -> None:
         """Pass the sums of a step to the journal."""
         self._journal.step(step, sums)
 

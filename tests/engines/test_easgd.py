@@ -54,7 +54,7 @@ def trained(world, way, method, until=(5, 12)):
         start = stop
     told = world.gather(json.dumps(engine.recorder.take()))
     happened = next(one for one in map(json.loads, told) if one)
-    own = engine._working.apart.pieces()[0].array if engine.worker is not None else None
+    own = engine._worker.worker_state.pieces()[0].array if engine.worker is not None else None
     engine.close()
     return engine, own, replica.arena.param, happened
 
@@ -73,7 +73,7 @@ def simulated(size: int, happened, moving_rate: float, period: int, nesterov: bo
 
     for interval in happened:
         for event in map(Event.from_json, interval["events"]):
-            for i in event.heard:
+            for i in event.reporters:
                 assert clock[i] == leave[i][0] or not leave[i][1]
                 for _ in range(leave[i][1] - 1):
                     step(i)

@@ -14,7 +14,7 @@ from hpctrain import data, nn, optim
 from hpctrain.core.errors import TrainingError, UsageError
 from hpctrain.engines import Flags, Gossip
 from hpctrain.engines.gossip.d_psgd import GRAPHS
-from hpctrain.engines.gossip.pairs import LEFT, OWN, partner
+from hpctrain.engines.gossip.pairs import END, OWN, partner
 from hpctrain.gradients.faults import FaultsOptions
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.training import recipe
@@ -29,7 +29,7 @@ def weights(graph: str, step: int, ranks: int) -> np.ndarray:
     """Return W, of which row i says what worker i takes of the others."""
     w = np.zeros((ranks, ranks))
     for i in range(ranks):
-        of = GRAPHS[graph].neighbours(step, i, ranks).of
+        of = GRAPHS[graph].neighbours(step, i, ranks).sources
         w[i, [i, *of]] = 1 / (1 + len(of))
     return w
 
@@ -46,7 +46,7 @@ def test_the_graphs_keep_the_sum_and_are_crossed_in_time(graph, ranks):
             heard = w @ heard
             for i in range(ranks):
                 to, _ = GRAPHS[graph].neighbours(step, i, ranks)
-                assert all(i in GRAPHS[graph].neighbours(step, j, ranks).of for j in to)
+                assert all(i in GRAPHS[graph].neighbours(step, j, ranks).sources for j in to)
         assert (heard > 0).all()
 
 
@@ -260,13 +260,13 @@ def test_a_replay_lets_a_worker_leave_before_others_have_met():
     counted = {"histogram": {}, "clock_gap_max": 0, "dropped": 0}
     logs = {
         0: {"events": events, "clocks": [0, 1, 1], "staleness": counted},
-        1: {"turns": [LEFT - 0, OWN, 2, LEFT - 2]},
+        1: {"turns": [END - 0, OWN, 2, END - 2]},
     }
 
     def body(world):
         engine = Gossip().build(world, Quadratic(), optim.sgd(RATE))
         log = [{"start": 0, "until": 1, **logs[world.rank]}] if world.rank in logs else []
-        engine.recorder.repeat(log, 0)
+        engine.recorder.replay(log, 0)
         found = engine.train(Targets(engine.worker), 0, 1)
         engine.close()
         return found

@@ -15,7 +15,7 @@ from hpctrain.core import xp
 from hpctrain.core.errors import HpctrainError
 from hpctrain.engines.engine import Times
 from hpctrain.engines.parameter_server import push, shard
-from hpctrain.engines.parameter_server.worker import Worker
+from hpctrain.engines.parameter_server.worker import ServerLinks, Worker
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import ModelReplica
@@ -61,7 +61,7 @@ def test_slices_come_to_the_host_while_backward_goes_on(lazy_gpu, monkeypatch):
     begun: list[Counter] = []  # what was counted when each gradient was begun
     asked: list[tuple[int, bool]] = []  # ... and copies, work left, when all of it was asked for
     left: list[list[bool]] = []  # whether backward had work left as each slice left
-    gradient, leave = ModelReplica.gradient, push.Outbox.leave
+    gradient, leave = ModelReplica.gradient, push.GradientPush.slices
 
     def computed(self, *args):
         import cupy
@@ -81,7 +81,7 @@ def test_slices_come_to_the_host_while_backward_goes_on(lazy_gpu, monkeypatch):
             yield one
 
     monkeypatch.setattr(ModelReplica, "gradient", computed)
-    monkeypatch.setattr(push.Outbox, "leave", leaving)
+    monkeypatch.setattr(push.GradientPush, "slices", leaving)
     run_on_gpus(2, lambda w: trained(w, engines.PsSync()))
     number = len(left[0])  # of slices
     assert number >= 4 and len(begun) == STEPS
@@ -112,7 +112,10 @@ def test_a_slice_goes_to_the_device_before_the_next_has_come(lazy_gpu):
         arena = arenas.make({"w": (length,)}, np.float32, zeros=xp.zeros)
         none = type("Replica", (), {"arena": arena})()
         check = GradientCheck(none, 1)
-        worker = Worker(1, none, Times(), Trace(), world.link, world.link, 0, cut, check)
+        servers = ServerLinks(push=world.link, pull=world.link, coordinator=0, cut=cut)
+        worker = Worker(
+            rank=1, replica=none, times=Times(), trace=Trace(), servers=servers, check=check
+        )
         syncs = lazy_gpu.counts["stream sync"] + lazy_gpu.counts["event sync"]
         worker._receive(arena.param)
         assert lazy_gpu.counts["stream sync"] + lazy_gpu.counts["event sync"] == syncs
@@ -123,7 +126,7 @@ def test_a_slice_goes_to_the_device_before_the_next_has_come(lazy_gpu):
 
 def test_a_slot_that_is_never_ready_is_named(gpu):
     arena = arenas.make(dict.fromkeys("ab", (100,)), np.float32, zeros=xp.zeros)
-    box = push.Outbox(arena, [(0, slice(0, arena.grad.size))], adds=False)
-    box.listener(last=True)("b")
+    box = push.GradientPush(arena, [(0, slice(0, arena.grad.size))], adds=False)
+    box.on_ready_for(last=True)("b")
     with pytest.raises(HpctrainError, match="on_ready never fired for slots: a"):
-        box.take(last=True)
+        box.add(last=True)

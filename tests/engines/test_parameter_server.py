@@ -296,7 +296,7 @@ def test_backup_workers_wait_for_nobody_and_drop_what_is_late():
 class Script:
     """Work for an engine, outside of any trainer: one rank says `flags` when asked a tenth time."""
 
-    may_drop = 0
+    max_drops = 0
 
     def __init__(self, flags=None):
         self.said, self.count = flags, 0
@@ -305,7 +305,7 @@ class Script:
         x, y = digits().rows(np.arange(4))
         return Task(Batch(x, y), 1 / 4, nn.Key(0, step, 0))
 
-    def done(self, step, sums):
+    def record(self, step, sums):
         pass
 
     def flags(self):

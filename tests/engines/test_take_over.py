@@ -11,7 +11,7 @@ from ranks import run_on
 
 from hpctrain import data, engines, nn, optim
 from hpctrain.core.errors import UsageError
-from hpctrain.engines.worker_state import for_any_engine
+from hpctrain.engines.worker_state import common_arrays
 from hpctrain.training.trainer import Trainer
 
 STEPS, SGD = 7, optim.sgd(0.05, 0.9)
@@ -64,7 +64,7 @@ def test_what_only_workers_have_is_averaged():
     apart = {f"worker.{i}.optimizer.momentum": np.full(3, i, np.float32) for i in range(11)}
     steps = {f"worker.{i}.optimizer.step": np.array([2 * i]) for i in range(11)}
     own = {"param": np.zeros(3), "worker.0.param": np.ones(3)}
-    shared = for_any_engine({**apart, **steps, **own})
+    shared = common_arrays({**apart, **steps, **own})
     assert shared["optimizer.momentum"].tolist() == [5.0] * 3
     assert shared["optimizer.step"].tolist() == [10]
     assert not shared["param"].any()

@@ -1,21 +1,24 @@
-"""The base of engines without a centre: own parameters, and a mean that is evaluated."""
+"""The base of the gossip engines: each worker has its own parameters, the mean is evaluated."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from time import perf_counter
 
 import numpy as np
 
 from hpctrain.checkpoint import Piece
-from hpctrain.collectives import broadcast
-from hpctrain.collectives.recursive_doubling import recursive_doubling
-from hpctrain.engines.engine import Task, Times, ignore_ready, pieces_of
+from hpctrain.engines.engine import (
+    Task,
+    Times,
+    begin_equal,
+    pieces_of,
+    sum_over,
+)
 from hpctrain.engines.replay import Recorder
 from hpctrain.engines.staleness import Staleness
-from hpctrain.engines.worker_state import Apart
+from hpctrain.engines.worker_state import WorkerState
 from hpctrain.gradients.finite import GradientCheck
-from hpctrain.gradients.replica import Replica
+from hpctrain.gradients.replica import Replica, ignore_ready
 from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
 from hpctrain.transport.link import Link
@@ -35,17 +38,13 @@ class GossipEngine:
 
     def __init__(self, world: World, replica: Replica, optimizer: Optimizer, settings: str):
         """Begin with the parameters of rank 0; `settings` must agree on all ranks. Collective."""
-        arena = replica.arena
-        settings = f"{settings}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
-        world.must_agree(settings, "model and options")
+        begin_equal(world, replica, settings)
         self.replica, self.times = replica, Times()
         self.check = GradientCheck(replica, world.size)
         self.workers, self.worker = world.size, world.rank
         self._world, self._trace, self._group = world, world.trace, world.main
-        for plane in (arena.param, arena.buffer):
-            broadcast(self._group, plane)  # a user's own model may start from random numbers
-        self._apart = Apart(arena, optimizer, self.worker, self.workers)
-        self._parted = False  # whether the arena may hold something else on other ranks
+        self._worker_state = WorkerState(replica.arena, optimizer, self.worker, self.workers)
+        self._params_differ = False  # whether arenas of ranks may differ
         self._links: list[Link] = []
 
     @property
@@ -55,16 +54,14 @@ class GossipEngine:
 
     def sum(self, numbers: np.ndarray) -> np.ndarray:
         """Return the sums of a few float64 over all ranks, the same on each."""
-        total = np.array(numbers, np.float64)
-        recursive_doubling(self._group, total, np.add)
-        return total
+        return sum_over(self._group, numbers)
 
     def settle(self) -> None:
         """Bring the mean into the arena; the next `train` resumes from each worker's own planes."""
-        if not self._parted:
+        if not self._params_differ:
             return
-        self._parted = False
-        self._apart.put_aside()
+        self._params_differ = False
+        self._worker_state.save_planes()
         with self._trace.span("average", "wait") as waiting:
             for x in (self.replica.arena.param, self.replica.arena.buffer):
                 if x.size:
@@ -75,34 +72,31 @@ class GossipEngine:
     def state(self) -> list[Piece]:
         """Return this rank's 1/P of the mean, and this worker's own arrays."""
         mean = pieces_of(self.replica.arena, {}, self.worker, self.workers)
-        return mean + self._apart.pieces()
+        return mean + self._worker_state.pieces()
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Load the whole state; another number of workers begins at the mean."""
-        self._parted = False
-        self._apart.load(arrays)
+        self._params_differ = False
+        self._worker_state.load(arrays)
 
     def close(self) -> None:
         """Free the links; collective."""
         for link in self._links:
             link.free()
 
-    def _take_up(self) -> None:
+    def _restore_planes(self) -> None:
         """Bring this worker's own planes back into the arena."""
-        self._apart.take_up()
-        self._parted = True
+        self._worker_state.restore_planes()
+        self._params_differ = True
 
     def _gradient(self, task: Task, scale: float) -> tuple[Sums, bool]:
         """Compute a gradient; return its sums, and whether it passes the check."""
-        start = perf_counter()
-        ready = self.check.begin(ignore_ready)
-        sums = self.replica.gradient(task.batch, scale, task.key, ready)
-        passes = self.check.passes(sums)
-        spent = self._trace.add("forward, backward", "compute", start, perf_counter())
-        self.times.compute_s += spent
+        with self.times.compute(self._trace, "forward, backward"):
+            ready = self.check.begin(ignore_ready)
+            sums = self.replica.gradient(task.batch, scale, task.key, ready)
+            passes = self.check.passes(sums)
         return sums, passes
 
     def _update(self, param: np.ndarray) -> None:
-        start = perf_counter()
-        self._apart.update(param)
-        self.times.compute_s += self._trace.add("update", "compute", start, perf_counter())
+        with self.times.compute(self._trace, "update"):
+            self._worker_state.update(param)

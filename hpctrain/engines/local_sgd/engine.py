@@ -3,21 +3,21 @@
     x_i <- x_i - update(P g_i)     H times, each worker i on its share of each batch
     x_i <- (x_1 + ... + x_P) / P   running statistics too; the optimizer's state on demand
 
-g_i is scaled as in every engine, so that the shares of a batch add up to its gradient: P g_i is
-the worker's own mean gradient where shares are even, and with H = 1 plain SGD makes the step of
-`allreduce` also where they are not. Sent per rank and averaging: 2n(P-1)/P bytes with a ring,
+g_i is scaled as in every engine, so that the shares of a batch add up to its gradient: with even
+shares P g_i is the mean gradient of the worker's samples, and with H = 1 plain SGD makes the step
+of `allreduce`, also with uneven ones. Sent per rank and averaging: 2n(P-1)/P bytes with a ring,
 every H steps. Ranks exchange flags when they average, and at the steps at which something is
-evaluated or saved: a worker that cannot go on, or a request to stop, is known to all at the next
-of these. A worker whose gradient is not finite does not take it; it drops it and goes on, or ends
-the run, see `[run] not_finite`.
+evaluated or saved: there all ranks learn of a worker that cannot go on, or of a request to stop. A
+worker whose gradient is not finite does not apply it; it drops it and goes on, or ends the run, see
+`[run] not_finite`.
 
-start_after  until that step gradients are averaged, in each step (post-local SGD)
-momentum     "kept": each worker has the state of its optimizer to itself; or "averaged", too
-outer        "nesterov": the change of a round is a gradient for another optimizer (DiLoCo)
+start_after  before that step gradients are averaged, in each step (post-local SGD)
+momentum     "kept": each worker keeps its own optimizer state; "averaged": it is averaged too
+outer        "nesterov": the change of a round is the gradient of an outer optimizer (DiLoCo)
                  d = x - mean x_i,   v <- mu v + d,   x <- x - rate (d + mu v),   x_i <- x
-delay        S: the sum travels while S more steps are taken (DASO)
+delay        S: the sum is exchanged during S more steps (DASO)
                  x_i <- (2S x_i + sum of the x of S steps ago) / (2S + P)
-apart        "nodes": the ranks of a node sum their gradients in each step, and only nodes part
+apart        "nodes": the ranks of a node sum their gradients in each step; nodes train apart
 
 Sources: Stich, "Local SGD converges fast and communicates little", 2019; Lin, Stich, Patel and
 Jaggi, "Don't use large mini-batches, use local SGD", 2018; Douillard et al., "DiLoCo: distributed
@@ -28,7 +28,6 @@ training with distributed asynchronous and selective optimization (DASO)", 2021.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from time import perf_counter
 from typing import Annotated, Literal
 
 import numpy as np
@@ -43,18 +42,17 @@ from hpctrain.engines.engine import (
     Task,
     Work,
     fitting,
-    ignore_ready,
-    in_step,
-    join,
+    join_flags,
     load_into,
     pieces_of,
+    train_in_lockstep,
 )
-from hpctrain.engines.local_sgd.node_group import Node
-from hpctrain.engines.local_sgd.outer_step import Delayed, Outer
+from hpctrain.engines.local_sgd.node_group import NodeGroup
+from hpctrain.engines.local_sgd.outer_step import DelayedAverage, OuterOptimizer
 from hpctrain.engines.synchronous.allreduce import AllReduce, AllReduceEngine
-from hpctrain.engines.worker_state import mean_states, workers_in
+from hpctrain.engines.worker_state import count_workers, mean_states
 from hpctrain.gradients.reducer import WireOptions
-from hpctrain.gradients.replica import Replica
+from hpctrain.gradients.replica import Replica, ignore_ready
 from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
 from hpctrain.tuning.select import allreduce_named
@@ -115,33 +113,33 @@ class LocalSgdEngine:
             bucket_bytes=options.bucket_bytes,
             overlap=options.overlap,
         )
-        self._together = AllReduceEngine(world, replica, optimizer, wire)
-        self.replica, self.times, self.algorithm = replica, self._together.times, options.algorithm
-        self.check = self._together.check
+        self._allreduce_engine = AllReduceEngine(world, replica, optimizer, wire)
+        self.replica, self.algorithm = replica, options.algorithm
+        self.times, self.check = self._allreduce_engine.times, self._allreduce_engine.check
         self.workers, self.worker = world.size, world.rank
         self._options, self._trace, self._group = options, world.trace, world.main
-        self._update = self._together.update
+        self._update = self._allreduce_engine.update
         self._allreduce = allreduce_named(options.algorithm)
-        self._node = Node(world, self.times, self._allreduce, options.apart == "nodes")
+        self._node = NodeGroup(world, self.times, self._allreduce, options.apart == "nodes")
         arena = replica.arena
         self._planes = [x for x in (arena.param, arena.buffer) if x.size]
         self._moments = [x for name, x in self._update.state.items() if name != "step"]
-        self._own: list[np.ndarray] = []  # the planes of this worker, where the arena has the mean
-        self._apart = False  # whether workers may have different parameters
-        self._parted = False  # whether their optimizers may have different states
+        self._own_planes: list[np.ndarray] = []  # while the arena holds the mean
+        self._params_differ = False  # whether workers may have different parameters
+        self._states_differ = False  # whether their optimizers may have different states
         self._outer = self._delayed = None
         if options.outer != "none":
-            self._outer = Outer(arena, options.outer_rate, options.outer_momentum)
+            self._outer = OuterOptimizer(arena, options.outer_rate, options.outer_momentum)
         if options.delay:
-            self._delayed = Delayed(world, self._planes, self._allreduce, options.delay)
+            self._delayed = DelayedAverage(world, self._planes, self._allreduce, options.delay)
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`."""
         step, flags, first = start, Flags(), self._options.start_after
-        self._take_up()
+        self._restore_planes()
         if step < first:
-            self._join()
-            step, flags = in_step(self._together, work, step, min(until, first))
+            self._average_all()
+            step, flags = train_in_lockstep(self._allreduce_engine, work, step, min(until, first))
             if self._outer is not None:
                 self._outer.begin()
         while step < until and not any(flags):
@@ -149,64 +147,61 @@ class LocalSgdEngine:
         return step, flags
 
     def _round(self, work: Work, start: int, stop: int) -> tuple[int, Flags]:
-        """Train apart from step `start` to `stop`, where all join their flags."""
-        self._apart = self._parted = True
-        step, goes_on = start, True
-        while step < stop and goes_on:
+        """Train apart from step `start` to `stop`, where all ranks exchange their flags."""
+        self._params_differ = self._states_differ = True
+        step, running = start, True
+        while step < stop and running:
             sums, applied = self._step(work.task(step))
-            goes_on = self.check.goes_on(applied, work.may_drop)
-            if goes_on:
+            running = self.check.may_continue(applied, work.max_drops)
+            if running:
                 step += 1
-                self._arrive(step)
+                self._mix_if_due(step)
             if applied:
-                work.done(step, sums)
-        # On a node that has failed together the rank that made it fail is to be named.
-        step, flags = self._vote(step, not goes_on and bool(self.check.fault), work.flags())
+                work.record(step, sums)
+        # If a node has failed, only the rank whose gradient is at fault says so.
+        step, flags = self._vote(step, not running and bool(self.check.fault), work.flags())
         if flags.failed:
             self.settle()
         elif self._end_of_round(stop - 1) == stop:
             self._average()
         return step, flags
 
-    def _join(self) -> None:
-        """Average workers that trained apart: another training begins with one state for all."""
-        if self._parted:
+    def _average_all(self) -> None:
+        """Average the workers' states: synchronous steps begin with one state for all."""
+        if self._states_differ:
             self._mean([*self._planes, *self._moments])
-            self._apart = self._parted = False
+            self._params_differ = self._states_differ = False
         if self._delayed is not None:
-            self._delayed.forget()
+            self._delayed.discard()
 
     def _step(self, task: Task) -> tuple[Sums, bool]:
         """Update with the gradient of this rank's share, or of the node's, if it is finite."""
-        start, add, times = perf_counter(), self._trace.add, self.times
-        waited, grad = times.wait_s, self.replica.arena.grad
+        grad, times = self.replica.arena.grad, self.times
         # The mean over workers is to be the gradient of the batch, so each counts P times.
         scale, key = task.scale * self.workers / self._node.size, self._node.key(task.key)
-        sums = self.replica.gradient(task.batch, scale, key, self.check.begin(ignore_ready))
-        passes = self.check.passes(sums)
-        computed = add("forward, backward", "compute", start, perf_counter())
-        times.compute_s += computed - (times.wait_s - waited)  # a layer may have waited on its way
-        fine = self._node.sum(grad, passes)
-        summed = perf_counter()
-        if fine:
-            self._update(grad)
-        else:
-            self.check.undo()
-        times.compute_s += add("update", "compute", summed, perf_counter())
-        return sums, fine
+        with times.compute(self._trace, "forward, backward"):
+            sums = self.replica.gradient(task.batch, scale, key, self.check.begin(ignore_ready))
+            passes = self.check.passes(sums)
+        finite = self._node.sum(grad, passes)
+        with times.compute(self._trace, "update"):
+            if finite:
+                self._update(grad)
+            else:
+                self.check.undo()
+        return sums, finite
 
     def _average(self) -> None:
         """Average at the end of a round, by the method of the options."""
         if self._delayed is not None:
-            self._delayed.leave()
+            self._delayed.start()
             return
         averaged = self._options.momentum == "averaged"
         self._mean([*self._planes, *(self._moments if averaged else [])])
-        self._apart, self._parted = False, not averaged
+        self._params_differ, self._states_differ = False, not averaged
         if self._outer is not None:
             self._outer.step()
 
-    def _arrive(self, step: int) -> None:
+    def _mix_if_due(self, step: int) -> None:
         """Mix in the average that is due at `step`."""
         since = (step - self._options.start_after) % self._options.period
         if self._delayed is not None and since == self._options.delay:
@@ -231,67 +226,69 @@ class LocalSgdEngine:
     def _vote(self, step: int, failed: bool, flags: Flags) -> tuple[int, Flags]:
         """Return (step, flags) of all ranks: `step`, or the one at which a rank failed."""
         with self._trace.span("wait for flags", "wait") as waiting:
-            joined = join(self._group, step, flags, failed)
+            merged = join_flags(self._group, step, flags, failed)
         self.times.wait_s += waiting.seconds
-        return joined
+        return merged
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent since the start."""
         delayed = self._delayed.bytes_sent if self._delayed else 0
-        return self._together.bytes_sent + self._node.bytes_sent + delayed
+        return self._allreduce_engine.bytes_sent + self._node.bytes_sent + delayed
 
     def sum(self, numbers: np.ndarray) -> np.ndarray:
         """Return the sums of a few float64 over all ranks, the same on each."""
-        return self._together.sum(numbers)
+        return self._allreduce_engine.sum(numbers)
 
     def settle(self) -> None:
         """Bring the mean into the arena; the next `train` resumes from each worker's own planes."""
-        if self._apart and not self._own:
-            self._own = [x.copy() for x in self._planes]
+        if self._params_differ and not self._own_planes:
+            self._own_planes = [x.copy() for x in self._planes]
             self._mean(self._planes)
 
-    def _take_up(self) -> None:
-        for x, own in zip(self._planes, self._own):  # noqa: B905  (none, where none was put aside)
+    def _restore_planes(self) -> None:
+        for x, own in zip(self._planes, self._own_planes):  # noqa: B905  (may be empty)
             x[...] = own
-        self._own = []
+        self._own_planes = []
 
     def state(self) -> list[Piece]:
         """Return this rank's 1/P of the common state, and this worker's own arrays."""
-        link, own = self._group.link, dict(zip(("param", "buffer"), self._own))  # noqa: B905
+        link, own = self._group.link, dict(zip(("param", "buffer"), self._own_planes))  # noqa: B905
         state = self._update.state
-        if self._parted:
+        if self._states_differ:
             own |= {f"optimizer.{name}": x for name, x in state.items()}
         pieces = [Piece(f"worker.{link.rank}.{name}", 0, x.size, x) for name, x in own.items()]
-        pieces += pieces_of(self.replica.arena, {} if self._parted else state, link.rank, link.size)
+        pieces += pieces_of(
+            self.replica.arena, {} if self._states_differ else state, link.rank, link.size
+        )
         for method in (self._outer, self._delayed):
             pieces += method.pieces(link.rank, link.size) if method is not None else []
         return pieces
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load the whole state; if as many workers saved it, each loads its own arrays.
+        """Load the whole state; the same number of workers load each its own arrays.
 
-        Otherwise they start from the mean, of parameters and of the states of optimizers.
+        Another number starts from the means of parameters and of optimizer states.
         """
-        before = workers_in(arrays)
-        if before == self.workers:
+        saved = count_workers(arrays)
+        if saved == self.workers:
             prefix = f"worker.{self._group.link.rank}."
             own = {n.removeprefix(prefix): x for n, x in arrays.items() if n.startswith(prefix)}
         else:
-            own = mean_states(arrays, self._update.state, before)
+            own = mean_states(arrays, self._update.state, saved)
         planes = dict(zip(("param", "buffer"), self._planes))  # noqa: B905
         moments = {name: x for name, x in own.items() if name not in planes}
         load_into(self.replica.arena, self._update.state, {**arrays, **moments})
-        self._apart, self._parted = "param" in own, before == self.workers
-        aside = planes if self._apart else {}
-        self._own = [like(x, fitting(own, name, x.size)).copy() for name, x in aside.items()]
+        self._params_differ, self._states_differ = "param" in own, saved == self.workers
+        named = planes.items() if self._params_differ else ()
+        self._own_planes = [like(x, fitting(own, name, x.size)).copy() for name, x in named]
         for method in (self._outer, self._delayed):
             if method is not None:
                 method.load(arrays)
 
     def close(self) -> None:
         """End the communication threads and free their links; collective."""
-        self._together.close()
+        self._allreduce_engine.close()
         self._node.close()
         if self._delayed is not None:
             self._delayed.close()

@@ -1,6 +1,6 @@
 """The use of averaged parameters: an outer optimizer step (DiLoCo), or delayed mixing (DASO).
 
-See `local_sgd.py` for the methods and their sources.
+See `engine.py` for the methods and their sources.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from hpctrain.checkpoint import Piece
 from hpctrain.collectives import AllReduceFunction, Group
 from hpctrain.collectives.chunks import slices
 from hpctrain.core.xp import copy, namespace
-from hpctrain.engines.engine import fitting, piece_of, whole
+from hpctrain.engines.engine import fitting, identity_total, piece_of
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.buckets import Bucket
 from hpctrain.gradients.reducer import Reducer
 from hpctrain.world import World
 
 
-class Outer:
+class OuterOptimizer:
     """Nesterov's method, with the change of a round as its gradient (DiLoCo).
 
     Every rank makes the same step from the same mean. Memory: parameters and momentum.
     """
 
     def __init__(self, arena: Arena, rate: float | None, momentum: float | None):
-        """Begin at the arena's parameters; without numbers, those of Douillard et al. (2023)."""
+        """Begin at the arena's parameters; defaults are those of Douillard et al. (2023)."""
         self._arena, self._centre = arena, arena.param.copy()
         rate, momentum = (0.7 if rate is None else rate), (0.9 if momentum is None else momentum)
         self._optimizer = optim.sgd(rate, momentum, nesterov=momentum > 0)
@@ -39,10 +39,10 @@ class Outer:
         self._centre[...] = self._arena.param
 
     def step(self) -> None:
-        """Step from where the round began towards the mean, which is in the arena, and past it."""
+        """Step from the start of the round towards the mean, which the arena holds, and past it."""
         arena = self._arena
-        np.subtract(self._centre, arena.param, out=arena.grad)  # its gradient is used up
-        self._optimizer.update(arena.grad, self._state, self._centre, arena.slots, whole)
+        np.subtract(self._centre, arena.param, out=arena.grad)  # its content is no longer needed
+        self._optimizer.update(arena.grad, self._state, self._centre, arena.slots, identity_total)
         arena.param[...] = self._centre
 
     def pieces(self, rank: int, size: int) -> list[Piece]:
@@ -50,7 +50,7 @@ class Outer:
         return [piece_of(name, x, rank, size) for name, x in self._named().items()]
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take the whole state; begin at the arena's parameters if there was no outer method."""
+        """Load the whole state; without an outer state begin at the arena's parameters."""
         self.begin()
         for name, x in self._named().items() if "outer.param" in arrays else ():
             copy(x, fitting(arrays, name, x.size))
@@ -59,8 +59,8 @@ class Outer:
         return {"outer.param": self._centre, **{f"outer.{k}": x for k, x in self._state.items()}}
 
 
-class Delayed:
-    """A sum of parameters that is on its way while local steps go on; one at a time."""
+class DelayedAverage:
+    """A sum of parameters that is exchanged during local steps; one at a time."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Delayed:
         allreduce: AllReduceFunction,
         delay: int,
     ):
-        """Sum copies of `planes` on a thread and link of their own. Memory: once the planes."""
+        """Sum copies of `planes` in a thread with its own link. Memory: one copy of the planes."""
         self._planes, self._delay, self._workers = planes, delay, world.size
         length = sum(x.size for x in planes)
         self._sum = namespace(planes[0]).zeros(length, planes[0].dtype)
@@ -80,53 +80,53 @@ class Delayed:
         self._reducer = Reducer(
             self._sum, everything, self._group, allreduce, world.concurrent, world.trace
         )
-        self._left = self._arrived = False
+        self._pending = self._complete = False
         self._wire_s = 0.0
 
     @property
     def bytes_sent(self) -> int:
         return self._group.link.bytes_sent
 
-    def leave(self) -> None:
+    def start(self) -> None:
         """Start the sum of the present parameters."""
         for x, view in zip(self._planes, self._views, strict=True):
             view[...] = x
         self._reducer.ready("planes")
-        self._left, self._arrived = True, False
+        self._pending, self._complete = True, False
         if not self._concurrent:
-            self._wait()  # now, while all ranks are here
+            self._wait()  # here, where all ranks arrive
 
     def mix(self) -> float:
         """Mix the sum into the planes, if one was started; return its seconds on the wire."""
-        if not self._left:
+        if not self._pending:
             return 0.0
         self._wait()
         for x, total in zip(self._planes, self._views, strict=True):
             x *= 2 * self._delay
             x += total
             x /= 2 * self._delay + self._workers
-        self._left, before = False, self._wire_s
+        self._pending, before = False, self._wire_s
         self._wire_s = self._reducer.wire_s
         return self._wire_s - before
 
-    def forget(self) -> None:
-        """Wait for a sum that is on its way, and discard it."""
-        if self._left:
+    def discard(self) -> None:
+        """Wait for the pending sum, if any, and discard it."""
+        if self._pending:
             self._wait()
-        self._left = False
+        self._pending = False
 
     def pieces(self, rank: int, size: int) -> list[Piece]:
-        """Return rank's 1/P of the sum that is on its way; waits for it."""
-        if not self._left:
+        """Wait for the pending sum, if any; return rank's 1/P of it."""
+        if not self._pending:
             return []
         self._wait()
         return [piece_of(f"delayed.{size}", self._sum, rank, size)]
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take the sum that was on its way, if as many workers made it."""
+        """Load the sum that was pending, if it is over the same number of workers."""
         name = f"delayed.{self._workers}"
-        self._left = self._arrived = name in arrays
-        if self._left:
+        self._pending = self._complete = name in arrays
+        if self._pending:
             copy(self._sum, fitting(arrays, name, self._sum.size))
 
     def close(self) -> None:
@@ -135,6 +135,6 @@ class Delayed:
         self._group.link.free()
 
     def _wait(self) -> None:
-        if not self._arrived:
+        if not self._complete:
             self._reducer.wait()
-            self._arrived = True
+            self._complete = True

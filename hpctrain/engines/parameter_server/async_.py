@@ -31,11 +31,17 @@ from pydantic import Field
 
 from hpctrain import config
 from hpctrain.core.errors import UsageError
-from hpctrain.engines.parameter_server.coordinator import Answer, Desk, Event, Report, over
+from hpctrain.engines.parameter_server.coordinator import (
+    Answer,
+    Coordinator,
+    Event,
+    Report,
+    final_event,
+)
 from hpctrain.engines.parameter_server.engine import Method, ParameterServerEngine
 from hpctrain.engines.parameter_server.roles import ServerOptions
 from hpctrain.engines.parameter_server.shard import Order, Use
-from hpctrain.engines.parameter_server.sync import FirstGradients
+from hpctrain.engines.parameter_server.sync import SyncMethod
 from hpctrain.engines.staleness import Staleness
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
@@ -60,12 +66,13 @@ class PsAsync(ServerOptions):
         roles = self.roles(world.size)
         workers = len(roles.workers)
         self.must_fit(workers)
-        together = FirstGradients(workers, workers)
-        method: Method = together if self.staleness == 0 else AsTheyCome(workers, self)
+        method: Method = AsyncMethod(workers, self)
+        if self.staleness == 0:
+            method = SyncMethod(workers, workers)
         return ParameterServerEngine("ps-async", world, replica, optimizer, roles, method)
 
     def gradients_per_update(self, workers: int) -> int:
-        """Return c, the number of gradients of which an update is the mean."""
+        """Return c: an update applies the mean of c gradients."""
         return workers // self.softsync if self.softsync else 1
 
     def updates_per_step(self, workers: int) -> float:
@@ -94,77 +101,78 @@ class PsAsync(ServerOptions):
             )
 
 
-class AsTheyCome:
-    """Applies each gradient as it comes; lets a worker go on if it is not too far ahead."""
+class AsyncMethod:
+    """Applies gradients in the order of arrival; a worker too far ahead waits."""
 
     asynchronous = True
-    in_step = False
+    lockstep = False
 
     def __init__(self, workers: int, options: PsAsync):
         self.workers, self.options = workers, options
         self.push_every, self.pull_every = options.push_every, options.pull_every
         self.delay_compensation = options.delay_compensation
-        self.together = options.gradients_per_update(workers)
-        self.adds = self.together > 1
+        self.gradients_per_update = options.gradients_per_update(workers)
+        self.adds = self.gradients_per_update > 1
         self.updates_per_step = options.updates_per_step(workers)
         self.clocks = np.zeros(workers, np.int64)  #: steps that each worker has done
         self.staleness = Staleness()
-        self._version = self._added = 0
-        self._pulled = [0] * workers
+        self._version = self._added = 0  # updates, and gradients added since the last one
+        self._pulled = [0] * workers  # the version that each worker pulled last
 
-    def events(self, desk: Desk, start: int, until: int) -> Iterator[Event]:
+    def events(self, coordinator: Coordinator, start: int, until: int) -> Iterator[Event]:
         """Yield the events until all workers together have done their part of `until` steps."""
-        self._pulled = [self._version] * self.workers  # all met before
-        beyond = int(self.clocks.sum()) - start * self.workers
-        if not 0 <= beyond < max(self.workers, self.push_every):
-            self.clocks[:], beyond = start, 0  # of another run, or of other workers
-        left = (until - start) * self.workers - beyond
+        self._pulled = [self._version] * self.workers  # an interval begins with a pull
+        surplus = int(self.clocks.sum()) - start * self.workers
+        if not 0 <= surplus < max(self.workers, self.push_every):
+            self.clocks[:], surplus = start, 0  # of another run, or of other workers
+        left = (until - start) * self.workers - surplus
         idle: dict[int, Report] = {}
         while len(idle) < self.workers:
-            worker, report = desk.hear()
+            worker, report = coordinator.receive_report()
             idle[worker] = report
             stale = self._version - self._pulled[worker]
             pushed, use, factor = self._count(worker, report, stale)
-            go = self._let_go(idle, left, desk)
-            left -= len(go) * self.push_every
-            pull = tuple(w for w in go if idle.pop(w).wants)
+            granted = self._grant(idle, left, coordinator)
+            left -= len(granted) * self.push_every
+            pull = tuple(w for w in granted if idle.pop(w).pull)
             for w in pull:
                 self._pulled[w] = self._version
-            answers = tuple(Answer(w, 1, int(self.clocks[w]), self._step_reached()) for w in go)
+            reached = self._step_reached()
+            answers = tuple(Answer(w, 1, int(self.clocks[w]), reached) for w in granted)
             staleness = stale if use in (Use.ADD, Use.UPDATE) else None
-            yield Event((worker,), Order(pushed, use, factor, pull, False), answers, staleness)
-        if self._added:  # fewer than an update waits for, but no more will come
+            yield Event((worker,), Order(pushed, use, factor, pull), answers, staleness)
+        if self._added:  # fewer gradients than an update waits for: the last of the interval
             self._added, self._version = 0, self._version + 1
-            yield Event((), Order((), Use.UPDATE, 1.0, (), False))
-        yield over(self.workers, min(until, self._step_reached()))
+            yield Event((), Order(use=Use.UPDATE))
+        yield final_event(self.workers, min(until, self._step_reached()))
 
     def _count(self, worker: int, report: Report, stale: int) -> tuple[tuple[int, ...], Use, float]:
         """Count a report; return (pushing workers, use of the gradient, its factor)."""
         if report.flags.failed:
             return (worker,), Use.DROP, 1.0
-        self.clocks[worker] += report.steps  # also where the worker has dropped what it made
-        if not report.gradient:
+        self.clocks[worker] += report.steps  # also for gradients that the worker dropped
+        if not report.push:
             return (), Use.NONE, 1.0
         self.staleness.count(stale)
         self._added += 1
         rule = max(stale, 1) if self.options.rate_rule == "inverse-staleness" else 1
-        factor = 1.0 / (rule * self.together)
-        if self._added < self.together:
+        factor = 1.0 / (rule * self.gradients_per_update)
+        if self._added < self.gradients_per_update:
             return (worker,), Use.ADD, factor
         self._added, self._version = 0, self._version + 1
         return (worker,), Use.UPDATE, factor
 
-    def _let_go(self, idle: dict[int, Report], left: int, desk: Desk) -> list[int]:
+    def _grant(self, idle: dict[int, Report], left: int, coordinator: Coordinator) -> list[int]:
         """Return the idle workers that may go on, the slowest first."""
-        if any(desk.flags):
+        if any(coordinator.flags):
             return []
         slowest, bound = int(self.clocks.min()), self.options.staleness
         gaps = sorted((int(self.clocks[w]) - slowest, w) for w in idle)
         eligible = [(gap, w) for gap, w in gaps if bound is None or gap <= bound]
-        go = eligible[: max(0, -(-left // self.push_every))]
-        for gap, _ in go:
-            self.staleness.gap(gap)
-        return [w for _, w in go]
+        chosen = eligible[: max(0, -(-left // self.push_every))]
+        for gap, _ in chosen:
+            self.staleness.record_gap(gap)
+        return [w for _, w in chosen]
 
     def _step_reached(self) -> int:
         return int(self.clocks.sum()) // self.workers

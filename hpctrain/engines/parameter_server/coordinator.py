@@ -1,14 +1,15 @@
-"""The desk: workers report to the first server, which decides the order of all events.
+"""The coordinator: the first server, which decides the order of all events.
 
-A worker sends a *report*, the slices of its gradient behind it if it has one, and waits for the
-*answer*: go on with which step, or stop. The first server makes an *event* of each decision,
-applies it and sends it to the other servers, which apply it too. So all servers see one sequence,
-and a list of events suffices to replay an asynchronous run (see replay.py).
+A worker sends a *report*, followed by the slices of its gradient if it has one, and waits for the
+*answer*: the next step, or the end. The coordinator turns each decision into an *event*, applies it
+and forwards its order to the other servers, which apply it too. All servers therefore apply one
+sequence, and the list of events suffices to replay an asynchronous run (see replay.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,70 +19,84 @@ from hpctrain.engines.parameter_server.shard import Order, Use
 from hpctrain.transport.link import Link, Request
 
 
-class Report(NamedTuple):
-    """The message of a worker to the desk; `gradient` and `wants` are 0 or 1."""
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The message of a worker to the coordinator."""
 
-    gradient: int  #: the slices of a gradient, or of parameters, follow
-    wants: int  #: the parameters shall come with the grant to go on
-    step: int  #: that the gradient is of
-    steps: int  #: how many the worker has done since its last report
-    targets: int  #: samples, or places in texts, that the gradient is the sum over
-    of_targets: int  #: of so many in the whole batch
+    step: int  #: the first step since the last report
     flags: Flags
+    steps: int = 0  #: steps of the worker since its last report
+    push: bool = False  #: the slices of a gradient, or of parameters, follow
+    pull: bool = False  #: if the worker goes on, it first receives the parameters
+    targets: int = 0  #: samples, or tokens of texts, over which the gradient is the sum
+    batch_targets: int = 0  #: those of the whole batch
 
-    def encoded(self) -> np.ndarray:
-        """Return the report as int64 numbers, to be sent."""
-        return np.array([*self[:-1], *self.flags], np.int64)
+    def encode(self) -> np.ndarray:
+        """Return the report as REPORT_LENGTH numbers, int64, to be sent."""
+        counts = (self.step, self.steps, self.push, self.pull, self.targets, self.batch_targets)
+        return np.array([*counts, *self.flags], np.int64)
 
     @classmethod
-    def decoded(cls, numbers: np.ndarray) -> Report:
-        """Return the report whose `encoded` numbers these are."""
-        gradient, wants, step, steps, targets, of_targets, *flags = numbers.tolist()
-        return cls(gradient, wants, step, steps, targets, of_targets, Flags(*flags))
+    def decode(cls, numbers: np.ndarray) -> Report:
+        """Return the report that was sent as `numbers`."""
+        step, steps, push, pull, targets, batch_targets, *flags = numbers.tolist()
+        return cls(
+            step=step,
+            flags=Flags(*flags),
+            steps=steps,
+            push=bool(push),
+            pull=bool(pull),
+            targets=targets,
+            batch_targets=batch_targets,
+        )
+
+
+REPORT_LENGTH = len(Report(step=0, flags=Flags()).encode())
 
 
 class Answer(NamedTuple):
-    """The reply to a worker: `step` to go on with if `go`; the run has come to step `done`."""
+    """The reply to a worker."""
 
     worker: int
-    go: int  #: 0 for no further; at its own pace, how many steps before the next report
-    step: int
-    done: int
+    grant: int  #: 0: stop; 1: go on; at its own pace: steps before the next report
+    step: int  #: the next step of the worker
+    run_step: int  #: the step that the run has reached
 
 
 class Event(NamedTuple):
-    """One decision: after `heard` have reported, servers apply `order` and `answers` are sent."""
+    """One decision: after the reports of `reporters`, servers apply `order`, send `answers`."""
 
-    heard: tuple[int, ...]
+    reporters: tuple[int, ...]
     order: Order
     answers: tuple[Answer, ...] = ()
-    staleness: int | None = None  #: of the gradient that comes, where it may be stale
+    staleness: int | None = None  #: of the gradient, where it may be stale
 
     @classmethod
     def from_json(cls, entry: Sequence[Any]) -> Event:
         """Return the event of an entry of the log, nested lists from JSON."""
-        heard, (pushed, use, factor, pull, over), answers, *staleness = entry
-        order = Order(tuple(pushed), Use(use), factor, tuple(pull), over)
-        return cls(tuple(heard), order, tuple(Answer(*answer) for answer in answers), *staleness)
+        reporters, (pushed, use, factor, pull, last), answers, *staleness = entry
+        order = Order(tuple(pushed), Use(use), factor, tuple(pull), last)
+        return cls(
+            tuple(reporters), order, tuple(Answer(*answer) for answer in answers), *staleness
+        )
 
 
-def over(workers: int, step: int) -> Event:
-    """Return the event that ends an interval: all workers get the parameters as they are now."""
-    everyone = tuple(range(workers))
-    order = Order((), Use.NONE, 1.0, everyone, True)
-    return Event((), order, tuple(Answer(w, 0, step, step) for w in everyone))
+def final_event(workers: int, step: int) -> Event:
+    """Return the event that ends an interval at `step`: all workers receive the parameters."""
+    ranks = tuple(range(workers))
+    order = Order(pull=ranks, last=True)
+    return Event((), order, tuple(Answer(w, 0, step, step) for w in ranks))
 
 
-class Desk:
-    """The first server's side: reports come by `push`, answers go by `pull`."""
+class Coordinator:
+    """The coordinator's messages: reports arrive by `push`, answers leave by `pull`."""
 
     def __init__(self, push: Link, pull: Link, workers: Sequence[int]):
-        """Serve `workers`, given as ranks."""
-        self.flags = Flags()  #: all flags reported since `open`, joined
+        """Exchange messages with `workers`, given as ranks."""
+        self.flags = Flags()  #: all flags reported since `open`, merged
         self._own_flags: Callable[[], Flags] = Flags
         self._push, self._pull, self._ranks = push, pull, workers
-        numbers = len(Report._fields) - 1 + len(Flags._fields)
-        self._inbox = np.zeros((len(workers), numbers), np.int64)
+        self._inbox = np.zeros((len(workers), REPORT_LENGTH), np.int64)
         self._posted: dict[int, Request] = {}
         self._sent: dict[int, tuple[Request, np.ndarray]] = {}
 
@@ -92,41 +107,41 @@ class Desk:
     def open(self, own_flags: Callable[[], Flags]) -> None:
         """Begin an interval: every worker reports; `own_flags()` returns the flags of this rank."""
         self.flags, self._own_flags = Flags(), own_flags
-        self._listen(range(self.workers))
+        self._post_receives(range(self.workers))
 
-    def hear(self) -> tuple[int, Report]:
-        """Return the next worker that has reported, and its report."""
+    def receive_report(self) -> tuple[int, Report]:
+        """Return the next report to arrive, as (worker, report)."""
         posted = list(self._posted.items())
         index = self._push.wait_any([request for _, request in posted])
         return posted[index][0], self._read(posted[index][0])
 
-    def hear_from(self, worker: int) -> Report:
-        """Return the report of `worker`, once it has arrived."""
+    def receive_report_from(self, worker: int) -> Report:
+        """Wait for the report of `worker`; return it."""
         self._posted[worker].wait()
         return self._read(worker)
 
-    def tell(self, answers: Sequence[Answer]) -> None:
+    def reply(self, answers: Sequence[Answer]) -> None:
         """Send `answers` to their workers."""
         for answer in answers:
-            if answer.worker in self._sent:  # it has reported since, so this does not wait
+            if answer.worker in self._sent:  # the worker has reported since: no wait
                 self._sent[answer.worker][0].wait()
             x = np.array(answer, np.int64)
             self._sent[answer.worker] = self._pull.isend(x, self._ranks[answer.worker]), x
 
-    def listen_again(self, answers: Sequence[Answer]) -> None:
-        """Post a receive for the next report of each worker that was answered.
+    def expect_reports(self, answers: Sequence[Answer]) -> None:
+        """Post a receive for the next report of each worker in `answers`.
 
-        Call it only after its gradient has been received: one link carries both, in order.
+        Call it only after their gradients have been received: one link carries both, in order.
         """
-        self._listen(answer.worker for answer in answers)
+        self._post_receives(answer.worker for answer in answers)
 
-    def _listen(self, workers: Iterable[int]) -> None:
+    def _post_receives(self, workers: Iterable[int]) -> None:
         for w in workers:
             self._posted[w] = self._push.irecv(self._inbox[w], self._ranks[w])
 
     def _read(self, worker: int) -> Report:
-        # Its next request goes to the end of the list, so that no worker is passed over.
+        # The worker's next request goes to the end of the list, so that none starves.
         del self._posted[worker]
-        report = Report.decoded(self._inbox[worker])
-        self.flags = self.flags.joined(report.flags).joined(self._own_flags())
+        report = Report.decode(self._inbox[worker])
+        self.flags = self.flags.merged(report.flags).merged(self._own_flags())
         return report

@@ -5,11 +5,11 @@ Every `period` steps of its own, worker i and the centre c move towards each oth
     worker i    x_i -> server    a step of its own      <- d    x_i <- x_i - d
     server                       d = a (x_i - c),  c <- c + d
 
-The difference travels while the worker takes a step, so that the wire hides behind compute; the
-servers compute it from the x_i that was sent, so that it is the same on both sides. There is no
-barrier: workers go at their own pace until all together have done their steps. The centre is
-evaluated and saved. A plain SGD step in between makes it EASGD, one with Nesterov's momentum
-EAMSGD: both are the recipe's optimizer, of which each worker keeps the state.
+The difference is exchanged while the worker takes a step, so that the wire hides behind compute.
+The servers compute it from the x_i that was sent, so that it is the same on both sides. There is no
+barrier: workers go at their own pace until all together have done the steps of the run. The centre
+is evaluated and saved. With plain SGD steps in between the method is EASGD, with Nesterov's
+momentum EAMSGD: both are the recipe's optimizer, whose state each worker has to itself.
 
 Sent per exchange: n bytes by the worker, n by all servers together; n being the bytes of the
 parameters. Source: Zhang, Choromanska and LeCun, "Deep learning with elastic averaging SGD", 2015,
@@ -18,34 +18,31 @@ algorithms 1 and 2, where a, the *moving rate*, is 0.9 / P for P workers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Executor, Future
 from functools import partial
-from time import perf_counter
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
 from hpctrain import config
 from hpctrain.checkpoint import Piece
-from hpctrain.engines.background import aside
-from hpctrain.engines.engine import Flags, Times, Work, ignore_ready
+from hpctrain.engines.background import background_executor
+from hpctrain.engines.engine import Flags, Times, Work, gather_rows
 from hpctrain.engines.parameter_server.coordinator import Answer, Report
 from hpctrain.engines.parameter_server.engine import ParameterServerEngine
-from hpctrain.engines.parameter_server.pacing import OwnPace
+from hpctrain.engines.parameter_server.pacing import PeriodicMethod
 from hpctrain.engines.parameter_server.roles import Roles, ServerOptions
-from hpctrain.engines.parameter_server.server import total_over
-from hpctrain.engines.parameter_server.shard import Order, Shard, Use, finish, ranges
-from hpctrain.engines.parameter_server.worker import Worker
-from hpctrain.engines.worker_state import Apart
-from hpctrain.gradients.arena import Arena
+from hpctrain.engines.parameter_server.shard import Order, Shard, Use, ranges, wait_all
+from hpctrain.engines.parameter_server.worker import ServerLinks, Worker
+from hpctrain.engines.worker_state import WorkerState
 from hpctrain.gradients.finite import GradientCheck
-from hpctrain.gradients.replica import Replica
+from hpctrain.gradients.replica import Replica, ignore_ready
 from hpctrain.nn import Sums, add
 from hpctrain.optim import Optimizer, sgd
-from hpctrain.optim.optimizer import Total
 from hpctrain.transport.link import Link
+from hpctrain.watch.trace import Trace
 from hpctrain.world import World
 
 
@@ -61,14 +58,14 @@ class Easgd(ServerOptions):
         roles = self.roles(world.size)
         rate = self.moving_rate or 0.9 / len(roles.workers)
         return EasgdEngine(
-            world, replica, optimizer, roles, OwnPace(len(roles.workers), self.period, rate)
+            world, replica, optimizer, roles, PeriodicMethod(len(roles.workers), self.period, rate)
         )
 
 
 class EasgdEngine(ParameterServerEngine):
     """See `hpctrain.engines.engine.Engine`; between trainings the arena holds the centre."""
 
-    _working: Elastic | None
+    _worker: ElasticWorker | None
 
     def __init__(
         self,
@@ -76,132 +73,143 @@ class EasgdEngine(ParameterServerEngine):
         replica: Replica,
         optimizer: Optimizer,
         roles: Roles,
-        method: OwnPace,
+        method: PeriodicMethod,
     ):
         self._period = method.period
-        self._aside = aside(world.concurrent, "exchange", replica.arena.param)
+        self._executor = background_executor(world.concurrent, "exchange", replica.arena.param)
         super().__init__("easgd", world, replica, optimizer, roles, method)
 
     def state(self) -> list[Piece]:
         """Return this rank's pieces: servers save the centre, workers their own state."""
-        return super().state() + (self._working.apart.pieces() if self._working else [])
+        return super().state() + (self._worker.worker_state.pieces() if self._worker else [])
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Load the whole state; another number of workers begins at the centre."""
         super().load(arrays)
-        if self._working:
-            self._working.apart.load(arrays)
+        if self._worker:
+            self._worker.worker_state.load(arrays)
 
     def close(self) -> None:
         """End the thread and free the links; collective."""
-        self._aside.shutdown()
+        self._executor.shutdown()
         super().close()
 
-    def _worker(self, roles: Roles, optimizer: Optimizer) -> Elastic:
+    def _make_worker(self, roles: Roles, optimizer: Optimizer) -> ElasticWorker:
         assert self.worker is not None
-        apart = Apart(self.replica.arena, optimizer, self.worker, self.workers)
-        push, pull = self._links[:2]
-        return Elastic(self._world, self.replica, self.times, push, pull, roles.servers[0],
-                       self._cut(roles), self.check, apart, self._period, self._aside)  # fmt: skip
+        return ElasticWorker(
+            rank=self._world.rank,
+            replica=self.replica,
+            times=self.times,
+            trace=self._world.trace,
+            servers=self._server_links(roles),
+            check=self.check,
+            worker_state=WorkerState(self.replica.arena, optimizer, self.worker, self.workers),
+            period=self._period,
+            executor=self._executor,
+        )
 
-    def _shard(
+    def _make_shard(
         self, roles: Roles, optimizer: Optimizer, servers: Link, push: Link, pull: Link
-    ) -> Centre:
+    ) -> CentreShard:
         arena = self.replica.arena
         own = ranges(arena.param.size, self.servers)[servers.rank]
-        return Centre(arena, own, partial(total_over, servers), push, pull, roles.workers)
+        total = partial(gather_rows, servers)
+        # Only workers take gradients: the servers' optimizer is never called.
+        return CentreShard(
+            arena, own, sgd(0.0), total=total, push=push, pull=pull, workers=roles.workers
+        )
 
 
-class Elastic(Worker):
-    """A worker: takes steps of its own, and exchanges differences meanwhile."""
+class ElasticWorker(Worker):
+    """A worker that takes steps of its own, and exchanges differences meanwhile."""
 
     def __init__(
         self,
-        world: World,
+        *,
+        rank: int,
         replica: Replica,
         times: Times,
-        push: Link,
-        pull: Link,
-        desk: int,
-        cut: Sequence[tuple[int, slice]],
+        trace: Trace,
+        servers: ServerLinks,
         check: GradientCheck,
-        apart: Apart,
+        worker_state: WorkerState,
         period: int,
-        aside: Executor,
+        executor: Executor,
     ):
-        """Exchange in the thread `aside`, which alone uses the links; see Worker for the others."""
-        super().__init__(world.rank, replica, times, world.trace, push, pull, desk, cut, check)
-        self.apart = apart
-        self._period, self._aside = period, aside
+        """Exchange every `period` steps in the thread of `executor`, the only user of the links."""
+        super().__init__(
+            rank=rank, replica=replica, times=times, trace=trace, servers=servers, check=check
+        )
+        self.worker_state = worker_state
+        self._period, self._executor = period, executor
         self._sent, self._difference = (np.zeros_like(replica.arena.param) for _ in range(2))
 
     def work(self, work: Work, start: int) -> None:
-        """Work from step `start` on while the desk grants steps; end with the centre."""
+        """Work from step `start` on while the coordinator grants steps; receive the centre."""
         self.flags = Flags()
-        self.apart.take_up()
-        report = Report(0, 0, start, 0, 0, 0, work.flags())
-        grant = self._wait(self._aside.submit(self._meet, report))
-        while grant.go:
-            sums, grant = self._turn(work, grant)
-            work.done(grant.done, sums)
-        self.apart.put_aside()
-        self._wait(self._aside.submit(self._end, Report(0, 0, grant.step, 0, 0, 0, self.flags)))
+        self.worker_state.restore_planes()
+        report = Report(step=start, flags=work.flags())
+        answer = self._wait(self._executor.submit(self._exchange, report))
+        while answer.grant:
+            sums, answer = self._train_round(work, answer)
+            work.record(answer.run_step, sums)
+        self.worker_state.save_planes()
+        report = Report(step=answer.step, flags=self.flags)
+        self._wait(self._executor.submit(self._final_exchange, report))
 
-    def _turn(self, work: Work, grant: Answer) -> tuple[Sums, Answer]:
-        """Take the granted steps; the last one overlaps with the exchange."""
-        param, last = self.replica.arena.param, grant.step + grant.go - 1
-        sums = self._steps(work, range(grant.step, last))
+    def _train_round(self, work: Work, answer: Answer) -> tuple[Sums, Answer]:
+        """Run the granted steps; overlap the last one with the exchange."""
+        param, last = self.replica.arena.param, answer.step + answer.grant - 1
+        sums = self._steps(work, range(answer.step, last))
         due = not self.flags.failed and (last + 1) % self._period == 0
         if due:
             self._sent[...] = param
-        flags = self.flags.joined(work.flags())
-        report = Report(int(due), 0, grant.step, grant.go, 0, 0, flags)
-        exchange = self._aside.submit(self._meet, report)
+        flags = self.flags.merged(work.flags())
+        report = Report(step=answer.step, flags=flags, steps=answer.grant, push=due)
+        exchange = self._executor.submit(self._exchange, report)
         sums = add(sums, self._steps(work, range(last, last + 1)))
-        grant = self._wait(exchange)
+        answer = self._wait(exchange)
         if due:
             param -= self._difference
-        return sums, grant
+        return sums, answer
 
     def _steps(self, work: Work, steps: range) -> Sums:
-        """Take steps of our own, up to the one at which this worker fails."""
-        sums, record = Sums(0.0, 0, 0), self.trace.add
+        """Run local steps, up to the one at which this worker fails."""
+        sums = Sums(0.0, 0, 0)
         for step in () if self.flags.failed else steps:
             task = work.task(step)
-            start = perf_counter()
-            ready = self.check.begin(ignore_ready)
-            part = self.replica.gradient(task.batch, task.scale, task.key, ready)
-            passes = self.check.passes(part)
-            computed = perf_counter()
-            self.times.compute_s += record("forward, backward", "compute", start, computed)
-            if not self.check.goes_on(passes, work.may_drop):
-                self.flags = self.flags.failing(self._rank)
+            with self.times.compute(self.trace, "forward, backward"):
+                ready = self.check.begin(ignore_ready)
+                part = self.replica.gradient(task.batch, task.scale, task.key, ready)
+                passes = self.check.passes(part)
+            if not self.check.may_continue(passes, work.max_drops):
+                self.flags = self.flags.with_failure(self._rank)
                 break
             if not passes:
                 continue
             sums = add(sums, part)
-            self.apart.update(self.replica.arena.param)
-            self.times.compute_s += record("update", "compute", computed, perf_counter())
+            with self.times.compute(self.trace, "update"):
+                self.worker_state.update(self.replica.arena.param)
         return sums
 
-    def _meet(self, report: Report) -> Answer:
-        """Report, with our parameters where an exchange is due; return the grant of steps."""
+    def _exchange(self, report: Report) -> Answer:
+        """Report, push the parameters if an exchange is due; return the answer."""
         with self.trace.span("exchange", "wire") as wire:
-            message = report.encoded()
-            sends = [self._push.isend(message, self._desk)]
-            if report.gradient:
+            message = report.encode()
+            sends = [self._push.isend(message, self._coordinator)]
+            if report.push:
                 sends += [self._push.isend(self._sent[s], rank) for rank, s in self._cut]
             answer = self._answer()
-            if report.gradient:
+            if report.push:
                 self._receive(self._difference)
             for send in sends:
                 send.wait()
         self.times.wire_s += wire.seconds
         return answer
 
-    def _end(self, report: Report) -> Answer:
-        """Report the end; receive the centre, once all workers have come to the end."""
-        answer = self._meet(report)
+    def _final_exchange(self, report: Report) -> Answer:
+        """Report the end; receive the centre, after all workers have reported theirs."""
+        answer = self._exchange(report)
         self._receive(self.replica.arena.param)
         return answer
 
@@ -212,24 +220,21 @@ class Elastic(Worker):
         return answer
 
 
-class Centre(Shard):
+class CentreShard(Shard):
     """A server's range of the centre."""
 
-    def __init__(
-        self, arena: Arena, own: slice, total: Total, push: Link, pull: Link, workers: Sequence[int]
-    ):
-        # Only workers take gradients: the servers' optimizer is never called.
-        super().__init__(arena, own, sgd(0.0), total, push, pull, workers)
+    def __init__(self, *args: Any, **keys: Any):
+        super().__init__(*args, **keys)
         self._difference = np.empty_like(self.param)
 
     def apply(self, order: Order) -> None:
-        """Move towards the worker that pushes, and send it the difference."""
+        """Move towards the parameters of the pushing worker, and send it the difference."""
         if order.use != Use.ELASTIC:
             return super().apply(order)
         (worker,) = order.pushed
         for i, (x,) in self._gradients(order.pushed):
             s = self._wire[i]
-            finish(self._outgoing[i])  # a send may still read what we are about to change
+            wait_all(self._outgoing[i])  # a send may still read the difference
             d = np.subtract(x, self.param[s], out=self._difference[s])
             d *= order.factor
             self.param[s] += d
@@ -240,5 +245,5 @@ class Centre(Shard):
         return [Piece("param", self._own.start, self._length, self.param)]
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take this server's part of the centre."""
+        """Load this server's part of the centre."""
         self.param[...] = arrays["param"][self._own]

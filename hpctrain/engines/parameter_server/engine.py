@@ -4,8 +4,8 @@
     server 0                 decide: an event            reply
     servers                  apply: take slices, update,       send slices
 
-Which gradients make an update, and who may go on, is the *method*: ps_sync.py and ps_async.py.
-The two sides are worker.py and server.py; what a server does with a slice is shard.py.
+The *method* decides which gradients make an update, and which workers may go on: sync.py and
+async_.py. The two sides are worker.py and server.py; shard.py is what a server does with a slice.
 """
 
 from __future__ import annotations
@@ -18,16 +18,25 @@ from typing import Protocol
 import numpy as np
 
 from hpctrain.checkpoint import Piece
-from hpctrain.collectives import Group, broadcast
+from hpctrain.collectives import Group
 from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.core.errors import TransportError, UsageError
 from hpctrain.core.xp import on_device
-from hpctrain.engines.engine import Flags, Times, Work, load_into
-from hpctrain.engines.parameter_server.coordinator import Desk, Event
+from hpctrain.engines.engine import (
+    Flags,
+    Times,
+    Work,
+    begin_equal,
+    gather_rows,
+    load_into,
+    sum_in_layer,
+    sum_over,
+)
+from hpctrain.engines.parameter_server.coordinator import Coordinator, Event
 from hpctrain.engines.parameter_server.roles import Roles
-from hpctrain.engines.parameter_server.server import Events, Server, Serving, total_over
+from hpctrain.engines.parameter_server.server import Events, Server, ServerThread
 from hpctrain.engines.parameter_server.shard import Shard, Use, ranges, slices
-from hpctrain.engines.parameter_server.worker import Worker
+from hpctrain.engines.parameter_server.worker import ServerLinks, Worker
 from hpctrain.engines.replay import Recorder
 from hpctrain.engines.staleness import Staleness, shared_staleness
 from hpctrain.gradients.finite import GradientCheck
@@ -42,20 +51,20 @@ class Method(Protocol):
     """Which gradients make an update, and which workers may go on."""
 
     asynchronous: bool
-    in_step: bool  #: every worker takes part in every step
+    lockstep: bool  #: every worker takes part in every step
     push_every: int
     pull_every: int
     updates_per_step: float
     delay_compensation: float
-    adds: bool  #: an update may be made of several orders to ADD
+    adds: bool  #: an update may follow several orders to ADD
     staleness: Staleness
 
     @property
     def clocks(self) -> np.ndarray | None:
-        """The steps that each worker has done, where that differs."""
+        """The steps that each worker has done; None where all do the same."""
 
-    def events(self, desk: Desk, start: int, until: int) -> Iterator[Event]:
-        """Yield the events from step `start` to `until`; the last event is `over`."""
+    def events(self, coordinator: Coordinator, start: int, until: int) -> Iterator[Event]:
+        """Yield the events from step `start` to `until`, the last with `Order.last`."""
 
 
 class ParameterServerEngine:
@@ -73,47 +82,44 @@ class ParameterServerEngine:
         method: Method,
     ):
         """Take this rank's part in `roles`; collective."""
-        arena, self.name = replica.arena, name
-        settings = f"{name}, {roles}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
-        world.must_agree(settings, "model and options")
+        begin_equal(world, replica, f"{name}, {roles}")
+        self.name = name
         self.replica, self.times, self._method, self._world = replica, Times(), method, world
         self.workers, self.servers = len(roles.workers), len(roles.servers)
         self.worker, server = roles.worker(world.rank), roles.server(world.rank)
         self.asynchronous = method.asynchronous
         self.check = GradientCheck(replica, self.workers * method.push_every)
         self.staleness: Staleness | None = None
-        self.recorder = None if method.in_step else Recorder()
+        self.recorder = None if method.lockstep else Recorder()
         self._group = world.main
-        for plane in (arena.param, arena.buffer):
-            broadcast(self._group, plane)  # a user's own model may start from random numbers
         self._links = [world.link_for("push"), world.link_for("pull")]
         self._workers = Group(world.link_for("workers", int(self.worker is None)))
         servers = world.link_for("servers", int(server is None))
-        self._links += [self._workers.link, servers]  # ranks that are no server: a link among those
-        self._working = None if self.worker is None else self._worker(roles, optimizer)
+        self._links += [self._workers.link, servers]  # other ranks: a link without servers
+        self._worker = None if self.worker is None else self._make_worker(roles, optimizer)
         self._server = None if server is None else self._make_server(roles, optimizer, servers)
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`, as workers, servers or both."""
-        source = self._replayed if self.recorder and self.recorder.repeats else self._method.events
+        source = self._replayed if self.recorder and self.recorder.replays else self._method.events
         events = partial(source, start=start, until=until)
         history: list[Event] = []
-        if self._working is None:
+        if self._worker is None:
             history = self._serve(events, work.flags)
         elif self._server is None:
-            self._working.work(work, start)
+            self._worker.work(work, start)
         else:
             self._server.category = "wire"
-            serving = Serving(partial(self._server.serve, events), self._world.fail)
+            thread = ServerThread(partial(self._server.serve, events), self._world.fail)
             try:
-                self._working.work(work, start)
+                self._worker.work(work, start)
             except TransportError:
-                serving.join()  # raises the server's error, if that was the cause
+                thread.join()  # raises the server's error, if that was the cause
                 raise
-            history = serving.join()
+            history = thread.join()
         if history:
             self._note(start, until, history)
-        own_flags = work.flags() if self._working is None else self._working.flags
+        own_flags = work.flags() if self._worker is None else self._worker.flags
         return self._join_flags(history, own_flags)
 
     @property
@@ -128,15 +134,13 @@ class ParameterServerEngine:
 
     def sum(self, numbers: np.ndarray) -> np.ndarray:
         """Return the sums of a few float64 over all ranks, the same on each."""
-        total = np.array(numbers, np.float64)
-        recursive_doubling(self._group, total, np.add)
-        return total
+        return sum_over(self._group, numbers)
 
     def settle(self) -> None:
         """Do nothing: when `train` returns, all workers hold the servers' parameters."""
 
     def state(self) -> list[Piece]:
-        """Return this rank's pieces: shards of servers, running statistics of worker 0."""
+        """Return this rank's pieces: a server's shard, worker 0's running statistics."""
         pieces = self._server.shard.pieces() if self._server else []
         buffer, clocks = self.replica.arena.buffer, self._method.clocks
         if self.worker == 0 and buffer.size:
@@ -146,7 +150,7 @@ class ParameterServerEngine:
         return pieces
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take the whole state; the clocks of another number of workers mean nothing."""
+        """Load the whole state; clocks of another number of workers are ignored."""
         load_into(self.replica.arena, {}, arrays)
         if self._server:
             self._server.shard.load(arrays)
@@ -159,31 +163,33 @@ class ParameterServerEngine:
         for link in self._links:
             link.free()
 
-    def _worker(self, roles: Roles, optimizer: Optimizer) -> Worker:
+    def _make_worker(self, roles: Roles, optimizer: Optimizer) -> Worker:
         method = self._method
         rate, per_step = optimizer.rate, method.updates_per_step
         return Worker(
-            self._world.rank,
-            self.replica,
-            self.times,
-            self._world.trace,
-            self._links[0],
-            self._links[1],
-            roles.servers[0],
-            self._cut(roles),
-            self.check,
-            (method.push_every, method.pull_every),
-            None if rate is None else lambda step: rate_of(rate, int(step * per_step)),
-            self._sum_and_wait if method.in_step else None,
+            rank=self._world.rank,
+            replica=self.replica,
+            times=self.times,
+            trace=self._world.trace,
+            servers=self._server_links(roles),
+            check=self.check,
+            push_every=method.push_every,
+            pull_every=method.pull_every,
+            local_rate=None if rate is None else lambda step: rate_of(rate, int(step * per_step)),
+            sum_over_workers=self._sum_in_layer if method.lockstep else None,
             drops=method.asynchronous,
         )
 
-    def _cut(self, roles: Roles) -> list[tuple[int, slice]]:
-        """Return (serving rank, slice) for all parameters, in the order in which slices are sent.
+    def _server_links(self, roles: Roles) -> ServerLinks:
+        push, pull = self._links[:2]
+        return ServerLinks(push=push, pull=pull, coordinator=roles.servers[0], cut=self._cut(roles))
 
-        Each server's last slice goes first: backward computes them in this order. Servers take
-        turns; but on a device, where slices leave while backward computes others, the end of the
-        plane goes first.
+    def _cut(self, roles: Roles) -> list[tuple[int, slice]]:
+        """Return (serving rank, slice) for all parameters, in the order of sending.
+
+        Each server's last slice is sent first: backward computes them in this order. Slices
+        alternate between servers; on a device, where slices are copied during backward, the end of
+        the plane is sent first.
         """
         param = self.replica.arena.param
         cut = [
@@ -205,11 +211,11 @@ class ParameterServerEngine:
             push = self._world.view_for("server push", push)
             pull = self._world.view_for("server pull", pull)
             self._links += [push, pull]
-        shard = self._shard(roles, optimizer, servers, push, pull)
-        desk = Desk(push, pull, roles.workers)
-        return Server(shard, desk, servers, self.workers, self._world.trace)
+        shard = self._make_shard(roles, optimizer, servers, push, pull)
+        coordinator = Coordinator(push, pull, roles.workers)
+        return Server(shard, coordinator, servers, self.workers, self._world.trace)
 
-    def _shard(
+    def _make_shard(
         self, roles: Roles, optimizer: Optimizer, servers: Link, push: Link, pull: Link
     ) -> Shard:
         arena, method = self.replica.arena, self._method
@@ -217,16 +223,16 @@ class ParameterServerEngine:
             arena,
             ranges(arena.param.size, self.servers)[servers.rank],
             optimizer,
-            partial(total_over, servers),
-            push,
-            pull,
-            roles.workers,
-            method.delay_compensation,
-            method.adds,
+            total=partial(gather_rows, servers),
+            push=push,
+            pull=pull,
+            workers=roles.workers,
+            delay_compensation=method.delay_compensation,
+            adds=method.adds,
         )
 
     def _serve(self, events: Events, own_flags: Callable[[], Flags]) -> list[Event]:
-        """Serve in the main thread; count its time as compute or as waiting."""
+        """Serve in the main thread; its time counts as compute or as waiting."""
         assert self._server is not None
         start, busy = perf_counter(), self._server.busy_s
         history = self._server.serve(events, own_flags)
@@ -235,40 +241,41 @@ class ParameterServerEngine:
         self.times.wait_s += perf_counter() - start - busy
         return history
 
-    def _replayed(self, desk: Desk, start: int, until: int) -> Iterator[Event]:
+    def _replayed(self, coordinator: Coordinator, start: int, until: int) -> Iterator[Event]:
         """Yield the events of the log, each after the reports of its workers have arrived."""
         assert self.recorder is not None
         log, method = self.recorder.interval(start, until), self._method
         for event in map(Event.from_json, log["events"]):
-            failed = desk.flags.failed
-            for worker in event.heard:
-                desk.hear_from(worker)
+            failed = coordinator.flags.failed
+            for worker in event.reporters:
+                coordinator.receive_report_from(worker)
             if event.order.use == Use.LATE:
-                desk.flags = desk.flags._replace(failed=failed)
+                coordinator.flags = coordinator.flags._replace(failed=failed)
             yield event
         method.staleness = Staleness.from_json(log["staleness"])
         if method.clocks is not None:
             method.clocks[:] = log["clocks"]
 
     def _note(self, start: int, until: int, history: list[Event]) -> None:
-        """Record the events; called on the first server."""
+        """Record the events of an interval, on the first server."""
         if self.recorder is not None:
             clocks, staleness = self._method.clocks, self._method.staleness.to_json()
             steps_done = [] if clocks is None else clocks.tolist()
             self.recorder.note(start, until, events=history, clocks=steps_done, staleness=staleness)
 
     def _join_flags(self, history: list[Event], flags: Flags) -> tuple[int, Flags]:
-        """Return the step reached, known to the first server, and the joined flags of all ranks."""
+        """Return the step reached, known to the first server, and the flags of all ranks."""
         reached = 0
         if self._server and self._server.first:
-            reached, flags = history[-1].answers[0].done, flags.joined(self._server.desk.flags)
+            reached = history[-1].answers[0].run_step
+            flags = flags.merged(self._server.coordinator.flags)
         numbers = np.array([reached, *flags], np.int64)
         recursive_doubling(self._group, numbers, np.maximum)
-        step, *joined = numbers.tolist()
-        flags = Flags(*joined)
+        step, *merged = numbers.tolist()
+        flags = Flags(*merged)
         if flags.failed and not self._method.asynchronous:
-            self.check.undo()  # no worker's gradient of this step was taken
-        if not self._method.in_step:
+            self.check.undo()  # no gradient of this step was applied
+        if not self._method.lockstep:
             self._share_worker_state()
         return step, flags
 
@@ -282,11 +289,5 @@ class ParameterServerEngine:
             recursive_doubling(self._workers, buffer, np.add)
             buffer /= self.workers
 
-    def _sum_and_wait(self, numbers: np.ndarray) -> np.ndarray:
-        """Return sums over workers for a layer; the time counts as waiting."""
-        start = perf_counter()
-        total = np.array(numbers, np.float64)
-        recursive_doubling(self._workers, total, np.add)
-        stop = perf_counter()
-        self.times.wait_s += self._world.trace.add("sum in a layer", "wait", start, stop)
-        return total
+    def _sum_in_layer(self, numbers: np.ndarray) -> np.ndarray:
+        return sum_in_layer(self._workers, numbers, self.times, self._world.trace)

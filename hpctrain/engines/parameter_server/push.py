@@ -1,17 +1,18 @@
-"""The gradient that a worker pushes, or the sum of several, slice by slice, from the host.
+"""The gradient that a worker pushes, or the sum of several, sent slice by slice from host memory.
 
 On a device a slice is copied to pinned host memory as soon as backward has written it, on a stream
-of its own. When backward is done, and the gradient is known to be finite, the report leaves, and
-behind it the slices, the last layer's first on all workers: nearly all are copied by then.
+of its own. When backward is complete and the gradient was checked to be finite, the worker sends
+its report and then the slices, the last layer's first on all workers: nearly all are copied by
+then.
 
     backward, on the device    layer 3   layer 2   layer 1   layer 0
                                   |ready    |ready    |ready    |ready
     copies to the host            [ 5 ][ 4 ]  [ 3 ]      [ 2 ]     [ 1 ][ 0 ]
     wire                                               report, [ 5 ][ 4 ][ 3 ][ 2 ][ 1 ][ 0 ]
 
-A server takes no slice of a gradient that another slice shows to be not finite; so the report with
-this verdict comes before the first. No thread blocks on a stream or on the device: the sender polls
-the copy of a slice, and drives the progress of its link meanwhile.
+A server must apply no slice of a gradient of which another slice is not finite: so the report, with
+the result of the check, precedes the first slice. No thread blocks on a stream or on the device:
+the sender polls the copy of a slice, and drives the progress of its link meanwhile.
 """
 
 from __future__ import annotations
@@ -21,61 +22,61 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from hpctrain.core.xp import Array, Event, another_stream, event, on_device, pinned_like, wait_for
-from hpctrain.engines.engine import ignore_ready
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.buckets import Filling, cut
+from hpctrain.gradients.replica import ignore_ready
 from hpctrain.transport.link import Link
 
 Cut = Sequence[tuple[int, slice]]  #: (serving rank, slice) in the order of sending
 
 
-class Outbox:
+class GradientPush:
     """The gradients of one push."""
 
     def __init__(self, arena: Arena, cut_: Cut, adds: bool):
-        """Push `arena.grad` along `cut_`; `adds`: the sum of several."""
+        """Push `arena.grad` in the slices `cut_`; if it `adds`, the sum of several gradients."""
         self._grad, self._cut = arena.grad, cut_
         self._sum = np.zeros_like(arena.grad) if adds else arena.grad
-        self._landing: Landing | None = None
+        self._host_copy: HostCopy | None = None
         if on_device(arena.grad):
             self._buckets = cut(arena.slots, arena.grad.size, arena.grad.itemsize, 1)  # a slot each
             self._filling = Filling(self._buckets)
-            self._landing = Landing(self._sum, [s for _, s in cut_])
+            self._host_copy = HostCopy(self._sum, [s for _, s in cut_])
 
-    def listener(self, last: bool) -> Callable[[str], None]:
-        """Return the `on_ready` of backward; `last` before the push."""
-        return self._ready if last and self._landing else ignore_ready
+    def on_ready_for(self, last: bool) -> Callable[[str], None]:
+        """Return the `on_ready` of a backward pass, the `last` before a push or not."""
+        return self._copy_ready if last and self._host_copy else ignore_ready
 
-    def take(self, last: bool) -> None:
-        """Complete a gradient: all its slots were copied, or it is added to the sum."""
-        if last and self._landing:
+    def add(self, last: bool) -> None:
+        """Complete a gradient: check that all its slots are copied, or add it to the sum."""
+        if last and self._host_copy:
             self._filling.complete()
         elif self._sum is not self._grad:
             self._sum += self._grad
 
-    def leave(self, link: Link) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (rank, slice to send by `link`), each once it is in host memory."""
-        if self._landing is None:
+    def slices(self, link: Link) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (rank, slice to send by `link`), each as soon as it is in host memory."""
+        if self._host_copy is None:
             yield from ((rank, self._sum[s]) for rank, s in self._cut)
         else:
-            yield from ((rank, self._landing.wait(s, link)) for rank, s in self._cut)
+            yield from ((rank, self._host_copy.wait(s, link)) for rank, s in self._cut)
 
     def clear(self) -> None:
-        """Begin anew, once all has been sent."""
+        """Reset the sum, after all slices were sent."""
         if self._sum is not self._grad:
             self._sum[...] = 0
 
-    def _ready(self, name: str) -> None:
-        assert self._landing is not None
+    def _copy_ready(self, name: str) -> None:
+        assert self._host_copy is not None
         for bucket in (self._buckets[number] for number in self._filling.ready(name)):
             if self._sum is not self._grad:
                 at = slice(bucket.start, bucket.stop)
                 self._sum[at] += self._grad[at]
-            self._landing.begin(bucket.start)
+            self._host_copy.begin(bucket.start)
 
 
-class Landing:
-    """A plane of a device on its way to the host, from its end on."""
+class HostCopy:
+    """The copy of a device's plane to host memory, slice by slice, from the end of the plane."""
 
     def __init__(self, plane: Array, slices: Sequence[slice]):
         """Copy `plane` in `slices` to pinned memory of the same length, owned by this object."""
@@ -85,9 +86,9 @@ class Landing:
         self._copied: dict[int, Event] = {}
 
     def begin(self, start: int) -> None:
-        """Start the copies from element `start` on, behind the writes in this thread's stream.
+        """Start the copies from element `start` on, after the writes in this thread's stream.
 
-        With the first element comes the last slice, and then the next plane may begin.
+        The slice with the first element is the last one; the next gradient may then begin.
         """
         due = [s for s in self._left if s.start >= start]
         if not due:
@@ -101,7 +102,7 @@ class Landing:
         self._left = self._left[len(due) :] or list(self._slices)
 
     def wait(self, s: slice, link: Link) -> np.ndarray:
-        """Return the copy of slice `s`, once complete; meanwhile `link` makes progress."""
+        """Wait for the copy of slice `s`, while `link` makes progress; return it."""
         copied = self._copied[s.start]
         link.wait_for(lambda: bool(copied.done), b"copy to the host")
         return self._host[s]

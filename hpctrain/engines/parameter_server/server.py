@@ -1,7 +1,7 @@
 """The servers: the first one decides, and all apply its orders.
 
-    server 0       report comes -> event -> forward the order -> answer -> apply
-    server 1 ...                            order comes       ->           apply
+    server 0       receive a report -> event -> forward the order -> answer -> apply
+    server 1 ...                                receive the order ->           apply
 
 So all servers apply the same orders in the same sequence, in whatever order slices arrive.
 """
@@ -15,26 +15,27 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from hpctrain.collectives import all_gather_bytes
 from hpctrain.core.errors import HpctrainError
 from hpctrain.engines.engine import Flags
-from hpctrain.engines.parameter_server.coordinator import Desk, Event
+from hpctrain.engines.parameter_server.coordinator import Coordinator, Event
 from hpctrain.engines.parameter_server.shard import Order, Shard, Use
 from hpctrain.transport.link import Link, Request
 from hpctrain.watch.trace import Category, Trace
 
 T = TypeVar("T")
 JOIN_LIMIT_S = 10.0
-Events = Callable[[Desk], Iterator[Event]]
+Events = Callable[[Coordinator], Iterator[Event]]
 
 
 class Server:
-    """One server: its shard, the link to the other servers and, on the first, the desk."""
+    """One server: its shard, its link to the other servers and, on the first, the coordinator."""
 
-    def __init__(self, shard: Shard, desk: Desk, servers: Link, workers: int, trace: Trace):
-        """`servers` is the link among them; orders are recorded in `trace`."""
-        self.shard, self.desk, self._trace = shard, desk, trace
-        self.category: Category = "compute"  #: of its spans; beside a worker it is that rank's wire
+    def __init__(
+        self, shard: Shard, coordinator: Coordinator, servers: Link, workers: int, trace: Trace
+    ):
+        """`servers` links all servers; orders are recorded in `trace`."""
+        self.shard, self.coordinator, self._trace = shard, coordinator, trace
+        self.category: Category = "compute"  #: of its spans; "wire" in a thread beside a worker
         self.busy_s = 0.0  #: time spent on orders
         self._servers, self._workers = servers, workers
         self._sent: list[tuple[Request, np.ndarray]] = []
@@ -44,31 +45,31 @@ class Server:
         return self._servers.rank == 0
 
     def serve(self, events: Events, own_flags: Callable[[], Flags] = Flags) -> list[Event]:
-        """Serve until the interval is over; return its events, on the first server alone.
+        """Serve until the interval ends; return its events on the first server, else an empty list.
 
-        `own_flags()` returns the flags of a rank that only serves; the desk joins them.
+        `own_flags()` returns the flags of a rank that only serves; the coordinator merges them.
         """
         if self.first:
-            return list(self._lead(events, own_flags))
+            return list(self._coordinate(events, own_flags))
         order = self._next_order()
-        while not order.over:
+        while not order.last:
             self._apply(order)
             order = self._next_order()
         self._apply(order)
-        self.shard.rest()
+        self.shard.flush()
         return []
 
-    def _lead(self, events: Events, own_flags: Callable[[], Flags]) -> Iterator[Event]:
-        """Yield the events of an interval, each once it is done."""
-        self.desk.open(own_flags)
-        for event in events(self.desk):
+    def _coordinate(self, events: Events, own_flags: Callable[[], Flags]) -> Iterator[Event]:
+        """Yield the events of an interval, each after it was applied."""
+        self.coordinator.open(own_flags)
+        for event in events(self.coordinator):
             self._forward(event.order)
-            self.desk.tell(event.answers)
+            self.coordinator.reply(event.answers)
             self._apply(event.order, event.staleness)
-            if not event.order.over:
-                self.desk.listen_again(event.answers)
+            if not event.order.last:
+                self.coordinator.expect_reports(event.answers)
             yield event
-        self.shard.rest()
+        self.shard.flush()
 
     def _apply(self, order: Order, staleness: int | None = None) -> None:
         start = perf_counter()
@@ -80,23 +81,23 @@ class Server:
 
     def _forward(self, order: Order) -> None:
         """Send `order` to the other servers."""
-        for request, _ in self._sent:  # of the order before: a server is at most one behind
+        for request, _ in self._sent:  # the previous order: a server is at most one behind
             request.wait()
-        x = _encoded(order, self._workers)
+        x = _encode(order, self._workers)
         ranks = range(1, self._servers.size)
         self._sent = [(self._servers.isend(x, rank), x) for rank in ranks]
-        if order.over:
+        if order.last:
             for request, _ in self._sent:
                 request.wait()
             self._sent = []
 
     def _next_order(self) -> Order:
-        x = _encoded(Order((), Use.NONE, 1.0, (), False), self._workers)
+        x = _encode(Order(), self._workers)
         self._servers.irecv(x, 0).wait()
-        return _decoded(x)
+        return _decode(x)
 
 
-class Serving(Generic[T]):
+class ServerThread(Generic[T]):
     """A thread that serves other ranks beside a worker, for one interval."""
 
     def __init__(self, serve: Callable[[], list[T]], failed: Callable[[BaseException], None]):
@@ -120,24 +121,16 @@ class Serving(Generic[T]):
         if self._error is not None:
             raise self._error
         if self._thread.is_alive():
-            raise HpctrainError("the server thread does not end though all workers are told to")
+            raise HpctrainError("the server thread did not end after all workers were told to stop")
         return self._result
 
 
-def total_over(servers: Link, rows: np.ndarray) -> np.ndarray:
-    """Return the rows of partial sums of all shards, in order; see `hpctrain.optim.Optimizer`."""
-    if servers.size == 1:
-        return rows
-    parts = all_gather_bytes(servers, rows.tobytes())
-    return np.concatenate([np.frombuffer(part).reshape(-1, rows.shape[1]) for part in parts])
-
-
-def _encoded(order: Order, workers: int) -> np.ndarray:
-    """Return `order` as float64 (3 + 2 workers): use, factor, over, two masks of workers."""
+def _encode(order: Order, workers: int) -> np.ndarray:
+    """Return `order` as float64 (3 + 2 workers): use, factor, last, two masks of workers."""
     masks = [[float(w in group) for w in range(workers)] for group in (order.pushed, order.pull)]
-    return np.array([float(order.use), order.factor, float(order.over), *masks[0], *masks[1]])
+    return np.array([float(order.use), order.factor, float(order.last), *masks[0], *masks[1]])
 
 
-def _decoded(x: np.ndarray) -> Order:
+def _decode(x: np.ndarray) -> Order:
     pushed, pull = (tuple(np.flatnonzero(mask).tolist()) for mask in x[3:].reshape(2, -1))
     return Order(pushed, Use(int(x[0])), float(x[1]), pull, bool(x[2]))

@@ -1,14 +1,14 @@
 """A server's shard: one byte range of the parameters, with the optimizer's state for it.
 
-Gradients come in slices and parameters go in slices, so that while one slice is updated the next
-is on its way in and the one before on its way out:
+Gradients arrive and parameters leave in slices: while one slice is updated, the next is received
+and the one before is sent:
 
     in       [ slice 2 ][ slice 1 ][ slice 0 ]
     update              [ slice 2 ][ slice 1 ][ slice 0 ]
     out                            [ slice 2 ][ slice 1 ][ slice 0 ]
 
-Optimizers that need norms of whole tensors wait for all of the gradient first. The sum over
-workers is made in their order and shards begin at blocks of the optimizers, so that the bytes
+Optimizers that need norms of whole tensors wait for the whole gradient. The sum over workers is
+made in the order of workers, and shards begin at blocks of the optimizers, so that the bytes
 depend neither on the order of arrival nor on the number of servers.
 """
 
@@ -38,22 +38,22 @@ AHEAD = 2  #: slices whose receives are posted before they are needed
 class Use(IntEnum):
     """How a server uses incoming gradients."""
 
-    NONE = 0  #: none come
-    DROP = 1  #: they are taken off the wire and forgotten
-    ADD = 2  #: they are added up
-    UPDATE = 3  #: they are added up, and the optimizer takes the sum
-    ELASTIC = 4  #: what comes are parameters; see easgd.py
-    LATE = 5  #: as DROP: they are of a step that was taken without them
+    NONE = 0  #: no gradient comes
+    DROP = 1  #: receive and discard
+    ADD = 2  #: add to the sum
+    UPDATE = 3  #: add to the sum, and update with it
+    ELASTIC = 4  #: parameters come instead; see easgd.py
+    LATE = 5  #: as DROP: their step was taken without them
 
 
 class Order(NamedTuple):
     """The next action of a server: receive gradients of some workers, send parameters to some."""
 
-    pushed: tuple[int, ...]  #: the workers whose gradients come now; empty with Use.NONE
-    use: Use
-    factor: float  #: multiplies each of these gradients
-    pull: tuple[int, ...]  #: the workers that are sent the parameters after that
-    over: bool  #: nothing more comes until the next meeting
+    pushed: tuple[int, ...] = ()  #: the workers whose gradients come now; empty with Use.NONE
+    use: Use = Use.NONE
+    factor: float = 1.0  #: multiplies each of these gradients
+    pull: tuple[int, ...] = ()  #: the workers that receive the parameters afterwards
+    last: bool = False  #: the last order of the interval
 
 
 def ranges(length: int, servers: int) -> list[slice]:
@@ -62,19 +62,20 @@ def ranges(length: int, servers: int) -> list[slice]:
 
 
 def slices(own: slice, itemsize: int) -> list[slice]:
-    """Return the slices in which a range is sent."""
+    """Return the slices in which the range `own` is sent."""
     step = SEGMENT_BYTES // itemsize
     return [slice(a, min(a + step, own.stop)) for a in range(own.start, own.stop, step)]
 
 
 class Shard:
-    """One server's range, its links to the workers and how it takes their gradients."""
+    """One server's range of the parameters, and its links to the workers."""
 
     def __init__(
         self,
         arena: Arena,
         own: slice,
         optimizer: Optimizer,
+        *,
         total: Total,
         push: Link,
         pull: Link,
@@ -82,52 +83,53 @@ class Shard:
         delay_compensation: float = 0.0,
         adds: bool = False,
     ):
-        """Keep `own` of the arena's parameters; gradients come by `push`, answers go by `pull`.
+        """Keep range `own` of the arena's parameters.
 
-        `workers` are their ranks. `delay_compensation` is the lambda of Zheng et al. (2017);
-        `adds` says that orders to ADD may come, which need memory for a whole gradient.
+        Gradients arrive by `push`, parameters leave by `pull`; `workers` are ranks. `total` sums
+        the rows of all shards. `delay_compensation` is the lambda of Zheng et al. (2017). With
+        `adds` orders to ADD may come, which need memory for a whole gradient.
         """
-        # Of the host, wherever workers compute: a server is there for the memory and the cores.
+        # In host memory, wherever workers compute: servers use the host's memory and cores.
         self.param = to_host(arena.param[own]).copy()
         self._own, self._length, self._total = own, arena.param.size, total
         self._optimizer, self._push, self._pull, self._workers = optimizer, push, pull, workers
         self._wire = [slice(s.start - own.start, s.stop - own.start)
                       for s in slices(own, self.param.itemsize)]  # fmt: skip
-        self._whole = optimizer.needs_norms or adds
-        self._sum = np.zeros(self.param.size if self._whole else 0, self.param.dtype)
-        self._parts = [slice(0, self.param.size)] if self._whole else self._wire
+        self._whole_gradient = optimizer.needs_norms or adds
+        self._sum = np.zeros(self.param.size if self._whole_gradient else 0, self.param.dtype)
+        self._parts = [slice(0, self.param.size)] if self._whole_gradient else self._wire
         self._slots = [relative_to(own.start + part.start, arena.slots) for part in self._parts]
         self._states: list[State] = [optimizer.init(self.param[part]) for part in self._parts]
         longest = max((s.stop - s.start for s in self._wire), default=0)
         self._inbox = np.empty((AHEAD, len(workers), longest), self.param.dtype)
         self._outgoing: list[list[Request]] = [[] for _ in self._wire]
-        self._lambda = delay_compensation
-        self._before = [self.param.copy() for _ in workers] if delay_compensation else []
+        self._delay_compensation = delay_compensation
+        self._params_at_pull = [self.param.copy() for _ in workers] if delay_compensation else []
 
     def apply(self, order: Order) -> None:
         """Receive and use the gradients of `order`, then send the parameters to its workers."""
-        takes = order.use in (Use.ADD, Use.UPDATE)
+        applies = order.use in (Use.ADD, Use.UPDATE)
         for i, gradients in self._gradients(order.pushed):
-            if takes:
-                self._take(i, self._summed(i, gradients, order), order)
-            if not self._whole:
+            if applies:
+                self._use(i, self._summed(i, gradients, order), order)
+            if not self._whole_gradient:
                 self._send(i, order.pull)
-        if self._whole and order.use == Use.UPDATE:
+        if self._whole_gradient and order.use == Use.UPDATE:
             for requests in self._outgoing:
-                finish(requests)
+                wait_all(requests)
             self._update(0, self._sum)
             self._sum[...] = 0
-        if self._whole or not order.pushed:
-            for i in self._travel:
+        if self._whole_gradient or not order.pushed:
+            for i in self._send_order:
                 self._send(i, order.pull)
 
-    def rest(self) -> None:
-        """Wait for all sends."""
+    def flush(self) -> None:
+        """Wait until all sends are complete."""
         for requests in self._outgoing:
-            finish(requests)
+            wait_all(requests)
 
     def pieces(self) -> list[Piece]:
-        """Return this shard's part of parameters and optimizer state, to be saved."""
+        """Return this shard's part of parameters and optimizer state, for a checkpoint."""
         pieces = [Piece("param", self._own.start, self._length, self.param)]
         for part, state in zip(self._parts, self._states, strict=True):
             pieces += [
@@ -140,30 +142,30 @@ class Shard:
         return pieces
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take this shard's part of full `arrays`, whose "param" is known to fit."""
+        """Load this shard's part of the full `arrays`, of which "param" was checked to fit."""
         self.param[...] = arrays["param"][self._own]
         for part, state in zip(self._parts, self._states, strict=True):
             at = slice(self._own.start + part.start, self._own.start + part.stop)
             for name, x in state.items():
                 size, own = (1, slice(1)) if name == "step" else (self._length, at)
                 x[...] = fitting(arrays, f"optimizer.{name}", size)[own]
-        for before in self._before:
+        for before in self._params_at_pull:
             before[...] = self.param
 
     @property
-    def _travel(self) -> range:
-        """The slices as they travel, from the last on: backward makes them in this order."""
+    def _send_order(self) -> range:
+        """The slices in the order of sending: the last first, as backward computes them."""
         return range(len(self._wire))[::-1]
 
     def _gradients(self, pushed: Sequence[int]) -> Iterator[tuple[int, list[np.ndarray]]]:
         """Yield, slice by slice, the gradients of the workers `pushed`, in this order."""
-        to_come = deque(self._travel if pushed else ())
-        coming: deque[tuple[int, list[tuple[Request, np.ndarray]]]] = deque()
-        while to_come or coming:
-            while len(coming) < AHEAD and to_come:
-                i = to_come.popleft()
-                coming.append((i, self._receives(i, pushed)))
-            i, receives = coming.popleft()
+        remaining = deque(self._send_order if pushed else ())
+        posted: deque[tuple[int, list[tuple[Request, np.ndarray]]]] = deque()
+        while remaining or posted:
+            while len(posted) < AHEAD and remaining:
+                i = remaining.popleft()
+                posted.append((i, self._receives(i, pushed)))
+            i, receives = posted.popleft()
             for request, _ in receives:
                 request.wait()
             yield i, [x for _, x in receives]
@@ -175,12 +177,12 @@ class Shard:
         return [(self._push.irecv(x, self._workers[w]), x) for w, x in pairs]
 
     def _summed(self, i: int, gradients: list[np.ndarray], order: Order) -> np.ndarray:
-        """Return the sum of slice `i` over workers, in the first of them."""
-        if self._lambda:
+        """Return the sum of slice `i` over workers, written over the first of `gradients`."""
+        if self._delay_compensation:
             for w, g in zip(order.pushed, gradients, strict=True):
                 self._compensate(w, i, g)
-        first, *rest = gradients
-        for g in rest:
+        first, *others = gradients
+        for g in others:
             first += g
         if order.factor != 1:
             first *= order.factor
@@ -189,23 +191,23 @@ class Shard:
     def _compensate(self, w: int, i: int, g: np.ndarray) -> None:
         """Compensate the delay of gradient `g`: g + lambda g g (w_now - w_then).
 
-        Where the result is so large that a sum over workers may overflow, the slice stays as it is.
+        Where the result is so large that a sum over workers may overflow, `g` stays as it is.
         """
         s = self._wire[i]
-        moved = self.param[s] - self._before[w][s]
+        corrected = self.param[s] - self._params_at_pull[w][s]
         with np.errstate(over="ignore", invalid="ignore"):
-            moved *= g
-            moved *= g
-            moved *= self._lambda
-            moved += g
-        if isfinite(moved.dot(moved)):
-            g[...] = moved
+            corrected *= g
+            corrected *= g
+            corrected *= self._delay_compensation
+            corrected += g
+        if isfinite(corrected.dot(corrected)):
+            g[...] = corrected
 
-    def _take(self, i: int, gradient: np.ndarray, order: Order) -> None:
-        if self._whole:
+    def _use(self, i: int, gradient: np.ndarray, order: Order) -> None:
+        if self._whole_gradient:
             self._sum[self._wire[i]] += gradient
         else:
-            finish(self._outgoing[i])  # it may still be read by the wire
+            wait_all(self._outgoing[i])  # these sends still read the slice
             self._update(i, gradient)
 
     def _update(self, part: int, gradient: np.ndarray) -> None:
@@ -217,12 +219,12 @@ class Shard:
         s = self._wire[i]
         for w in pull:
             self._outgoing[i].append(self._pull.isend(self.param[s], self._workers[w]))
-            if self._before:
-                self._before[w][s] = self.param[s]
+            if self._params_at_pull:
+                self._params_at_pull[w][s] = self.param[s]
 
 
-def finish(requests: list[Request]) -> None:
-    """Wait for all of `requests`, and forget them."""
+def wait_all(requests: list[Request]) -> None:
+    """Wait for all of `requests`; clear the list."""
     for request in requests:
         request.wait()
     requests.clear()

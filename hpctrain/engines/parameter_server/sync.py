@@ -23,7 +23,13 @@ from pydantic import Field
 
 from hpctrain import config
 from hpctrain.core.errors import UsageError
-from hpctrain.engines.parameter_server.coordinator import Answer, Desk, Event, Report, over
+from hpctrain.engines.parameter_server.coordinator import (
+    Answer,
+    Coordinator,
+    Event,
+    Report,
+    final_event,
+)
 from hpctrain.engines.parameter_server.engine import ParameterServerEngine
 from hpctrain.engines.parameter_server.roles import ServerOptions
 from hpctrain.engines.parameter_server.shard import Order, Use
@@ -40,7 +46,7 @@ class PsSync(ServerOptions):
     backup_workers: Annotated[int, Field(ge=0)] = 0
 
     def must_fit(self, workers: int) -> None:
-        """Raise UsageError where no worker is needed."""
+        """Raise UsageError if all workers are backups."""
         if self.backup_workers >= workers:
             raise UsageError(
                 f"[engine] backup_workers is {self.backup_workers} of {workers} workers; at least "
@@ -52,12 +58,12 @@ class PsSync(ServerOptions):
         roles = self.roles(world.size)
         workers = len(roles.workers)
         self.must_fit(workers)
-        method = FirstGradients(workers, workers - self.backup_workers)
+        method = SyncMethod(workers, workers - self.backup_workers)
         return ParameterServerEngine("ps-sync", world, replica, optimizer, roles, method)
 
 
-class FirstGradients:
-    """Steps on the first `needed` of all workers' gradients of one version of the parameters."""
+class SyncMethod:
+    """Each update takes the first `needed` gradients of one version of the parameters."""
 
     push_every = pull_every = 1
     asynchronous = adds = False
@@ -67,62 +73,61 @@ class FirstGradients:
 
     def __init__(self, workers: int, needed: int):
         self.workers, self.needed = workers, needed
-        #: whether every worker takes part in every step: then layers may sum over them
-        self.in_step = needed == workers
+        self.lockstep = needed == workers
         self.staleness = Staleness()
 
-    def events(self, desk: Desk, start: int, until: int) -> Iterator[Event]:
+    def events(self, coordinator: Coordinator, start: int, until: int) -> Iterator[Event]:
         """Yield the events from step `start` on, as workers report."""
         step, pending = start, set(range(self.workers))
-        while step < until and not any(desk.flags):
+        while step < until and not any(coordinator.flags):
             pushed: dict[int, Report] = {}
             while len(pushed) < self.needed:
-                failed = desk.flags.failed
-                worker, report = desk.hear()
-                if report.gradient and report.step == step:
+                failed = coordinator.flags.failed
+                worker, report = coordinator.receive_report()
+                if report.push and report.step == step:
                     pushed[worker] = report
-                else:  # the check of a gradient that is not used does not count
-                    desk.flags = desk.flags._replace(failed=failed)
-                    yield self._not_of_this_step(worker, report, step)
-            fine = not desk.flags.failed
-            step += fine
-            if step < until and not any(desk.flags):
-                yield _step(pushed, fine, step, pull=True)
+                else:  # an unused gradient fails no step
+                    coordinator.flags = coordinator.flags._replace(failed=failed)
+                    yield self._admit(worker, report, step)
+            finite = not coordinator.flags.failed
+            step += finite
+            if step < until and not any(coordinator.flags):
+                yield _step(pushed, finite, step, pull=True)
             else:
-                yield _step(pushed, fine, step, pull=False)
+                yield _step(pushed, finite, step, pull=False)
                 pending -= set(pushed)
-        failed = desk.flags.failed
+        failed = coordinator.flags.failed
         while pending:
-            worker, report = desk.hear()
-            desk.flags = desk.flags._replace(failed=failed)
+            worker, report = coordinator.receive_report()
+            coordinator.flags = coordinator.flags._replace(failed=failed)
             pending.remove(worker)
-            yield self._not_of_this_step(worker, report, None)
-        yield over(self.workers, step)
+            yield self._admit(worker, report, None)
+        yield final_event(self.workers, step)
 
-    def _not_of_this_step(self, worker: int, report: Report, step: int | None) -> Event:
-        """Return the event of a worker whose report begins or is late; it joins `step`."""
-        self.staleness.dropped += report.gradient
-        joins = step is not None
+    def _admit(self, worker: int, report: Report, step: int | None) -> Event:
+        """Return the event of a report without a gradient of this step: the first, or a late one.
+
+        The worker joins at `step`; with None the interval ends.
+        """
+        self.staleness.dropped += report.push
         order = Order(
-            (worker,) if report.gradient else (),
-            Use.LATE if report.gradient else Use.NONE,
-            1.0,
-            (worker,) if joins and report.wants else (),
-            False,
+            pushed=(worker,) if report.push else (),
+            use=Use.LATE if report.push else Use.NONE,
+            pull=(worker,) if step is not None and report.pull else (),
         )
         answers = (Answer(worker, 1, step, step),) if step is not None else ()
         return Event((worker,), order, answers)
 
 
-def _step(pushed: Mapping[int, Report], fine: bool, step: int, pull: bool) -> Event:
-    """Return the event that uses the gradients `pushed`, if they are `fine`, and comes to `step`.
+def _step(pushed: Mapping[int, Report], finite: bool, step: int, pull: bool) -> Event:
+    """Return the event that applies the gradients `pushed`, if all are `finite`: reaches `step`.
 
     The sum is scaled up for the part of the batch whose gradients are late.
     """
     workers = tuple(sorted(pushed))
     targets = sum(report.targets for report in pushed.values())
-    of_targets = next(iter(pushed.values())).of_targets
-    factor = of_targets / targets if 0 < targets < of_targets else 1.0
+    batch_targets = next(iter(pushed.values())).batch_targets
+    factor = batch_targets / targets if 0 < targets < batch_targets else 1.0
     answers = tuple(Answer(w, 1, step, step) for w in workers) if pull else ()
-    use = Use.UPDATE if fine else Use.DROP
-    return Event(workers, Order(workers, use, factor, workers if pull else (), False), answers)
+    use = Use.UPDATE if finite else Use.DROP
+    return Event(workers, Order(workers, use, factor, workers if pull else ()), answers)

@@ -1,11 +1,11 @@
-"""The state of compression as pieces of a checkpoint; the error text for its sums.
+"""The state of compression as pieces of a checkpoint, and the message for a sum not finite.
 
     compression.residual      | rank 0's plane | rank 1's plane | ... | rank P-1's plane |
     compression.powersgd_q    equal on all ranks: each saves 1/P
 
-A residual is the part of gradients that was not sent yet. As many ranks as saved load each its own,
-and the run continues bit for bit. Another number of ranks loads 1/P of the sum each: so the sum
-stays the same, also where the method is another one that keeps residuals.
+A residual is the part of gradients that was not sent yet. The same number of ranks load each its
+own, and the run continues bit for bit. Of another number each loads 1/P of the sum, which
+stays the same, also for another method with residuals.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 PREFIX = "compression."
 
 
-def fault_of_the_sum(compressor: Compressor | None) -> str:
+def sum_fault(compressor: Compressor | None) -> str:
     """Return the fault of finite gradients whose compressed sum is not finite."""
     name = compressor.__name__ if compressor else "none"
     return f"the sum of gradients, with [wire] compression = '{name}', is not finite"
@@ -45,12 +45,12 @@ def pieces(compressor: Compressor | None, rank: int, size: int) -> list[Piece]:
 def load(
     compressor: Compressor | None, arrays: Mapping[str, np.ndarray], rank: int, size: int
 ) -> None:
-    """Load this rank's arrays; those not saved, or saved with another PowerSGD rank, stay."""
+    """Load this rank's arrays; those not saved, or of another PowerSGD rank, stay."""
     own = compressor.own if compressor else {}
     shared = compressor.shared if compressor else {}
     for name, x in own.items():
         if PREFIX + name in arrays:
-            copy(x, _owed(arrays[PREFIX + name], x.size, rank, size))
+            copy(x, _residual_of(arrays[PREFIX + name], x.size, rank, size))
     for name, x in shared.items():
         if arrays.get(PREFIX + name, x[:0]).size == x.size:
             copy(x, arrays[PREFIX + name])
@@ -58,12 +58,12 @@ def load(
         log.warning("the gradients that compression kept back before the checkpoint are dropped")
 
 
-def _owed(saved: np.ndarray, length: int, rank: int, size: int) -> np.ndarray:
-    """Return this rank's residual, from those of all ranks that saved."""
+def _residual_of(saved: np.ndarray, length: int, rank: int, size: int) -> np.ndarray:
+    """Return this rank's residual from the residuals of all ranks in the checkpoint."""
     if saved.size % length:
         raise UsageError(
             f"the checkpoint does not fit the recipe: expected residuals of {length} numbers, "
-            f"seen {saved.size} in all; resume with the model that it was made with"
+            f"seen {saved.size} in all; resume with the model of the checkpoint"
         )
     rows: np.ndarray = saved.reshape(-1, length)
     return rows[rank] if len(rows) == size else rows.sum(axis=0) / size

@@ -1,16 +1,16 @@
 """One array of parameters per node: each rank sums and updates its part in a single pass.
 
-Gradients lie in memory that node neighbours see, and so does the one array of parameters. On a
-node of three ranks, `g` the gradient of one rank's share, `G` the sum of all, `w` old and `W` new:
+Gradients and the array of parameters lie in memory shared by the ranks of a node. On a node of
+three ranks, `g` the gradient of one rank's share, `G` the sum of all, `w` old and `W` new:
 
     rank   gradients    block by block: sum and update    the array of all three
      0     g g g        G . .  ->  W . .                  W W W
      1     g g g        . G .  ->  . W .
      2     g g g        . . G  ->  . . W
 
-A block of sums is still in the cache when the optimizer takes it, and is written nowhere. Read
-from memory are (P + 1) n bytes and the optimizer's state, written n and the state: all of it once
-per node, where P replicas read and write it P times. Nothing is gathered and nothing written back.
+A block of sums is still in the cache when the optimizer reads it, and is stored nowhere. A node
+reads (P + 1) n bytes and the optimizer's state from memory, and writes n bytes and the state: once,
+where P replicas read and write it P times. Nothing is gathered and nothing is written back.
 
 Several nodes: parts are summed in the node, then over the nodes by the ranks that have the same
 local rank, and each node makes the same update of the same bytes. There are as many parts as the
@@ -18,8 +18,9 @@ smallest node has ranks; further ranks of larger nodes wait. Norms need all sums
 update: there gradients are summed first, then updated. Parts begin at blocks of the optimizer, so
 that any number of ranks makes the update of one.
 
-Three meetings order all reads and writes: the ranks' vote after backward (all gradients are
-there), one of the node after the update (all parameters are), and the next vote again.
+Three synchronizations order all reads and writes: the vote of all ranks after backward (all
+gradients are complete), a barrier of the node after the update (all parameters are), and the next
+vote.
 """
 
 from __future__ import annotations
@@ -33,7 +34,12 @@ from hpctrain.collectives import AllReduceFunction, Group
 from hpctrain.collectives.chunks import bounds
 from hpctrain.core.errors import UsageError
 from hpctrain.engines.engine import BLOCK, Times
-from hpctrain.engines.synchronous.update import InParts, load_range, range_pieces, rows_of_all
+from hpctrain.engines.synchronous.update import (
+    PartwiseUpdate,
+    gather_rows_waiting,
+    load_range,
+    range_pieces,
+)
 from hpctrain.gradients.arena import relative_to
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
@@ -43,8 +49,8 @@ from hpctrain.world import World
 PASS = 32_768
 
 
-class Shared:
-    """Sums gradients and updates parameters, where the ranks of a node share these."""
+class NodeSharedUpdate:
+    """Sums gradients and updates the parameters shared by the ranks of a node."""
 
     def __init__(
         self,
@@ -59,8 +65,9 @@ class Shared:
         `allreduce` sums over nodes. Collective; raises UsageError, on all ranks, if memory cannot
         be shared.
         """
-        group, link = world.main, world.main.links[2]
-        self._node, self._across = group.links[1], Group(link, group.scratch)
+        group = world.main
+        assert group.node is not None and group.across is not None
+        self._node, self._across = group.node, Group(group.across, group.scratch)
         self._link, self._allreduce, self._optimizer = group.link, allreduce, optimizer
         self._times, self._trace, self.wire_s = times, world.trace, 0.0
         _share(world, replica)
@@ -71,21 +78,22 @@ class Shared:
         grads = [x[own] for x in world.memory.neighbours(arena.grad) or [arena.grad]]
         cut = _cut(self._param.size)
         self._blocks = [[x[at] for x in grads] for at in cut]
-        self._in_blocks = InParts(optimizer, self.state, self._param, self._slots, cut)
+        self._block_update = PartwiseUpdate(optimizer, self.state, self._param, self._slots, cut)
         self._sum = np.empty(min(PASS, self._param.size), self._param.dtype)
-        self._meet = group.near.flags.exchange if group.near is not None else self._node.barrier
-        self._fused = link.size == 1 and not optimizer.needs_norms
+        near = group.near
+        self._node_barrier = self._node.barrier if near is None else near.flags.exchange
+        self._single_pass = group.across.size == 1 and not optimizer.needs_norms
 
     def ready(self, name: str) -> None:
         """Do nothing: gradients are summed after backward."""
 
     def wait(self) -> np.ndarray:
-        """Return this rank's own gradient: the update sums."""
+        """Return this rank's own gradient: the update forms the sum."""
         return self._arena.grad
 
     def __call__(self, gradient: np.ndarray) -> None:
-        """Update with the gradients of all ranks, which are complete since the vote."""
-        if self._fused:
+        """Update with the gradients of all ranks, which are complete after the vote."""
+        if self._single_pass:
             self._sum_and_update()
         else:
             self._sum_then_update(gradient[self._own])
@@ -93,7 +101,7 @@ class Shared:
     def release(self) -> None:
         """Wait until all ranks of the node have updated and have read all gradients."""
         with self._trace.span("wait for parameters", "wait") as waiting:
-            self._meet()
+            self._node_barrier()
         self._times.wait_s += waiting.seconds
 
     def pieces(self) -> list[Piece]:
@@ -104,7 +112,7 @@ class Shared:
         return range_pieces(self._arena, self.state, self._own.start, at, self._link)
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load the parameters, as all ranks of the node do, and our range of the state."""
+        """Load the parameters, as all ranks of the node do, and this rank's optimizer state."""
         load_range(self._arena, self.state, self._own, arrays)
 
     def close(self) -> None:
@@ -113,8 +121,8 @@ class Shared:
     def _sum_and_update(self) -> None:
         """Update with each block of sums while it is in the cache; sums are not stored."""
         for number in range(len(self._blocks)):
-            self._in_blocks(number, self._sum_of(number))
-        self._in_blocks.count()
+            self._block_update(number, self._sum_of(number))
+        self._block_update.count()
 
     def _sum_of(self, number: int) -> np.ndarray:
         """Return the sum of a block over the node, in a buffer that the next call overwrites."""
@@ -129,7 +137,7 @@ class Shared:
         return total
 
     def _sum_then_update(self, total: np.ndarray) -> None:
-        """Sum `total`, our range of our own gradient, over all ranks; update with it."""
+        """Sum `total`, this rank's range of its gradient, over all ranks; update with the sum."""
         for number, at in enumerate(_cut(total.size)):
             total[at] = self._sum_of(number)
         if self._across.link.size > 1 and total.size:
@@ -141,12 +149,13 @@ class Shared:
 
     def _rows_of_all(self, rows: np.ndarray) -> np.ndarray:
         """Return the rows of all ranges, in order, the same on all nodes; see `Optimizer`."""
-        return rows_of_all(rows, self._node, self._times, self._trace)
+        return gather_rows_waiting(self._node, rows, self._times, self._trace)
 
 
 def _share(world: World, replica: Replica) -> None:
     """Move the parameters of a node's ranks to one array."""
-    alone, param = world.main.links[1].size == 1, replica.arena.param
+    param, node = replica.arena.param, world.main.node
+    alone = node is None or node.size == 1
     array = None if alone else world.memory.one_for_all(param.size, param.dtype)
     world.together(lambda: _must_be_shared(alone or array is not None, param.nbytes))
     if array is not None:
@@ -163,7 +172,7 @@ def _must_be_shared(shared: bool, nbytes: int) -> None:
 
 
 def _range(size: int, parts: int, rank: int) -> slice:
-    """Return the range of a node's rank; that of ranks beyond `parts` is empty, at a block."""
+    """Return the range of a node's rank, cut at blocks; of ranks beyond `parts` an empty one."""
     offsets = bounds(size, parts, BLOCK)
     return slice(*offsets[rank : rank + 2]) if rank < parts else slice(0, 0)
 

@@ -1,4 +1,4 @@
-"""Sums in the order of blocks, for the engines that promise the same bits on any number of ranks.
+"""Sums in the order of blocks: the same bits on any number of ranks.
 
     replica           the gradients of this rank's blocks, added as far as they can be
     reduce_scatter    those of all ranks, each element on one rank     (collectives/ordered.py)
@@ -30,14 +30,14 @@ from hpctrain.tuning.select import all_gather_named, allreduce_named
 Add = Callable[[np.ndarray], np.ndarray]
 
 
-class AnySums:
-    """Sums in the order that is fastest, which the algorithm and the number of ranks decide."""
+class FastSums:
+    """Sums in the order of the algorithm, which may depend on the number of ranks."""
 
     def __init__(self, replica: Replica, allreduce: AllReduceFunction):
         self.replica, self.allreduce, self.reduce_scatter = replica, allreduce, reduce_scatter
         self.parts: Parts | None = None  #: of this rank's gradient, beside the arena's plane
 
-    def of_the_step(self, sums: Sums, add: Add) -> Sums:
+    def step_sums(self, sums: Sums, add: Add) -> Sums:
         """Return `sums`: each rank reports its own share."""
         return sums
 
@@ -68,15 +68,17 @@ class OrderedSums:
         start = offset_in(self.replica.arena.grad, x)
         return self.replica.subtotals(slice(start, start + x.size))
 
-    def of_the_step(self, sums: Sums, add: Add) -> Sums:
+    def step_sums(self, sums: Sums, add: Add) -> Sums:
         """Return the sums of all shares on rank 0, zeros elsewhere."""
         table = self.replica.table
         total = in_order(add(table.ravel()).reshape(table.shape))
         return total if self._rank == 0 else NOTHING
 
 
-def sums_of(replica: Replica, options: WireOptions, rank: int, size: int) -> AnySums | OrderedSums:
-    """Return the sums that `options` ask for."""
+def gradient_sums(
+    replica: Replica, options: WireOptions, rank: int, size: int
+) -> FastSums | OrderedSums:
+    """Return the sums of `[wire] reduction`."""
     if tree := options.tree(size):
         return OrderedSums(replica, tree, rank, all_gather_named(options.algorithm))
-    return AnySums(replica, allreduce_named(options.algorithm))
+    return FastSums(replica, allreduce_named(options.algorithm))

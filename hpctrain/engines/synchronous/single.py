@@ -6,7 +6,6 @@ w <- w - update(dL/dw)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from time import perf_counter
 
 import numpy as np
 
@@ -18,16 +17,15 @@ from hpctrain.engines.engine import (
     Task,
     Times,
     Work,
-    ignore_ready,
-    in_step,
+    identity_total,
     load_into,
     pieces_of,
-    whole,
+    train_in_lockstep,
 )
 from hpctrain.engines.synchronous import compression_state
 from hpctrain.gradients.blocks import InBlocks, ReductionOptions
 from hpctrain.gradients.finite import GradientCheck
-from hpctrain.gradients.replica import Replica
+from hpctrain.gradients.replica import Replica, ignore_ready
 from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
 from hpctrain.watch.trace import Trace
@@ -72,18 +70,19 @@ class SingleEngine:
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`."""
-        return in_step(self, work, start, until)
+        return train_in_lockstep(self, work, start, until)
 
     def step(self, task: Task, flags: Flags) -> tuple[Sums, Flags]:
         """Compute the gradient and update with it, unless it is not finite."""
-        start, arena, add = perf_counter(), self.replica.arena, self._trace.add
-        sums = self.replica.gradient(*task, self.check.begin(ignore_ready))
-        flags = flags if self.check.passes(sums) else flags.failing(0)
-        computed = perf_counter()
-        self.times.compute_s += add("forward, backward", "compute", start, computed)
-        if not flags.failed:
-            self._optimizer.update(arena.grad, self._state, arena.param, arena.slots, whole)
-        self.times.compute_s += add("update", "compute", computed, perf_counter())
+        arena = self.replica.arena
+        with self.times.compute(self._trace, "forward, backward"):
+            sums = self.replica.gradient(*task, self.check.begin(ignore_ready))
+            flags = flags if self.check.passes(sums) else flags.with_failure(0)
+        with self.times.compute(self._trace, "update"):
+            if not flags.failed:
+                self._optimizer.update(
+                    arena.grad, self._state, arena.param, arena.slots, identity_total
+                )
         return sums, flags
 
     def sum(self, numbers: np.ndarray) -> np.ndarray:
@@ -98,7 +97,7 @@ class SingleEngine:
         return pieces_of(self.replica.arena, self._state, 0, 1)
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take the whole state."""
+        """Load the whole state."""
         load_into(self.replica.arena, self._state, arrays)
         compression_state.load(None, arrays, 0, 1)
 

@@ -1,4 +1,4 @@
-"""The update of parameters: every rank updates all of them, or each a range of its own.
+"""The update of parameters: every rank updates all of them, or each rank its own range.
 
 The second is the first stage of ZeRO. With three ranks, `g` the gradient of one rank's share, `G`
 the sum of all shares, `w` old and `W` new parameters:
@@ -22,12 +22,20 @@ from typing import Any
 import numpy as np
 
 from hpctrain.checkpoint import Piece
-from hpctrain.collectives import AllReduceFunction, Group, Operation, all_gather_bytes
+from hpctrain.collectives import AllReduceFunction, Group, Operation
 from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.copy_through import parts
 from hpctrain.collectives.ring import all_gather
 from hpctrain.core.xp import copy
-from hpctrain.engines.engine import BLOCK, Times, fitting, load_into, pieces_of, whole
+from hpctrain.engines.engine import (
+    BLOCK,
+    Times,
+    fitting,
+    gather_rows,
+    identity_total,
+    load_into,
+    pieces_of,
+)
 from hpctrain.gradients.arena import Arena, Slot, offset_in, relative_to
 from hpctrain.optim import Optimizer
 from hpctrain.optim.optimizer import State
@@ -37,8 +45,8 @@ from hpctrain.watch.trace import Trace
 ReduceScatter = Callable[..., Any]
 
 
-class InParts:
-    """One update of an optimizer without norms, made of parts of its arrays, in any order."""
+class PartwiseUpdate:
+    """An update by an optimizer without norms, part by part, in any order."""
 
     def __init__(
         self,
@@ -50,16 +58,16 @@ class InParts:
     ):
         """`slots` have offsets that count from the first element of `param`."""
         self._optimizer, self._step = optimizer, state["step"]
-        self._count = self._step.copy()  # each part counts as if it were all
+        self._count = self._step.copy()  # the optimizer counts a step in each part
         self._parts = [self._part(state, param, slots, at) for at in parts]
 
     def __call__(self, number: int, gradient: np.ndarray) -> None:
         """Update part `number` with its gradient."""
         self._count[...] = self._step
-        self._optimizer.update(gradient, *self._parts[number], whole)
+        self._optimizer.update(gradient, *self._parts[number], identity_total)
 
     def count(self) -> None:
-        """Count an update, after all of its parts."""
+        """Count one update, after all of its parts."""
         self._step += 1
 
     def _part(
@@ -70,11 +78,11 @@ class InParts:
         return {**views, "step": self._count}, param[at], relative_to(at.start, overlapping)
 
 
-class Replicated:
+class ReplicatedUpdate:
     """Every rank makes the same update of all parameters."""
 
     def __init__(self, group: Group, arena: Arena, optimizer: Optimizer, sums: AllReduceFunction):
-        """Keep the whole state; `sums` brings gradients to every rank."""
+        """Keep the whole state; the all-reduce `sums` brings gradients to every rank."""
         self.reduce, self.state = sums, optimizer.init(arena.param)
         self._arena, self._optimizer, self._link = arena, optimizer, group.link
         #: the range that `direct` sums on this rank
@@ -83,18 +91,18 @@ class Replicated:
     def __call__(self, gradient: np.ndarray) -> None:
         """Update with a summed gradient, of the length of the plane."""
         arena = self._arena
-        self._optimizer.update(gradient, self.state, arena.param, arena.slots, whole)
+        self._optimizer.update(gradient, self.state, arena.param, arena.slots, identity_total)
 
     def pieces(self) -> list[Piece]:
         """Return this rank's 1/P of the common state."""
         return pieces_of(self._arena, self.state, self._link.rank, self._link.size)
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take the whole state."""
+        """Load the whole state."""
         load_into(self._arena, self.state, arrays)
 
 
-class Sharded:
+class ShardedUpdate:
     """Each rank updates its own range of the parameters, and receives the others."""
 
     def __init__(
@@ -108,7 +116,8 @@ class Sharded:
     ):
         """Keep the state of this rank's range, which may be empty; waits are added to `times`.
 
-        `sums(group, x, op, offsets=...)` brings the sum of each range to its rank.
+        The reduce-scatter `sums(group, x, op, offsets=...)` brings the sum of each range to its
+        rank.
         """
         self._group, self._arena, self._optimizer = group, arena, optimizer
         self._sums = sums
@@ -141,20 +150,21 @@ class Sharded:
         return range_pieces(self._arena, self.state, self.own.start, slice(None), self._group.link)
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take this rank's range out of the whole state."""
+        """Load this rank's range of the whole state."""
         load_range(self._arena, self.state, self.own, arrays)
 
     def _rows_of_all(self, rows: np.ndarray) -> np.ndarray:
         """Return the rows of all ranges, in order; see `hpctrain.optim.optimizer.Optimizer`."""
-        return rows_of_all(rows, self._group.link, self._times, self._trace)
+        return gather_rows_waiting(self._group.link, rows, self._times, self._trace)
 
 
 def range_pieces(
     arena: Arena, state: Mapping[str, np.ndarray], start: int, at: slice, link: Link
 ) -> list[Piece]:
-    """Return this rank's part of the common arrays, and elements `at` of its range from `start` on.
+    """Return this rank's part of the common arrays, and elements `at` of its range.
 
-    `state` is the optimizer's of this range; parameters and step are common to all ranks.
+    `state` is the optimizer's state of the range, which begins at element `start`; parameters and
+    step are common to all ranks.
     """
     size, begin = arena.param.size, start + (at.start or 0)
     own = {name: x for name, x in state.items() if name != "step"}
@@ -169,16 +179,16 @@ def load_range(
     own: slice,
     arrays: Mapping[str, np.ndarray],
 ) -> None:
-    """Take the parameters, and range `own` of the optimizer's state, out of the full `arrays`."""
+    """Load the parameters, and range `own` of the optimizer's state, from the full `arrays`."""
     load_into(arena, {}, arrays)
     for name, x in state.items():
         size, at = (1, slice(1)) if name == "step" else (arena.param.size, own)
         copy(x, fitting(arrays, f"optimizer.{name}", size)[at])
 
 
-def rows_of_all(rows: np.ndarray, link: Link, times: Times, trace: Trace) -> np.ndarray:
-    """Return the rows of all ranges, in order; see `hpctrain.optim.optimizer.Optimizer`."""
+def gather_rows_waiting(link: Link, rows: np.ndarray, times: Times, trace: Trace) -> np.ndarray:
+    """Return the rows of all ranks, see `gather_rows`; the time counts as waiting."""
     with trace.span("gather norms", "wait") as waiting:
-        parts_of_all = all_gather_bytes(link, rows.tobytes())
+        gathered = gather_rows(link, rows)
     times.wait_s += waiting.seconds
-    return np.frombuffer(b"".join(parts_of_all)).reshape(-1, rows.shape[1])
+    return gathered
