@@ -25,7 +25,7 @@ from hpctrain.engines import ENGINES, Engine, Flags, Task
 from hpctrain.engines.staleness import metrics
 from hpctrain.gradients.faults import FaultsOptions, Pace
 from hpctrain.gradients.replica import Batch, ModelReplica
-from hpctrain.gradients.slowed import Slowed
+from hpctrain.gradients.slowed import SlowedReplica
 from hpctrain.transport.link import Link
 from hpctrain.transport.threads.link import run_ranks
 
@@ -155,7 +155,7 @@ def run(trial: Trial) -> dict[str, Any]:
 def _rank(link: Link, trial: Trial, watcher: Watcher) -> dict[str, Any]:
     world = worlds.over_threads(link)
     pace = Pace(config.read(FaultsOptions, trial.faults, "faults"), world.rank)
-    replica = Slowed(replica_of(trial), pace)
+    replica = SlowedReplica(replica_of(trial), pace)
     options = config.read_kind(ENGINES, trial.engine, "engine")
     engine = options.build(world, replica, optimizer_of(trial))
     draws = Draws(engine, split_of(trial.data).train, trial, watcher._ended)

@@ -13,7 +13,7 @@ from hpctrain import data, engines, nn, optim
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.faults import FaultsOptions, Pace, uniform
-from hpctrain.gradients.slowed import Slowed
+from hpctrain.gradients.slowed import SlowedReplica
 from hpctrain.training.trainer import Trainer
 
 SEED, STEP = 7, 11
@@ -58,7 +58,7 @@ def gradient(options: FaultsOptions, rank: int, clock: Clock) -> list[tuple[str,
         calls.append((str(name), clock.now))
         clock.now += 5
 
-    slowed = Slowed(Timed(clock), Pace(options, rank, clock.sleep, clock))
+    slowed = SlowedReplica(Timed(clock), Pace(options, rank, clock.sleep, clock))
     key = KEY._replace(sum_over_ranks=take_note)
     assert slowed.gradient(None, 1.0, key, take_note) == nn.Sums(1.5, 2, 3)
     return calls

@@ -1,11 +1,11 @@
 """Saving the state of a run so that it survives a kill at any moment, and finding it again."""
 
-from hpctrain.checkpoint.folder import Found, kept_best, listing, ranked, value_of
+from hpctrain.checkpoint.folder import SavedCheckpoint, best_metric, listing, ranked, value_of
 from hpctrain.checkpoint.format import Piece
 from hpctrain.checkpoint.store import (
     Loaded,
     best_value,
-    is_one,
+    is_checkpoint,
     load,
     read,
     save,
@@ -13,5 +13,19 @@ from hpctrain.checkpoint.store import (
     verify,
 )
 
-__all__ = ["Found", "Loaded", "Piece", "best_value", "is_one", "kept_best", "listing", "load",
-           "ranked", "read", "save", "sweep", "value_of", "verify"]  # fmt: skip
+__all__ = [
+    "Loaded",
+    "Piece",
+    "SavedCheckpoint",
+    "best_metric",
+    "best_value",
+    "is_checkpoint",
+    "listing",
+    "load",
+    "ranked",
+    "read",
+    "save",
+    "sweep",
+    "value_of",
+    "verify",
+]

@@ -1,4 +1,4 @@
-"""The facts of a run that a checkpoint keeps beside its arrays: types, ranges, agreement.
+"""The facts of a run in the manifest of a checkpoint: types, ranges, agreement.
 
 A manifest may have been written by another program, or by hand, with a correct hash. So all entries
 that are read again are checked here, against each other and against the arrays; a caller may keep
@@ -25,7 +25,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 _STRICT = pydantic.ConfigDict(strict=True, extra="forbid")
 
 
-class Place(pydantic.BaseModel):
+class TensorPlace(pydantic.BaseModel):
     """A tensor's place in a plane of the arena."""
 
     model_config = _STRICT
@@ -37,7 +37,7 @@ class Place(pydantic.BaseModel):
         return self.offset, self.offset + prod(self.shape)
 
 
-class ModelAbout(pydantic.BaseModel):
+class ModelFacts(pydantic.BaseModel):
     """The shape of samples and the number of classes that the model was built for."""
 
     model_config = _STRICT
@@ -53,7 +53,7 @@ class OpenRow(pydantic.BaseModel):
     sums: Annotated[list[float], Field(min_length=3, max_length=3)]
 
 
-class StalenessAbout(pydantic.BaseModel):
+class StalenessFacts(pydantic.BaseModel):
     """The counts of stale gradients since the first step."""
 
     model_config = _STRICT
@@ -62,8 +62,8 @@ class StalenessAbout(pydantic.BaseModel):
     dropped: Count
 
 
-class About(pydantic.BaseModel):
-    """The entries that are read again."""
+class CheckpointFacts(pydantic.BaseModel):
+    """The entries that a resumed run reads."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="allow")
     step: Count = 0
@@ -76,7 +76,7 @@ class About(pydantic.BaseModel):
     seed: Count = 0
     versions: dict[str, Any] = {}
     updates_per_step: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    staleness: StalenessAbout | None = None
+    staleness: StalenessFacts | None = None
     steps_redone: Count = 0
     intervals: Count | None = None
     skipped_steps: Count = 0
@@ -84,10 +84,10 @@ class About(pydantic.BaseModel):
     dropped_not_finite: Count = 0
     recipe: str | None = None
     recipe_sha256: str | None = None
-    model: ModelAbout | None = None
+    model: ModelFacts | None = None
     metrics: dict[Metric, float | None] = {}
     keep_best: Metric | None = None
-    weights: dict[str, dict[str, Place]] = {}
+    weights: dict[str, dict[str, TensorPlace]] = {}
 
 
 def fault_of(about: Mapping[str, Any], step: int, ranks: int, sizes: Mapping[str, int]) -> str:
@@ -97,7 +97,7 @@ def fault_of(about: Mapping[str, Any], step: int, ranks: int, sizes: Mapping[str
     elements of each array.
     """
     try:
-        entries = About.model_validate(dict(about))
+        entries = CheckpointFacts.model_validate(dict(about))
     except pydantic.ValidationError as error:
         return first_fault(error, "about")
     entered = about.keys()
@@ -123,7 +123,7 @@ def _too_often(updates_per_step: float, ranks: int) -> str:
     return f"'about.updates_per_step': expected at most {ranks}, seen {updates_per_step}"
 
 
-def _misplaced(about: About, step: int, entered: Any) -> str:
+def _misplaced(about: CheckpointFacts, step: int, entered: Any) -> str:
     """Return the fault in the positions of the next sample and of the open row."""
     row = about.open_row
     if row is not None and not row.since_step < step:
@@ -140,7 +140,9 @@ def _misplaced(about: About, step: int, entered: Any) -> str:
     return ""
 
 
-def _not_in_planes(weights: Mapping[str, Mapping[str, Place]], sizes: Mapping[str, int]) -> str:
+def _not_in_planes(
+    weights: Mapping[str, Mapping[str, TensorPlace]], sizes: Mapping[str, int]
+) -> str:
     for plane, places in weights.items():
         spans = sorted(place.span for place in places.values() if prod(place.shape))
         if spans and spans[-1][1] > sizes.get(plane, 0):

@@ -19,7 +19,7 @@ from hpctrain.core.files import FileError
 from hpctrain.core.metrics import METRICS, Metric, goodness
 
 
-class Found(NamedTuple):
+class SavedCheckpoint(NamedTuple):
     """A checkpoint on the disk, its parts unread; `about` is None if its manifest is bad."""
 
     path: Path
@@ -30,7 +30,7 @@ class Found(NamedTuple):
     fault: str = ""  #: the reason why it cannot be used
 
 
-class Entry(NamedTuple):
+class CheckpointName(NamedTuple):
     """A checkpoint's directory, parsed from its name; sorted from old to new."""
 
     step: int
@@ -44,7 +44,7 @@ def of(run: Path) -> Path:
     return Path(run) / "checkpoints"
 
 
-def scan(checkpoints: Path) -> list[Entry]:
+def scan(checkpoints: Path) -> list[CheckpointName]:
     """Return the checkpoints by their names, newest first; what lies under a name is not examined.
 
     Raises FileError if `checkpoints` exists but is no readable folder: checkpoints out of reach, as
@@ -61,7 +61,7 @@ def scan(checkpoints: Path) -> list[Entry]:
     except OSError as error:
         raise _out_of_reach(checkpoints, str(error.strerror).lower()) from error
     matches = map(NAME.fullmatch, names)
-    entries = [Entry(int(m[2]), int(m[3] or 1), m[0], bool(m[1])) for m in matches if m]
+    entries = [CheckpointName(int(m[2]), int(m[3] or 1), m[0], bool(m[1])) for m in matches if m]
     return sorted(entries, reverse=True)
 
 
@@ -91,13 +91,13 @@ def vacant(checkpoints: Path, step: int, bad: bool) -> Path:
     return checkpoints / f"{'bad-' if bad else ''}{files.step_name(step)}{revision}"
 
 
-def listing(run: Path) -> list[Found]:
+def listing(run: Path) -> list[SavedCheckpoint]:
     """Return the checkpoints of a run, oldest first, set-aside ones too."""
     checkpoints = of(run)
     return [_summarized(checkpoints / entry.name, entry) for entry in reversed(scan(checkpoints))]
 
 
-def kept_best(checkpoints: Sequence[Found]) -> Metric | None:
+def best_metric(checkpoints: Sequence[SavedCheckpoint]) -> Metric | None:
     """Return the metric `keep_best` of the newest checkpoint, None if it has none."""
     metrics = [
         saved.about.get("keep_best") for saved in checkpoints if saved.about and not saved.set_aside
@@ -105,14 +105,14 @@ def kept_best(checkpoints: Sequence[Found]) -> Metric | None:
     return metrics[-1] if metrics and metrics[-1] in METRICS else None
 
 
-def value_of(saved: Found, metric: Metric) -> float | None:
+def value_of(saved: SavedCheckpoint, metric: Metric) -> float | None:
     """Return the metric at the checkpoint's own step, None if not finite or not evaluated."""
     value = ((saved.about or {}).get("metrics") or {}).get(metric)
     usable = isinstance(value, float | int) and isfinite(value) and not saved.set_aside
     return value if usable else None
 
 
-def ranked(checkpoints: Sequence[Found], metric: Metric) -> list[Found]:
+def ranked(checkpoints: Sequence[SavedCheckpoint], metric: Metric) -> list[SavedCheckpoint]:
     """Return the checkpoints with a value of `metric`, best first; of equals the earliest step."""
     valued = [
         (goodness(metric, value), -saved.step, i, saved)
@@ -122,13 +122,13 @@ def ranked(checkpoints: Sequence[Found], metric: Metric) -> list[Found]:
     return [saved for *_, saved in sorted(valued, key=lambda row: row[:3], reverse=True)]
 
 
-def _summarized(path: Path, entry: Entry) -> Found:
+def _summarized(path: Path, entry: CheckpointName) -> SavedCheckpoint:
     try:
         must_be_folder(path)
         about, fault = files.read_manifest(path).about, ""
     except (Damaged, UsageError, OSError) as error:
         about, fault = None, str(error)
-    return Found(path, entry.step, _size_bytes(path), about, entry.bad, fault)
+    return SavedCheckpoint(path, entry.step, _size_bytes(path), about, entry.bad, fault)
 
 
 def _size_bytes(path: Path) -> int:

@@ -52,7 +52,7 @@ class Piece(NamedTuple):
 
 
 @config.options
-class Part:
+class PartFile:
     """The hash and the size of one rank's file."""
 
     sha256: str
@@ -72,7 +72,7 @@ class Manifest:
     """The contents of `manifest.json`, besides its own hash."""
 
     step: Annotated[int, pydantic.Field(ge=0, lt=2**63)]
-    parts: list[Part]
+    parts: list[PartFile]
     arrays: dict[str, Flat]
     about: dict[str, Any]
     format: Literal[1] = 1
@@ -85,7 +85,7 @@ class Damaged(Exception):
     """The files on the disk differ from those saved."""
 
 
-class Span(NamedTuple):
+class ArraySpan(NamedTuple):
     """The place of a piece, without its content, as ranks exchange it."""
 
     name: str
@@ -105,25 +105,25 @@ def part_name(rank: int) -> str:
     return f"part-{rank:05d}.safetensors"
 
 
-def write_part(file: Path, pieces: Sequence[Piece]) -> tuple[dict[str, Any], list[Span]]:
-    """Write `pieces` to a new `file` and through to the disk; return its Part, as a table."""
+def write_part(file: Path, pieces: Sequence[Piece]) -> tuple[dict[str, Any], list[ArraySpan]]:
+    """Write `pieces` to a new `file` and through to the disk; return its PartFile, as a table."""
     # An array of no elements needs none: its name and dtype are in the manifest.
     full = [piece for piece in pieces if len(piece.array)]
     arrays = {f"{p.name}@{p.offset}": np.ascontiguousarray(to_host(p.array)) for p in full}
     data = safetensors.numpy.save(arrays)
     write(file, data)
-    part = Part(sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data))
+    part = PartFile(sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data))
     return asdict(part), [_span(piece) for piece in pieces]
 
 
-def check_part(file: Path, part: Part) -> None:
+def check_part(file: Path, part: PartFile) -> None:
     """Raise Damaged unless `file` has the size and the hash of `part`."""
     _check_size(file, part)
     if _sha256(file) != part.sha256:
         raise Damaged(f"{file} was altered: its SHA-256 is not that of the manifest")
 
 
-def _check_size(file: Path, part: Part) -> None:
+def _check_size(file: Path, part: PartFile) -> None:
     try:
         with files.open_regular(file) as stream:
             actual = os.fstat(stream.fileno()).st_size
@@ -134,7 +134,7 @@ def _check_size(file: Path, part: Part) -> None:
 
 
 def manifest_of(
-    step: int, parts: Sequence[Part], spans: Sequence[Span], about: dict[str, Any]
+    step: int, parts: Sequence[PartFile], spans: Sequence[ArraySpan], about: dict[str, Any]
 ) -> Manifest:
     """Return the manifest of these parts; raise Damaged if the spans do not make up arrays."""
     arrays: dict[str, Flat] = {}
@@ -259,10 +259,10 @@ def sync(directory: Path) -> None:
         os.close(handle)
 
 
-def _span(piece: Piece) -> Span:
+def _span(piece: Piece) -> ArraySpan:
     if piece.array.ndim != 1:
         raise ValueError(f"piece '{piece.name}' has shape {piece.array.shape}; expected it flat")
-    return Span(piece.name, piece.offset, len(piece.array), piece.size, piece.array.dtype.name)
+    return ArraySpan(piece.name, piece.offset, len(piece.array), piece.size, piece.array.dtype.name)
 
 
 def _check_cover(arrays: Mapping[str, Flat], spans: Iterable[tuple[str, int, int]]) -> None:

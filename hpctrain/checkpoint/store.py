@@ -1,8 +1,8 @@
-"""Checkpoints of a run: written aside, agreed on, renamed into place; only whole ones are read.
+"""Checkpoints of a run: written to a partial folder, agreed on, renamed into place.
 
-    RUN/checkpoints/step-00001200/             committed: one rename, when all is in it, makes it
+    RUN/checkpoints/step-00001200/             committed, by one rename of the complete folder
     RUN/checkpoints/step-00001200.2/           the same step, saved once more
-    RUN/checkpoints/.step-00001300.partial/    being written; a killed job's goes with the next part
+    RUN/checkpoints/.step-00001300.partial/    being written; the next save removes a stale one
     RUN/checkpoints/bad-step-00001100/         found damaged by `load`, kept for inspection
 
 A job killed at any moment leaves the checkpoints before it, and perhaps a partial one that nobody
@@ -46,7 +46,7 @@ class Loaded(NamedTuple):
     set_aside: list[str]
 
 
-class _Report(NamedTuple):
+class _Outcome(NamedTuple):
     """One rank's result or fault; `damaged` if the checkpoint itself is the cause."""
 
     value: Any
@@ -74,17 +74,19 @@ def save(
         raise UsageError(f"[checkpoint] keep is {keep}; expected at least 1, or none to keep all")
     checkpoints = folder.of(run)
     partial = checkpoints / f".{files.step_name(step)}.partial"
-    together = functools.partial(_all_or_none, link, partial)
+    on_all_ranks = functools.partial(_on_all_ranks, link, partial)
     try:
-        together(lambda: _prepare(partial) if link.rank == 0 else None)
-        written = together(lambda: files.write_part(partial / files.part_name(link.rank), pieces))
-        parts = [files.Part(**part) for part, _ in written]
+        on_all_ranks(lambda: _prepare(partial) if link.rank == 0 else None)
+        written = on_all_ranks(
+            lambda: files.write_part(partial / files.part_name(link.rank), pieces)
+        )
+        parts = [files.PartFile(**part) for part, _ in written]
         # Another process, on many clusters another node, reads each part before it counts.
         peer = (link.rank + 1) % link.size
-        together(lambda: files.check_part(partial / files.part_name(peer), parts[peer]))
-        spans = [files.Span(*span) for _, spans in written for span in spans]
+        on_all_ranks(lambda: files.check_part(partial / files.part_name(peer), parts[peer]))
+        spans = [files.ArraySpan(*span) for _, spans in written for span in spans]
         manifest = functools.partial(files.manifest_of, step, parts, spans, about)
-        name = together(lambda: _commit(partial, manifest()) if link.rank == 0 else None)[0]
+        name = on_all_ranks(lambda: _commit(partial, manifest()) if link.rank == 0 else None)[0]
     except SaveError:
         if link.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -103,7 +105,7 @@ def load(run: Path, link: Link, best: bool = False) -> Loaded | None:
     Raises UsageError if there were checkpoints and none can be used.
     """
     checkpoints = folder.of(run)
-    order = _kept_best if best else _newest_first
+    order = _best_first if best else _newest_first
     look = _gather(link, lambda: order(Path(run)) if link.rank == 0 else None)
     if look[0].fault:
         raise UsageError(f"cannot look for checkpoints: {look[0].fault}")
@@ -112,7 +114,7 @@ def load(run: Path, link: Link, best: bool = False) -> Loaded | None:
     for name in names:
         if name.startswith("bad-"):
             continue
-        loaded, reason = _load_one(checkpoints / name, reasons, link)
+        loaded, reason = _try_load(checkpoints / name, reasons, link)
         if loaded is not None:
             return loaded
         reasons.append(reason)
@@ -124,7 +126,7 @@ def load(run: Path, link: Link, best: bool = False) -> Loaded | None:
     return None
 
 
-def is_one(path: Path) -> bool:
+def is_checkpoint(path: Path) -> bool:
     """Return whether `path` is a checkpoint's own folder, rather than a run's."""
     return os.path.lexists(path / files.MANIFEST)
 
@@ -142,7 +144,7 @@ def best_value(run: Path, metric: Metric, link: Link) -> float | None:
 
     Rank 0 reads it: a damaged best checkpoint is set aside, and the next one takes its place.
     """
-    report = _gather(link, lambda: _whole_best(run, metric) if link.rank == 0 else None)[0]
+    report = _gather(link, lambda: _best_intact(run, metric) if link.rank == 0 else None)[0]
     if report.fault:
         raise UsageError(f"cannot look for the best checkpoint: {report.fault}")
     return report.value
@@ -199,19 +201,19 @@ def _commit(partial: Path, manifest: Manifest) -> str:
 def _prune(checkpoints: Path, newest: str, keep: int, keep_best: Metric | None) -> None:
     try:
         whole = [entry.name for entry in folder.scan(checkpoints) if not entry.bad]
-        names = [name for name in whole if _is_ours(checkpoints / name)]
+        names = [name for name in whole if _is_folder(checkpoints / name)]
         best = _best(checkpoints.parent, keep_best)[:1] if keep_best else []
         for name in (name for name in names[names.index(newest) + keep :] if name not in best):
             # Renamed in one step, so that a half removed one never passes for a damaged one.
-            gone = checkpoints / f".{name}.partial"
-            os.rename(checkpoints / name, gone)
-            shutil.rmtree(gone)
+            renamed = checkpoints / f".{name}.partial"
+            os.rename(checkpoints / name, renamed)
+            shutil.rmtree(renamed)
     except (OSError, FileError) as error:
         logger.warning("old checkpoints stay: %s", error)
 
 
-def _is_ours(path: Path) -> bool:
-    """Return whether `save` may have made it: it makes neither links nor files."""
+def _is_folder(path: Path) -> bool:
+    """Return whether `path` is a folder, as `save` creates: no link and no file."""
     return path.is_dir() and not path.is_symlink()
 
 
@@ -223,8 +225,8 @@ def _best(run: Path, metric: Metric) -> list[str]:
     return [saved.path.name for saved in folder.ranked(folder.listing(run), metric)]
 
 
-def _kept_best(run: Path) -> list[str]:
-    metric = folder.kept_best(folder.listing(run))
+def _best_first(run: Path) -> list[str]:
+    metric = folder.best_metric(folder.listing(run))
     names = _best(run, metric) if metric else []
     if not names:
         raise UsageError(
@@ -234,20 +236,20 @@ def _kept_best(run: Path) -> list[str]:
     return names
 
 
-def _whole_best(run: Path, metric: Metric) -> float | None:
+def _best_intact(run: Path, metric: Metric) -> float | None:
     for saved in folder.ranked(folder.listing(run), metric):
         try:
             files.read(saved.path, with_arrays=False)
             return folder.value_of(saved, metric)
         except Damaged as error:
-            _set_aside(saved.path)
+            _rename_bad(saved.path)
             logger.warning("the best checkpoint is damaged, set aside: %s", error)
         except (UsageError, OSError) as error:
             logger.warning("the best checkpoint cannot be read: %s", error)
     return None
 
 
-def _load_one(path: Path, reasons: list[str], link: Link) -> tuple[Loaded | None, str]:
+def _try_load(path: Path, reasons: list[str], link: Link) -> tuple[Loaded | None, str]:
     read: list[Loaded] = []
     reports = _gather(link, lambda: read.append(_loaded(path, reasons)))
     faults = _faults(reports)
@@ -257,7 +259,7 @@ def _load_one(path: Path, reasons: list[str], link: Link) -> tuple[Loaded | None
         return read[0], ""
     # If it is whole on rank 0, another rank's node merely cannot read it.
     if reports[0].damaged and link.rank == 0:
-        _set_aside(path)
+        _rename_bad(path)
     state = "is damaged, set aside" if reports[0].damaged else "cannot be read"
     return None, f"{path.name} {state} ({faults})"
 
@@ -268,24 +270,24 @@ def _loaded(path: Path, reasons: list[str]) -> Loaded:
     return Loaded(path, manifest.step, manifest.about, arrays, list(reasons))
 
 
-def _set_aside(path: Path) -> None:
+def _rename_bad(path: Path) -> None:
     with contextlib.suppress(OSError):  # the file system may be read-only
         step = int(files.NAME.fullmatch(path.name)[2])  # type: ignore[index]
         os.rename(path, folder.vacant(path.parent, step, bad=True))
         files.sync(path.parent)
 
 
-def _gather(link: Link, act: Callable[[], Any]) -> list[_Report]:
+def _gather(link: Link, act: Callable[[], Any]) -> list[_Outcome]:
     try:
-        payload = json.dumps(_Report(act()))
+        payload = json.dumps(_Outcome(act()))
     except Exception as error:  # the other ranks wait for this rank's report
-        logger.debug("told to all ranks:", exc_info=True)
+        logger.debug("reported to all ranks:", exc_info=True)
         fault = _fault_of(link.rank, error)
-        payload = json.dumps(_Report(None, fault, isinstance(error, Damaged)))
-    return [_Report(*json.loads(reply)) for reply in all_gather_bytes(link, payload.encode())]
+        payload = json.dumps(_Outcome(None, fault, isinstance(error, Damaged)))
+    return [_Outcome(*json.loads(reply)) for reply in all_gather_bytes(link, payload.encode())]
 
 
-def _faults(reports: list[_Report]) -> str:
+def _faults(reports: list[_Outcome]) -> str:
     faults = [report.fault for report in reports if report.fault]
     rest = f" (and {len(faults) - 3} more ranks)" if len(faults) > 3 else ""
     return "; ".join(faults[:3]) + rest
@@ -296,18 +298,18 @@ def _fault_of(rank: int, error: Exception) -> str:
     return f"rank {rank} on {socket.gethostname()}: {kind}{error}"
 
 
-def _all_or_none(link: Link, partial: Path, act: Callable[[], Any]) -> list[Any]:
+def _on_all_ranks(link: Link, partial: Path, act: Callable[[], Any]) -> list[Any]:
     reports = _gather(link, act)
     if faults := _faults(reports):
-        standing = _standing(partial.parent)
-        raise SaveError(f"could not save {partial}: {faults}; {standing}")
+        remaining = _newest_remaining(partial.parent)
+        raise SaveError(f"could not save {partial}: {faults}; {remaining}")
     return [report.value for report in reports]
 
 
-def _standing(checkpoints: Path) -> str:
+def _newest_remaining(checkpoints: Path) -> str:
     try:
         names = [entry.name for entry in folder.scan(checkpoints) if not entry.bad]
     except FileError:  # this rank cannot list the folder
         return f"those in {checkpoints} were not touched"
-    newest = next((name for name in names if _is_ours(checkpoints / name)), None)
+    newest = next((name for name in names if _is_folder(checkpoints / name)), None)
     return f"still good: {checkpoints / newest}" if newest else "there was none before it"

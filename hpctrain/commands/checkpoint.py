@@ -23,7 +23,7 @@ def checkpoint() -> None:
 def list_(run: Path) -> None:
     """Print a line per checkpoint in DIR, oldest first; the best is marked, where it is kept."""
     listed = checkpoints.listing(run)
-    metric = checkpoints.kept_best(listed)
+    metric = checkpoints.best_metric(listed)
     best = checkpoints.ranked(listed, metric)[:1] if metric else []
     for entry in listed:
         ranks = entry.about.get("world_size", "?") if entry.about else "?"

@@ -9,7 +9,7 @@ from hpctrain import config
 from hpctrain.config import usercode
 from hpctrain.data.dataset import Dataset, Samples, Split, in_pieces
 from hpctrain.data.digits import DigitsOptions
-from hpctrain.data.from_function import CallOptions
+from hpctrain.data.from_function import FunctionData
 from hpctrain.data.idx import IdxOptions
 from hpctrain.data.mnist import MnistOptions
 from hpctrain.data.npy import NpyOptions
@@ -21,7 +21,7 @@ from hpctrain.data.text import TextOptions
 
 __all__ = [
     "DATA",
-    "CallOptions",
+    "FunctionData",
     "Dataset",
     "DigitsOptions",
     "IdxOptions",
@@ -68,5 +68,5 @@ def read(table: Mapping[str, Any], folder: str = ".") -> Source:
     """
     if usercode.is_target(table):
         arguments = {key: value for key, value in table.items() if key != "kind"}
-        return CallOptions(target=table["kind"], arguments=arguments, folder=folder)
+        return FunctionData(target=table["kind"], arguments=arguments, folder=folder)
     return config.read_kind(DATA, table, "data")

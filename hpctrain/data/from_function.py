@@ -14,7 +14,7 @@ from hpctrain.data.dataset import Samples, Split, checked, split
 
 
 @config.options
-class CallOptions:
+class FunctionData:
     """`[data] kind = "package.module:function"`: `target`, called with `arguments` by keyword."""
 
     target: str

@@ -34,11 +34,12 @@ log = logging.getLogger(__name__)
 FOLDER = "replay"
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 #: An event as a list of JSON: the workers that reported, the order (its second entry is a
-#: Use, see shard.py), the answers, perhaps the staleness.
+#: Use, see shard.py), the replies, perhaps the staleness.
 OrderEntry = tuple[list[Count], Annotated[int, Field(ge=0, le=5)], float, list[Count], bool]
-Answers = list[tuple[Count, Count, Count, Count]]
+ReplyEntries = list[tuple[Count, Count, Count, Count]]
 EventEntry = (
-    tuple[list[Count], OrderEntry, Answers] | tuple[list[Count], OrderEntry, Answers, Count | None]
+    tuple[list[Count], OrderEntry, ReplyEntries]
+    | tuple[list[Count], OrderEntry, ReplyEntries, Count | None]
 )
 _STRICT = pydantic.ConfigDict(strict=True, extra="forbid")
 Interval = dict[str, Any]  #: the decisions of an engine from step "start" to "until"

@@ -59,7 +59,7 @@ def in_order(table: np.ndarray) -> nn.Sums:
     return reduce(nn.add, (nn.Sums(loss, int(c), int(n)) for loss, c, n in table.tolist()), NOTHING)
 
 
-class InBlocks:
+class BlockReplica:
     """A Replica whose gradient is that of `replica`, computed in the blocks of one rank."""
 
     def __init__(self, replica: Replica, tree: Tree, rank: int):

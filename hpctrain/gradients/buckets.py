@@ -1,4 +1,4 @@
-"""Buckets: slices of the gradient plane that travel together.
+"""Buckets: slices of the gradient plane that are reduced together.
 
 Backward finishes the last layer first, so the buckets are cut from the end of the plane:
 
@@ -39,15 +39,15 @@ def cut(slots: Iterable[Slot], length: int, itemsize: int, bucket_bytes: int) ->
     return buckets
 
 
-class Filling:
-    """The state of the buckets of a step: they are filled slot by slot and sent in one order."""
+class BucketProgress:
+    """The progress of a step: buckets fill slot by slot, and are sent in a fixed order."""
 
     def __init__(self, buckets: Sequence[Bucket]):
         """Begin the first step, with all of `buckets` empty."""
         self._bucket_of = {name: i for i, b in enumerate(buckets) for name in b.names}
         self._names = [bucket.names for bucket in buckets]
         self._missing = [set(names) for names in self._names]
-        self._left = 0  # buckets that were sent in this step
+        self._sent = 0  # buckets, in this step
 
     def bucket(self, name: str) -> int | None:
         """Return the number of the bucket of slot `name`; None if it has none."""
@@ -59,13 +59,13 @@ class Filling:
         if name not in missing:
             raise HpctrainError(f"on_ready fired twice for slot '{name}'")
         missing.remove(name)
-        first = self._left
-        while self._left < len(self._missing) and not self._missing[self._left]:
-            self._left += 1
-        return range(first, self._left)
+        first = self._sent
+        while self._sent < len(self._missing) and not self._missing[self._sent]:
+            self._sent += 1
+        return range(first, self._sent)
 
     def complete(self) -> None:
         """Check that every slot was ready, and begin the next step."""
         if silent := sorted(set().union(*self._missing)):
             raise HpctrainError(f"on_ready never fired for slots: {', '.join(silent)}")
-        self._missing, self._left = [set(names) for names in self._names], 0
+        self._missing, self._sent = [set(names) for names in self._names], 0

@@ -62,7 +62,7 @@ class MixedReplica:
         self._copy, self._small = make(param.size, dtype), make(param.size, dtype)
         self._wide = {n: make(p.shape, np.float32) for n, p in model.parameters.items() if p.wide}
         self._slots = {slot.name: slot for slot in self.arena.slots}
-        self._look()
+        self._bind_views()
 
     @property
     def arena(self) -> Arena:
@@ -72,7 +72,7 @@ class MixedReplica:
     def move(self, **planes: np.ndarray) -> None:
         """Let planes lie elsewhere; see Replica."""
         self._master.move(**planes)
-        self._look()
+        self._bind_views()
 
     @property
     def scaling(self) -> np.ndarray | None:
@@ -166,19 +166,19 @@ class MixedReplica:
             self._round_all()
             return key
 
-        def round_one(name: str) -> None:
+        def round_slot(name: str) -> None:
             need(name)
             if name in self._slots:
                 slot = self._slots[name]
                 at = slice(slot.offset, slot.stop)
                 self._copy[at] = self.arena.param[at]
 
-        return key._replace(on_need=round_one)
+        return key._replace(on_need=round_slot)
 
     def _round_all(self) -> None:
         self._copy[...] = self.arena.param
 
-    def _look(self) -> None:
+    def _bind_views(self) -> None:
         """Find the tensors in the planes."""
         arena = self.arena
         masters: dict[str, Any] = arena.views(arena.param)

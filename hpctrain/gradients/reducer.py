@@ -9,8 +9,8 @@ algorithms: MPI libraries seldom make progress in the background by themselves. 
 one fixed order, so every rank calls the same algorithms in the same order. Where a thread does not
 pay, or MPI does not allow a second one, `wait` reduces the buckets in the calling thread.
 
-An all-reduce may return the array that holds the sum, if another one: in a neighbour's memory.
-Then `wait` returns the neighbour's plane, and `release` lets the neighbour write there again.
+An all-reduce may return another array that holds the sum, in the memory of a neighbour. Then
+`wait` returns the neighbour's plane, and `release` lets the neighbour write there again.
 
 With `priority` the buckets that the next forward pass needs first, those of the first layers, go
 before others that wait as well. Which wait differs from rank to rank; so before each bucket the
@@ -42,7 +42,7 @@ from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Event, event, finish, own_stream, wait_for
 from hpctrain.gradients.blocks import ReductionOptions
-from hpctrain.gradients.buckets import Bucket, Filling
+from hpctrain.gradients.buckets import Bucket, BucketProgress
 from hpctrain.gradients.compress import CompressionOptions
 from hpctrain.tuning.select import name_of, resolved
 from hpctrain.watch.trace import Trace
@@ -59,7 +59,7 @@ def _auto_or_bytes(value: Any) -> Any:
 
 
 #: Keys that need a sum of gradients in each step, and their values without effect.
-ALLREDUCE_ALONE = {"compression": "none", "reduction": "fast", "priority": False}
+ALLREDUCE_ONLY = {"compression": "none", "reduction": "fast", "priority": False}
 
 
 @config.options
@@ -86,9 +86,11 @@ class WireOptions(ReductionOptions, CompressionOptions):
                 "it orders what travels while ranks compute"
             )
 
-    def must_be_plain(self, engine: str, keys: Collection[str] = ALLREDUCE_ALONE.keys()) -> None:
+    def must_have_defaults(
+        self, engine: str, keys: Collection[str] = ALLREDUCE_ONLY.keys()
+    ) -> None:
         """Raise UsageError for keys of `keys` that `engine`, without sums of gradients, refuses."""
-        for key, plain in ALLREDUCE_ALONE.items():
+        for key, plain in ALLREDUCE_ONLY.items():
             if key in keys and getattr(self, key) != plain:
                 raise UsageError(
                     f"[wire] {key}: expected the engine 'allreduce', which sums a gradient in each "
@@ -128,31 +130,31 @@ class Reducer:
         ]
         neighbours = group.memory.neighbours(grad) if group.memory is not None else None
         self._first = neighbours[0] if neighbours else grad  # the plane of the node's first rank
-        self._filling, self._buckets, self._check = Filling(buckets), buckets, check
-        self._outbox: SimpleQueue[int | None] = SimpleQueue()
-        self._arrived: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
+        self._progress, self._buckets, self._check = BucketProgress(buckets), buckets, check
+        self._send_queue: SimpleQueue[int | None] = SimpleQueue()
+        self._result_queue: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
         # On a device the streams of the two threads wait for each other, bucket by bucket.
         self._written: list[Event] = [None] * len(self._slices)
         self._summed: list[Event] = [None] * len(self._slices)
-        self._in: set[int] = set()  # buckets of this step whose sum has arrived
+        self._summed_buckets: set[int] = set()  # buckets of this step whose sum has arrived
         self._thread: threading.Thread | None = None
         if concurrent:
-            self._thread = threading.Thread(target=self._carry, name="wire", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="wire", daemon=True)
             self._thread.start()
 
     def ready(self, name: str) -> None:
         """Mark slot `name` as final; send the buckets that are full."""
-        for number in self._filling.ready(name):
+        for number in self._progress.ready(name):
             if self._thread is not None:
                 if self._check is not None:
                     self._check(self._buckets[number].start, self._buckets[number].stop)
                 self._written[number] = event(self._grad)
-                self._outbox.put(number)
+                self._send_queue.put(number)
 
     def complete(self) -> None:
         """Check that every slot was ready; from now on sums may be waited for."""
-        self._filling.complete()
-        self._in.clear()
+        self._progress.complete()
+        self._summed_buckets.clear()
 
     def wait(self) -> np.ndarray:
         """Return the plane of the sums, once all have arrived; raise an error of the thread."""
@@ -171,33 +173,33 @@ class Reducer:
 
     def bucket(self, name: str) -> int | None:
         """Return the number of the bucket of slot `name`; None if it has none."""
-        return self._filling.bucket(name)
+        return self._progress.bucket(name)
 
     def wait_for(self, number: int) -> np.ndarray:
         """Return the array that holds the sum of bucket `number`, once it has arrived."""
-        while number not in self._in:
+        while number not in self._summed_buckets:
             self._next()
         return self._sums[number]
 
-    def wait_for_one(self, due: Set[int], first: int) -> int:
+    def wait_for_any(self, due: Set[int], first: int) -> int:
         """Return bucket `first` if it is in, else the last of `due` that are; wait for one."""
-        while not self._arrived.empty():
+        while not self._result_queue.empty():
             self._next()
-        while not (arrived := self._in & due):
+        while not (arrived := self._summed_buckets & due):
             self._next()
         return first if first in arrived else max(arrived)
 
     def _next(self) -> None:
         """Receive the next bucket that has arrived; raise its error."""
         if self._thread is None:
-            number = len(self._in)
+            number = len(self._summed_buckets)
             self._reduce(number)
         else:
-            number, error = self._arrived.get()
+            number, error = self._result_queue.get()
             if error is not None:
                 raise error
             wait_for(self._summed[number])
-        self._in.add(number)
+        self._summed_buckets.add(number)
 
     def release(self) -> None:
         """Wait until all ranks have read the sums: then gradients may be written; collective."""
@@ -208,16 +210,16 @@ class Reducer:
     def close(self) -> None:
         """End the communication thread."""
         if self._thread is not None:
-            self._outbox.put(None)
+            self._send_queue.put(None)
             self._thread.join(JOIN_LIMIT_S)
 
-    def _carry(self) -> None:
+    def _run(self) -> None:
         """Reduce the buckets of the outbox: the body of the communication thread."""
         with own_stream(self._grad):
-            self._carry_all()
+            self._run_all()
 
-    def _carry_all(self) -> None:
-        numbers = self._by_priority() if self._priority else iter(self._outbox.get, None)
+    def _run_all(self) -> None:
+        numbers = self._by_priority() if self._priority else iter(self._send_queue.get, None)
         number = -1
         while True:
             try:
@@ -225,11 +227,11 @@ class Reducer:
                 wait_for(self._written[number])
                 self._reduce(number)
                 self._summed[number] = event(self._grad)
-                self._arrived.put((number, None))
+                self._result_queue.put((number, None))
             except StopIteration:
                 return
             except BaseException as error:  # raised again by wait(), in the main thread
-                self._arrived.put((number, error))
+                self._result_queue.put((number, error))
 
     def _by_priority(self) -> Iterator[int]:
         """Yield the buckets of each step; of those ready on every rank, the last."""
@@ -237,17 +239,17 @@ class Reducer:
             left, ready = set(range(len(self._slices))), 0
             while left:
                 # With a bucket to send: count all that are there; without: wait for one.
-                while ready <= min(left) or not self._outbox.empty():
-                    number = self._outbox.get()
+                while ready <= min(left) or not self._send_queue.empty():
+                    number = self._send_queue.get()
                     if number is None:
                         return
                     ready = number + 1
-                everywhere = self._everywhere(ready)
+                everywhere = self._ready_on_all(ready)
                 number = max(i for i in left if i < everywhere)
                 left.remove(number)
                 yield number
 
-    def _everywhere(self, ready: int) -> int:
+    def _ready_on_all(self, ready: int) -> int:
         """Return the number of buckets that are ready on every rank."""
         count = np.array([ready])
         recursive_doubling(self._group, count, np.minimum)

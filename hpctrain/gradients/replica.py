@@ -69,7 +69,7 @@ class ModelReplica:
         buffers = {name: p.shape for name, p in model.buffers.items()}
         self.arena = arenas.make(shapes, dtype, buffers, xp.zeros if on_gpu else aligned_zeros)
         self.micro_batches = 1  #: pieces that a batch is computed in: more need less memory
-        self._look()
+        self._bind_views()
         for own in (model.parameters, model.buffers):
             for name, values in nn.initial_values(own, seed).items():
                 xp.copy(self._params[name], values)
@@ -97,13 +97,13 @@ class ModelReplica:
         for name, x in planes.items():
             xp.copy(x, getattr(self.arena, name))
         self.arena = replace(self.arena, **planes)  # type: ignore[arg-type]
-        self._look()
+        self._bind_views()
 
     def outputs(self, x: np.ndarray) -> np.ndarray:
         """Return the model's outputs for samples `x` (n, ...): logits (n, classes), a new array."""
         return xp.to_host(self.model.outputs(self._params, x))
 
-    def _look(self) -> None:
+    def _bind_views(self) -> None:
         """Find the tensors in the planes."""
         self._params = self.arena.views(self.arena.param) | self.arena.views(self.arena.buffer)
         self._grads = self.arena.views(self.arena.grad)

@@ -1,4 +1,4 @@
-"""A replica slowed down as the faults of a run ask, with the same results."""
+"""A replica slowed down by the planted faults of a run, with the same results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.gradients.faults import Pace
 from hpctrain.gradients.replica import Batch, Replica
 
 
-class Slowed:
+class SlowedReplica:
     """A Replica whose gradients are those of `replica`, later.
 
     A part of the gradient is ready when the compute before it has taken its time, so that what

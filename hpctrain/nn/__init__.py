@@ -14,7 +14,7 @@ from hpctrain.nn.chain import Chain, Recompute, Residual
 from hpctrain.nn.conv import Conv2d
 from hpctrain.nn.dropout import Dropout
 from hpctrain.nn.embedding import Embedding, Positions, Unembedding
-from hpctrain.nn.from_function import CallOptions
+from hpctrain.nn.from_function import FunctionModel
 from hpctrain.nn.layer import Key, Layer, Parameter
 from hpctrain.nn.layer_norm import LayerNorm
 from hpctrain.nn.linear import Linear
@@ -30,7 +30,7 @@ __all__ = [
     "MODELS",
     "AddChannel",
     "BatchNorm",
-    "CallOptions",
+    "FunctionModel",
     "CausalAttention",
     "Chain",
     "CnnOptions",
@@ -73,5 +73,5 @@ def read(table: Mapping[str, Any], folder: str = ".") -> Any:
     """
     if usercode.is_target(table):
         arguments = {key: value for key, value in table.items() if key != "kind"}
-        return CallOptions(target=table["kind"], arguments=arguments, folder=folder)
+        return FunctionModel(target=table["kind"], arguments=arguments, folder=folder)
     return config.read_kind(MODELS, table, "model")

@@ -24,7 +24,7 @@ from hpctrain.nn.embedding import SPREAD
 from hpctrain.nn.layer import Key, Parameter, Shape, at_least, normal, sum_rows, zeros
 
 
-class Saved(NamedTuple):
+class AttentionSaved(NamedTuple):
     """The values saved for backward; rows are those of all samples."""
 
     x: Array  #: (rows, width)
@@ -63,7 +63,9 @@ class CausalAttention:
             "out_bias": Parameter((width,), zeros),
         }
 
-    def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Saved]:
+    def forward(
+        self, p: Mapping[str, Array], x: Array, key: Key | None
+    ) -> tuple[Array, AttentionSaved]:
         xp, (n, length, width) = namespace(x), x.shape
         flat = x.reshape(n * length, width)
         qkv = flat @ p["qkv_weight"]
@@ -80,10 +82,15 @@ class CausalAttention:
         mixed = mixed.reshape(n * length, width)
         y = mixed @ p["out_weight"]
         y += p["out_bias"]
-        return y.reshape(x.shape), Saved(flat, qkv, narrow(weights, x), mixed)
+        return y.reshape(x.shape), AttentionSaved(flat, qkv, narrow(weights, x), mixed)
 
     def backward(
-        self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Saved, dy: Array, want_dx: bool
+        self,
+        p: Mapping[str, Array],
+        g: Mapping[str, Array],
+        saved: AttentionSaved,
+        dy: Array,
+        want_dx: bool,
     ) -> Array | None:
         xp, shape = namespace(dy), dy.shape
         dy = dy.reshape(saved.x.shape)
@@ -95,7 +102,7 @@ class CausalAttention:
         sum_rows(dqkv, out=g["qkv_bias"])
         return (dqkv @ p["qkv_weight"].T).reshape(shape) if want_dx else None
 
-    def _inner(self, saved: Saved, dmixed: Array) -> Array:
+    def _inner(self, saved: AttentionSaved, dmixed: Array) -> Array:
         """Return the gradient of `qkv` given that of `mixed`."""
         xp, (n, length, _, heads, d) = namespace(dmixed), saved.qkv.shape
         dqkv, dmixed = xp.empty_like(saved.qkv), dmixed.reshape(n, length, heads, d)

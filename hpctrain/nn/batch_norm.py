@@ -23,7 +23,7 @@ from hpctrain.nn.cuda import batch_norm
 from hpctrain.nn.layer import Key, Parameter, Shape, SumOverRanks, ones, rows_of, sum_rows, zeros
 
 
-class Saved(NamedTuple):
+class BatchNormSaved(NamedTuple):
     """The values saved for backward on the host."""
 
     normal: np.ndarray  #: (rows, channels), mean 0 and variance 1 over all ranks
@@ -32,10 +32,10 @@ class Saved(NamedTuple):
     sum_over_ranks: SumOverRanks | None
 
 
-class SavedOnDevice(NamedTuple):
+class BatchNormSavedOnDevice(NamedTuple):
     """The values saved for backward on a device."""
 
-    normal: batch_norm.Normal
+    normal: batch_norm.Normalization
     rows: float  #: of all ranks
     sum_over_ranks: SumOverRanks | None
 
@@ -68,7 +68,7 @@ class BatchNorm:
 
     def forward(
         self, p: Mapping[str, Array], x: Array, key: Key | None
-    ) -> tuple[Array, Saved | SavedOnDevice | None]:
+    ) -> tuple[Array, BatchNormSaved | BatchNormSavedOnDevice | None]:
         if key is None:
             scale = p["weight"] / namespace(x).sqrt(p["variance"] + self.epsilon)
             y = wide(x) * scale
@@ -78,7 +78,7 @@ class BatchNorm:
 
     def _train_on_device(
         self, p: Mapping[str, Array], x: Array, key: Key
-    ) -> tuple[Array, SavedOnDevice]:
+    ) -> tuple[Array, BatchNormSavedOnDevice]:
         """Compute `_train` on a device."""
         add, flat = key.sum_over_ranks, namespace(x).ascontiguousarray(rows_of(x))
         total, rows = batch_norm.sums_of_values(flat), float(len(flat))
@@ -88,11 +88,11 @@ class BatchNorm:
         running, note = (p["mean"], p["variance"]), rows > 0 and not key.again
         normal = batch_norm.normal_of(flat, total, rows, running, note, self.momentum, self.epsilon)
         y = batch_norm.normalized(normal, p["weight"], p["bias"])
-        return y.reshape(x.shape), SavedOnDevice(normal, rows, add)
+        return y.reshape(x.shape), BatchNormSavedOnDevice(normal, rows, add)
 
     def _train(
         self, p: Mapping[str, np.ndarray], x: np.ndarray, key: Key
-    ) -> tuple[np.ndarray, Saved]:
+    ) -> tuple[np.ndarray, BatchNormSaved]:
         """Normalize `x` of the host by the statistics of all ranks; update the running ones."""
         add = key.sum_over_ranks
         flat = rows_of(wide(x))
@@ -108,7 +108,7 @@ class BatchNorm:
         normal *= scale
         y = np.multiply(normal, p["weight"], out=square)
         y += p["bias"]
-        return narrow(y, x).reshape(x.shape), Saved(normal, scale, rows, add)
+        return narrow(y, x).reshape(x.shape), BatchNormSaved(normal, scale, rows, add)
 
     def _note(
         self, p: Mapping[str, np.ndarray], rows: float, mean: np.ndarray, variance: np.ndarray
@@ -123,11 +123,11 @@ class BatchNorm:
         self,
         p: Mapping[str, Array],
         g: Mapping[str, Array],
-        saved: Saved | SavedOnDevice,
+        saved: BatchNormSaved | BatchNormSavedOnDevice,
         dy: Array,
         want_dx: bool,
     ) -> Array | None:
-        if isinstance(saved, SavedOnDevice):
+        if isinstance(saved, BatchNormSavedOnDevice):
             return _back_on_device(p["weight"], g, saved, dy, want_dx)
         normal, scale, rows, add = saved
         flat = wide(dy).reshape(normal.shape)
@@ -149,7 +149,7 @@ class BatchNorm:
 
 
 def _back_on_device(
-    weight: Array, g: Mapping[str, Array], saved: SavedOnDevice, dy: Array, want_dx: bool
+    weight: Array, g: Mapping[str, Array], saved: BatchNormSavedOnDevice, dy: Array, want_dx: bool
 ) -> Array | None:
     """Compute `BatchNorm.backward` on a device."""
     normal, rows, add = saved

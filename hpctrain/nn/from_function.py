@@ -12,7 +12,7 @@ from hpctrain.nn.model import Model
 
 
 @options
-class CallOptions:
+class FunctionModel:
     """`[model] kind = "package.module:function"`: called with input_shape, classes, arguments."""
 
     target: str

@@ -37,7 +37,7 @@ class LayerNorm:
 
     def forward(
         self, p: Mapping[str, Array], x: Array, key: Key | None
-    ) -> tuple[Array, tuple[np.ndarray, np.ndarray] | layer_norm.Normal]:
+    ) -> tuple[Array, tuple[np.ndarray, np.ndarray] | layer_norm.RowNormalization]:
         if on_device(x):
             out, saved = layer_norm.normalized(rows_of(x), p["weight"], p["bias"], self.epsilon)
             return out.reshape(x.shape), saved
@@ -55,11 +55,11 @@ class LayerNorm:
         self,
         p: Mapping[str, Array],
         g: Mapping[str, Array],
-        saved: tuple[np.ndarray, np.ndarray] | layer_norm.Normal,
+        saved: tuple[np.ndarray, np.ndarray] | layer_norm.RowNormalization,
         dy: Array,
         want_dx: bool,
     ) -> Array | None:
-        if isinstance(saved, layer_norm.Normal):
+        if isinstance(saved, layer_norm.RowNormalization):
             flat = namespace(dy).ascontiguousarray(rows_of(dy))
             layer_norm.sums(saved, flat, g["bias"], g["weight"])
             return layer_norm.back(saved, flat, p["weight"]).reshape(dy.shape) if want_dx else None

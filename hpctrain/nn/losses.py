@@ -24,7 +24,7 @@ class Sums(NamedTuple):
     count: int  # type: ignore[assignment]  # hides tuple.count, which is not used
 
 
-class Coming(NamedTuple):
+class PendingSums(NamedTuple):
     """Sums computed on a device, with an asynchronous copy to the host under way."""
 
     numbers: Callable[[], np.ndarray]  #: waits for loss, right answers, wrong labels; float64
@@ -40,7 +40,7 @@ class Coming(NamedTuple):
 
 
 #: (outputs, labels, scale) -> (Sums, gradient of scale * Sums.loss); scale None: no gradient.
-Loss = Callable[[Array, Array, "float | None"], "tuple[Sums | Coming, Array | None]"]
+Loss = Callable[[Array, Array, "float | None"], "tuple[Sums | PendingSums, Array | None]"]
 
 
 def add(a: Sums, b: Sums) -> Sums:
@@ -48,14 +48,14 @@ def add(a: Sums, b: Sums) -> Sums:
     return Sums(a.loss + b.loss, a.correct + b.correct, a.count + b.count)
 
 
-def arrived(sums: Sums | Coming) -> Sums:
+def arrived(sums: Sums | PendingSums) -> Sums:
     """Return `sums` on the host; those of a device are waited for, and nothing else."""
-    return sums.sums() if isinstance(sums, Coming) else sums
+    return sums.sums() if isinstance(sums, PendingSums) else sums
 
 
 def cross_entropy(
     logits: Array, labels: Array, scale: float | None = None
-) -> tuple[Sums | Coming, Array | None]:
+) -> tuple[Sums | PendingSums, Array | None]:
     """Return the softmax cross-entropy of `logits` and the gradient of `scale` times it.
 
     `logits` is (n, ..., classes), float32 or float64, not written; `labels` is (n, ...), integers
@@ -72,7 +72,7 @@ def cross_entropy(
     refuse = partial(_refuse, labels, shape[-1])
     if on_device(logits):
         numbers, gradient = entropies(logits, labels, scale)
-        sums = Coming(fetch(numbers), len(logits), refuse)
+        sums = PendingSums(fetch(numbers), len(logits), refuse)
         return sums, gradient if gradient is None else gradient.reshape(shape)
     # Labels below 0 would index from the end, and train a wrong class.
     if ((labels < 0) | (labels >= shape[-1])).any():
@@ -95,7 +95,7 @@ def cross_entropy(
 
 def mean_squared_error(
     outputs: Array, target: Array, scale: float | None = None
-) -> tuple[Sums | Coming, Array | None]:
+) -> tuple[Sums | PendingSums, Array | None]:
     """Return the squared error, a mean over the last axis, and the gradient of `scale` times it.
 
     Both are (n, ..., features), or `target` is (n, ...) for one feature; a target is one vector of
@@ -116,14 +116,14 @@ def mean_squared_error(
     return sums, error
 
 
-def _sums_of(loss: Array, count: int) -> Sums | Coming:
+def _sums_of(loss: Array, count: int) -> Sums | PendingSums:
     """Return the Sums of a loss, of shape (), without right or wrong targets."""
     if not on_device(loss):
         return Sums(float(loss), 0, count)
     xp = namespace(loss)
     numbers = xp.zeros(3, np.float64)
     numbers[0] = loss
-    return Coming(fetch(numbers), count, lambda: None)
+    return PendingSums(fetch(numbers), count, lambda: None)
 
 
 def _refuse(labels: Array, classes: int) -> None:

@@ -25,8 +25,8 @@ from hpctrain.optim.optimizer import (
     Optimizer,
     Positive,
     Schedule,
-    Slot,
     State,
+    TensorSlot,
     Total,
     blocks,
     rate_of,
@@ -35,7 +35,7 @@ from hpctrain.optim.optimizer import (
 )
 
 
-class _Numbers(NamedTuple):
+class _AdamWConstants(NamedTuple):
     rate: float | Schedule
     beta1: float
     beta2: float
@@ -62,7 +62,7 @@ def adamw(
     clip_norm > 0.
     """
     check("adamw", beta1, beta2, epsilon, weight_decay, clip_norm)
-    numbers = _Numbers(rate, beta1, beta2, epsilon, weight_decay, exempt_vectors, clip_norm)
+    numbers = _AdamWConstants(rate, beta1, beta2, epsilon, weight_decay, exempt_vectors, clip_norm)
     return Optimizer(
         partial(start, names=["mean", "square"]),
         partial(_update, numbers),
@@ -87,7 +87,12 @@ def check(
 
 
 def _update(
-    a: _Numbers, grad: Array, state: State, param: Array, slots: Sequence[Slot], total: Total
+    a: _AdamWConstants,
+    grad: Array,
+    state: State,
+    param: Array,
+    slots: Sequence[TensorSlot],
+    total: Total,
 ) -> None:
     updates = int(state["step"][0])
     rate, clip = rate_of(a.rate, updates), clip_factor(grad, a.clip_norm, total)

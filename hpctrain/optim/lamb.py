@@ -22,7 +22,7 @@ from hpctrain.config import options
 from hpctrain.core.xp import Array, fused, namespace, on_device
 from hpctrain.optim.adamw import check, direction, direction_in_kernel, follow, following, moments
 from hpctrain.optim.norms import (
-    Piece,
+    BlockPiece,
     by_slot,
     clip_factor,
     is_vector,
@@ -42,8 +42,8 @@ from hpctrain.optim.optimizer import (
     Optimizer,
     Positive,
     Schedule,
-    Slot,
     State,
+    TensorSlot,
     Total,
     blocks,
     rate_of,
@@ -51,7 +51,7 @@ from hpctrain.optim.optimizer import (
 )
 
 
-class _Numbers(NamedTuple):
+class _LambConstants(NamedTuple):
     rate: float | Schedule
     beta1: float
     beta2: float
@@ -76,12 +76,17 @@ def lamb(
     weight_decay >= 0 and clip_norm > 0.
     """
     check("lamb", beta1, beta2, epsilon, weight_decay, clip_norm)
-    numbers = _Numbers(rate, beta1, beta2, epsilon, weight_decay, exempt_vectors, clip_norm)
+    numbers = _LambConstants(rate, beta1, beta2, epsilon, weight_decay, exempt_vectors, clip_norm)
     return Optimizer(partial(start, names=["mean", "square"]), partial(_update, numbers), rate)
 
 
 def _update(
-    a: _Numbers, grad: Array, state: State, param: Array, slots: Sequence[Slot], total: Total
+    a: _LambConstants,
+    grad: Array,
+    state: State,
+    param: Array,
+    slots: Sequence[TensorSlot],
+    total: Total,
 ) -> None:
     rate, clip = rate_of(a.rate, int(state["step"][0])), clip_factor(grad, a.clip_norm, total)
     if on_device(param):
@@ -99,7 +104,12 @@ def _update(
 
 
 def _ratios(
-    a: _Numbers, state: State, param: Array, slots: Sequence[Slot], total: Total, scratch: Array
+    a: _LambConstants,
+    state: State,
+    param: Array,
+    slots: Sequence[TensorSlot],
+    total: Total,
+    scratch: Array,
 ) -> np.ndarray:
     """Return |w| / |u| of each slot, float64; 1 for those exempt."""
     wide, own = workspace(param), []
@@ -109,14 +119,19 @@ def _ratios(
     return _ratios_of(a, total(np.array(own).reshape(-1, 2)), slots)
 
 
-def _ratios_of(a: _Numbers, rows: np.ndarray, slots: Sequence[Slot]) -> np.ndarray:
+def _ratios_of(a: _LambConstants, rows: np.ndarray, slots: Sequence[TensorSlot]) -> np.ndarray:
     w, u = np.sqrt(by_slot(rows, slots)).T
     exempt = [a.exempt_vectors and is_vector(slot) for slot in slots]
     return np.where(exempt, 1.0, ratio(w, u))
 
 
 def _scaled_direction(
-    a: _Numbers, piece: Piece, state: State, param: Array, slots: Sequence[Slot], scratch: Array
+    a: _LambConstants,
+    piece: BlockPiece,
+    state: State,
+    param: Array,
+    slots: Sequence[TensorSlot],
+    scratch: Array,
 ) -> Array:
     """Return u of one piece, in row 0 of `scratch`."""
     at, (u, t) = piece.at, scratch[:, : piece.at.stop - piece.at.start]
@@ -129,13 +144,13 @@ def _scaled_direction(
 
 
 def _on_device(
-    a: _Numbers,
+    a: _LambConstants,
     rate: float,
     clip: float,
     grad: Array,
     state: State,
     param: Array,
-    slots: Sequence[Slot],
+    slots: Sequence[TensorSlot],
     total: Total,
 ) -> None:
     """As `_update`, with memory for all of u: computed once, for its norm and for the update."""

@@ -37,8 +37,8 @@ from hpctrain.optim.optimizer import (
     Optimizer,
     Positive,
     Schedule,
-    Slot,
     State,
+    TensorSlot,
     Total,
     rate_of,
     require,
@@ -46,7 +46,7 @@ from hpctrain.optim.optimizer import (
 )
 
 
-class _Numbers(NamedTuple):
+class _LarsConstants(NamedTuple):
     rate: float | Schedule
     momentum: float
     weight_decay: float
@@ -71,12 +71,17 @@ def lars(
     require("lars", "in [0, 1)", momentum=momentum)
     require("lars", "at least 0", weight_decay=weight_decay)
     require("lars", "above 0", trust=trust, clip_norm=clip_norm)
-    numbers = _Numbers(rate, momentum, weight_decay, trust, exempt_vectors, clip_norm)
+    numbers = _LarsConstants(rate, momentum, weight_decay, trust, exempt_vectors, clip_norm)
     return Optimizer(partial(start, names=["momentum"]), partial(_update, numbers), rate)
 
 
 def _update(
-    a: _Numbers, grad: Array, state: State, param: Array, slots: Sequence[Slot], total: Total
+    a: _LarsConstants,
+    grad: Array,
+    state: State,
+    param: Array,
+    slots: Sequence[TensorSlot],
+    total: Total,
 ) -> None:
     rate, clip = rate_of(a.rate, int(state["step"][0])), clip_factor(grad, a.clip_norm, total)
     trusts = _trusts(a, clip, grad, param, slots, total)
@@ -111,7 +116,12 @@ def _lars(
 
 
 def _trusts(
-    a: _Numbers, clip: float, grad: Array, param: Array, slots: Sequence[Slot], total: Total
+    a: _LarsConstants,
+    clip: float,
+    grad: Array,
+    param: Array,
+    slots: Sequence[TensorSlot],
+    total: Total,
 ) -> np.ndarray:
     """Return l of each slot, float64."""
     own = squares_of([param, grad], [at for _, at in pieces(param.size, slots)])

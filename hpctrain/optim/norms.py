@@ -18,26 +18,26 @@ from typing import NamedTuple
 import numpy as np
 
 from hpctrain.core.xp import Array, namespace, on_device, raw_kernel, to_host
-from hpctrain.optim.optimizer import BLOCK, Slot, Total, blocks
+from hpctrain.optim.optimizer import BLOCK, TensorSlot, Total, blocks
 
 
-class Piece(NamedTuple):
+class BlockPiece(NamedTuple):
     """The elements `at` of the flat arrays, which belong to the slot of index `slot`."""
 
     slot: int
     at: slice
 
 
-def pieces(size: int, slots: Sequence[Slot]) -> Iterator[Piece]:
+def pieces(size: int, slots: Sequence[TensorSlot]) -> Iterator[BlockPiece]:
     """Yield the pieces that lie in a shard of `size` elements, in order; gaps are in none."""
     for i, slot in enumerate(slots):
         stop = slot.offset + slot.size
         for block in _blocks_of(slot):
             if 0 <= block < size:
-                yield Piece(i, slice(max(block, slot.offset), min(block + BLOCK, stop)))
+                yield BlockPiece(i, slice(max(block, slot.offset), min(block + BLOCK, stop)))
 
 
-def by_slot(rows: np.ndarray, slots: Sequence[Slot]) -> np.ndarray:
+def by_slot(rows: np.ndarray, slots: Sequence[TensorSlot]) -> np.ndarray:
     """Return the sums of the rows of each slot, float64 (slots, columns).
 
     `rows`: float64 (pieces of all shards, columns), in order.
@@ -90,12 +90,12 @@ def clip_factor(grad: Array, limit: float | None, total: Total) -> float:
     return limit / norm if norm > limit else 1.0
 
 
-def is_vector(slot: Slot) -> bool:
+def is_vector(slot: TensorSlot) -> bool:
     """Return whether a tensor has at most one dim, as biases and the scales of norms have."""
     return len(slot.shape) < 2
 
 
-def decayed(size: int, slots: Sequence[Slot], exempt_vectors: bool) -> list[list[slice]]:
+def decayed(size: int, slots: Sequence[TensorSlot], exempt_vectors: bool) -> list[list[slice]]:
     """Return for each block the parts of it that decay: all of it, or those of no vector."""
     if not exempt_vectors:
         return [[s] for s in blocks(size)]
@@ -106,7 +106,7 @@ def decayed(size: int, slots: Sequence[Slot], exempt_vectors: bool) -> list[list
     return parts
 
 
-def runs(size: int, slots: Sequence[Slot], apart: bool) -> Iterator[tuple[slice, bool]]:
+def runs(size: int, slots: Sequence[TensorSlot], apart: bool) -> Iterator[tuple[slice, bool]]:
     """Yield what a device updates at once, and whether it decays: all of it, or with `apart` slots.
 
     Gaps between slots may be in none.
@@ -118,12 +118,12 @@ def runs(size: int, slots: Sequence[Slot], apart: bool) -> Iterator[tuple[slice,
         yield at, not is_vector(slots[i])
 
 
-def wholes(size: int, slots: Sequence[Slot]) -> Iterator[Piece]:
+def wholes(size: int, slots: Sequence[TensorSlot]) -> Iterator[BlockPiece]:
     """Yield what a shard of `size` elements has of each slot, in one piece."""
     for i, slot in enumerate(slots):
         start, stop = max(slot.offset, 0), min(slot.offset + slot.size, size)
         if start < stop:
-            yield Piece(i, slice(start, stop))
+            yield BlockPiece(i, slice(start, stop))
 
 
 THREADS = 256
@@ -161,5 +161,5 @@ def _on_device(arrays: Sequence[Array], pieces: Sequence[slice]) -> np.ndarray:
     return np.ascontiguousarray(to_host(sums).T)
 
 
-def _blocks_of(slot: Slot) -> range:
+def _blocks_of(slot: TensorSlot) -> range:
     return range(slot.offset // BLOCK * BLOCK, slot.offset + slot.size, BLOCK)

@@ -23,7 +23,7 @@ NotNegative = Annotated[float, pydantic.Field(ge=0)]
 Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 
-class Slot(Protocol):
+class TensorSlot(Protocol):
     """One tensor's place in the flat arrays."""
 
     @property
@@ -46,7 +46,7 @@ class Update(Protocol):
     """Updates `param` and `state` in place, by `grad`."""
 
     def __call__(
-        self, grad: Array, state: State, param: Array, slots: Sequence[Slot], total: Total
+        self, grad: Array, state: State, param: Array, slots: Sequence[TensorSlot], total: Total
     ) -> None: ...
 
 

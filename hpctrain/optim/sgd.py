@@ -26,8 +26,8 @@ from hpctrain.optim.optimizer import (
     NotNegative,
     Optimizer,
     Schedule,
-    Slot,
     State,
+    TensorSlot,
     Total,
     blocks,
     rate_of,
@@ -36,7 +36,7 @@ from hpctrain.optim.optimizer import (
 )
 
 
-class _Numbers(NamedTuple):
+class _SgdConstants(NamedTuple):
     rate: float | Schedule
     momentum: float
     nesterov: bool
@@ -65,7 +65,7 @@ def sgd(
     require("sgd", "above 0", clip_norm=clip_norm)
     if nesterov and not momentum:
         raise UsageError("sgd: nesterov needs a momentum above 0, seen 0")
-    numbers = _Numbers(rate, momentum, nesterov, weight_decay, exempt_vectors, clip_norm)
+    numbers = _SgdConstants(rate, momentum, nesterov, weight_decay, exempt_vectors, clip_norm)
     names = ["momentum"] if momentum else []
     return Optimizer(
         partial(start, names=names), partial(_update, numbers), rate, clip_norm is not None
@@ -73,7 +73,12 @@ def sgd(
 
 
 def _update(
-    a: _Numbers, grad: Array, state: State, param: Array, slots: Sequence[Slot], total: Total
+    a: _SgdConstants,
+    grad: Array,
+    state: State,
+    param: Array,
+    slots: Sequence[TensorSlot],
+    total: Total,
 ) -> None:
     rate, clip = rate_of(a.rate, int(state["step"][0])), clip_factor(grad, a.clip_norm, total)
     state["step"] += 1
@@ -104,13 +109,13 @@ def _add(y: Array, x: Array, factor: float, t: Array) -> None:
 
 
 def _on_device(
-    a: _Numbers,
+    a: _SgdConstants,
     rate: float,
     clip: float,
     grad: Array,
     state: State,
     param: Array,
-    slots: Sequence[Slot],
+    slots: Sequence[TensorSlot],
 ) -> None:
     for s, decays in runs(param.size, slots, a.exempt_vectors and a.weight_decay > 0):
         w, g, decay = param[s], grad[s], a.weight_decay * decays

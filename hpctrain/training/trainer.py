@@ -22,7 +22,7 @@ from hpctrain.gradients.arena import params_sha256
 from hpctrain.gradients.faults import FaultsOptions, Pace
 from hpctrain.gradients.precision import Precision, replica_of
 from hpctrain.gradients.replica import Replica
-from hpctrain.gradients.slowed import Slowed
+from hpctrain.gradients.slowed import SlowedReplica
 from hpctrain.optim import Optimizer
 from hpctrain.run_files import run_folder
 from hpctrain.run_files.last_lines import last_lines
@@ -183,7 +183,7 @@ class Trainer:
         faults.check(self.world.size)
         if not faults.any:
             return self.replica
-        return Slowed(self.replica, Pace(faults, self.world.rank))
+        return SlowedReplica(self.replica, Pace(faults, self.world.rank))
 
     def _warm_start(self, path: Path) -> None:
         """Load the weights at `path`; every rank reads them, as it does with a checkpoint."""

@@ -62,7 +62,7 @@ def checkpoint_of(run: Path, best: bool = False) -> Loaded:
 
     No MPI is needed. Raises UsageError if there is none.
     """
-    if checkpoint.is_one(run):
+    if checkpoint.is_checkpoint(run):
         return checkpoint.read(run)
     loaded = run_ranks(1, lambda link: checkpoint.load(run, link, best))[0]
     if loaded is None:

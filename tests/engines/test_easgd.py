@@ -86,7 +86,7 @@ def simulated(size: int, happened, moving_rate: float, period: int, nesterov: bo
                     step(i)
                 x[i] = x[i] - d
                 leave[i] = (0, 0)
-            for worker, go, at, _ in event.answers:
+            for worker, go, at, _ in event.replies:
                 leave[worker] = (at, go)
     return x, centre, clock
 

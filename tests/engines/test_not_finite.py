@@ -509,7 +509,7 @@ def test_the_kernel_finds_the_first(gpu, monkeypatch, dtype):
 def test_backup_workers_do_not_mind_what_comes_too_late():
     """The slow worker's gradients are bad, and late: nobody takes them anyway."""
     from hpctrain.gradients.faults import FaultsOptions, Pace
-    from hpctrain.gradients.slowed import Slowed
+    from hpctrain.gradients.slowed import SlowedReplica
 
     slow = FaultsOptions(slow_rank=2, slow_factor=8, step_ms=10)  # late many times over
 
@@ -517,7 +517,7 @@ def test_backup_workers_do_not_mind_what_comes_too_late():
         trainer = Trainer.__new__(Trainer)
         bad = range(1000) if world.rank == 2 else []
         trainer._slowed = lambda faults: Planted(
-            Slowed(trainer.replica, Pace(slow, world.rank)), bad, np.nan
+            SlowedReplica(trainer.replica, Pace(slow, world.rank)), bad, np.nan
         )
         trainer.__init__(MLP.build((8, 8), 10), SGD, engines.PsSync(backup_workers=1), world=world)
         summary = trainer.fit(digits(), steps=60, batch=BATCH, interval_steps=30)

@@ -15,7 +15,7 @@ from hpctrain.collectives.ordered import Tree
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.engines.synchronous import update
 from hpctrain.gradients.arena import params_sha256
-from hpctrain.gradients.blocks import InBlocks
+from hpctrain.gradients.blocks import BlockReplica
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.training import recipe, runs
 from hpctrain.training.callbacks import EarlyStop
@@ -260,7 +260,7 @@ def test_micro_batches_cut_blocks():
 def test_planes_that_are_kept(blocks, most):
     """One rank keeps log2 B sums at most beside the gradient, whatever B."""
     options, shape, classes = MODELS["mlp"]
-    replica = InBlocks(
+    replica = BlockReplica(
         ModelReplica(options.build(shape, classes), 0, "float32"), Tree(blocks, 1), 0
     )
     train, _ = samples("mlp")
@@ -317,6 +317,6 @@ def test_a_layer_that_sums_over_ranks_is_refused():
     replica.gradient = summing
     train, _ = samples("mlp")
     with pytest.raises(UsageError, match="a layer sums over ranks"):
-        InBlocks(replica, Tree(2, 1), 0).gradient(
+        BlockReplica(replica, Tree(2, 1), 0).gradient(
             Batch(train.x, train.y), 1.0, nn.Key(0, 0, 0, samples=len(train)), lambda name: None
         )

@@ -214,7 +214,7 @@ def simulated(engine, run, size: int) -> np.ndarray:
                 w, added = w - RATE * added, 0
             for worker in order.pull:
                 theirs[worker], then[worker] = w.copy(), w.copy()
-            for worker, go, step, _ in event.answers:
+            for worker, go, step, _ in event.replies:
                 if not go:
                     continue
                 x, steps[worker], waiting[worker] = theirs[worker], step, 0

@@ -116,13 +116,13 @@ def test_who_needs_a_bucket_is_given_those_that_are_in_before_it(concurrent):
         reducer.complete()
         due, taken = {0, 1, 2}, []
         while 2 in due:
-            taken.append(reducer.wait_for_one(due, 2))
+            taken.append(reducer.wait_for_any(due, 2))
             due.discard(taken[-1])
         assert taken[-1] == 2
         assert sorted([*taken, *due]) == [0, 1, 2]
         assert all((reducer.wait_for(number) == world.size).all() for number in range(3))
-        assert reducer.wait_for_one({0, 1}, 0) == 0, "the one that is needed"
-        assert reducer.wait_for_one({0, 1}, 2) == 1, "else the one that is needed next"
+        assert reducer.wait_for_any({0, 1}, 0) == 0, "the one that is needed"
+        assert reducer.wait_for_any({0, 1}, 2) == 1, "else the one that is needed next"
         reducer.close()
 
     run_on("threads", 2, body)

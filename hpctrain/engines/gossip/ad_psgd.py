@@ -37,7 +37,7 @@ from hpctrain.core.errors import TransportError
 from hpctrain.engines.engine import Flags, Task, Work, join_flags
 from hpctrain.engines.gossip.base import GossipEngine
 from hpctrain.engines.gossip.pairs import ActiveWorker, PassiveWorker
-from hpctrain.engines.parameter_server.coordinator import Answer, Coordinator, Event, Report
+from hpctrain.engines.parameter_server.coordinator import Coordinator, Event, Reply, Report
 from hpctrain.engines.parameter_server.pacing import PeriodicMethod
 from hpctrain.engines.parameter_server.server import ServerThread
 from hpctrain.engines.replay import Recorder
@@ -118,21 +118,21 @@ class AdPsgdEngine(GossipEngine):
         If this worker fails, the step returned is the one at which it failed.
         """
         flags, failed_at = work.flags(), start
-        answer = self._report(start, 0, flags)()
-        while answer.grant:
+        reply = self._report(start, 0, flags)()
+        while reply.grant:
             flags = flags.merged(work.flags())
-            wait_for_answer = self._report(answer.step, 1, flags)
+            wait_for_reply = self._report(reply.step, 1, flags)
             if flags.failed:
-                answer = wait_for_answer()
+                reply = wait_for_reply()
                 continue
-            failed_at, (sums, passes) = answer.step, self._step(work.task(answer.step))
+            failed_at, (sums, passes) = reply.step, self._step(work.task(reply.step))
             if not self.check.may_continue(passes, work.max_drops):
                 flags = flags.with_failure(self.worker)
-            answer = wait_for_answer()
+            reply = wait_for_reply()
             if passes:
-                work.record(answer.run_step, sums)
+                work.record(reply.run_step, sums)
         self._side.finish()
-        reached = self._report(answer.step, 0, flags)().run_step
+        reached = self._report(reply.step, 0, flags)().run_step
         return (failed_at if flags.failed else reached), flags
 
     def _step(self, task: Task) -> tuple[Sums, bool]:
@@ -142,20 +142,20 @@ class AdPsgdEngine(GossipEngine):
         self._side.apply(self._update if passes else None)
         return sums, passes
 
-    def _report(self, step: int, steps: int, flags: Flags) -> Callable[[], Answer]:
-        """Report to the coordinator that `steps` have begun; return the wait for its answer."""
+    def _report(self, step: int, steps: int, flags: Flags) -> Callable[[], Reply]:
+        """Report to the coordinator that `steps` have begun; return the wait for its reply."""
         message = Report(step=step, steps=steps, flags=flags).encode()
-        reply = np.zeros(len(Answer._fields), np.int64)
+        reply = np.zeros(len(Reply._fields), np.int64)
         requests = self._push.isend(message, COORDINATOR), self._pull.irecv(reply, COORDINATOR)
 
-        def wait_for_answer() -> Answer:
+        def wait_for_reply() -> Reply:
             with self._trace.span("wait for grant", "wait") as waiting:
                 for request in requests:
                     request.wait()
             self.times.wait_s += waiting.seconds
-            return Answer(*reply.tolist())
+            return Reply(*reply.tolist())
 
-        return wait_for_answer
+        return wait_for_reply
 
     def _start_thread(self, start: int, until: int) -> ServerThread[Any] | None:
         """Start the thread of the coordinator or of a passive worker; it ends with the interval."""
@@ -183,9 +183,9 @@ class AdPsgdEngine(GossipEngine):
         history = []
         coordinator.open(Flags)  # this rank reports its flags as a worker
         for event in events:
-            coordinator.reply(event.answers)
+            coordinator.send_replies(event.replies)
             if not event.order.last:
-                coordinator.expect_reports(event.answers)
+                coordinator.expect_reports(event.replies)
             history.append(event)
         return history
 

@@ -75,7 +75,7 @@ class LocalSgd(WireOptions):
     def __post_init__(self) -> None:
         """Refuse options that contradict each other."""
         super().__post_init__()
-        self.must_be_plain("local-sgd")
+        self.must_have_defaults("local-sgd")
         keys = [key for key in ("outer_rate", "outer_momentum") if getattr(self, key) is not None]
         if keys and self.outer == "none":
             raise UsageError(

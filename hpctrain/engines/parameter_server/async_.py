@@ -32,9 +32,9 @@ from pydantic import Field
 from hpctrain import config
 from hpctrain.core.errors import UsageError
 from hpctrain.engines.parameter_server.coordinator import (
-    Answer,
     Coordinator,
     Event,
+    Reply,
     Report,
     final_event,
 )
@@ -138,9 +138,9 @@ class AsyncMethod:
             for w in pull:
                 self._pulled[w] = self._version
             reached = self._step_reached()
-            answers = tuple(Answer(w, 1, int(self.clocks[w]), reached) for w in granted)
+            replies = tuple(Reply(w, 1, int(self.clocks[w]), reached) for w in granted)
             staleness = stale if use in (Use.ADD, Use.UPDATE) else None
-            yield Event((worker,), Order(pushed, use, factor, pull), answers, staleness)
+            yield Event((worker,), Order(pushed, use, factor, pull), replies, staleness)
         if self._added:  # fewer gradients than an update waits for: the last of the interval
             self._added, self._version = 0, self._version + 1
             yield Event((), Order(use=Use.UPDATE))

@@ -1,7 +1,7 @@
 """The coordinator: the first server, which decides the order of all events.
 
 A worker sends a *report*, followed by the slices of its gradient if it has one, and waits for the
-*answer*: the next step, or the end. The coordinator turns each decision into an *event*, applies it
+*reply*: the next step, or the end. The coordinator turns each decision into an *event*, applies it
 and forwards its order to the other servers, which apply it too. All servers therefore apply one
 sequence, and the list of events suffices to replay an asynchronous run (see replay.py).
 """
@@ -54,7 +54,7 @@ class Report:
 REPORT_LENGTH = len(Report(step=0, flags=Flags()).encode())
 
 
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     """The reply to a worker."""
 
     worker: int
@@ -64,32 +64,30 @@ class Answer(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One decision: after the reports of `reporters`, servers apply `order`, send `answers`."""
+    """One decision: after the reports of `reporters`, servers apply `order`, send `replies`."""
 
     reporters: tuple[int, ...]
     order: Order
-    answers: tuple[Answer, ...] = ()
+    replies: tuple[Reply, ...] = ()
     staleness: int | None = None  #: of the gradient, where it may be stale
 
     @classmethod
     def from_json(cls, entry: Sequence[Any]) -> Event:
         """Return the event of an entry of the log, nested lists from JSON."""
-        reporters, (pushed, use, factor, pull, last), answers, *staleness = entry
+        reporters, (pushed, use, factor, pull, last), replies, *staleness = entry
         order = Order(tuple(pushed), Use(use), factor, tuple(pull), last)
-        return cls(
-            tuple(reporters), order, tuple(Answer(*answer) for answer in answers), *staleness
-        )
+        return cls(tuple(reporters), order, tuple(Reply(*reply) for reply in replies), *staleness)
 
 
 def final_event(workers: int, step: int) -> Event:
     """Return the event that ends an interval at `step`: all workers receive the parameters."""
     ranks = tuple(range(workers))
     order = Order(pull=ranks, last=True)
-    return Event((), order, tuple(Answer(w, 0, step, step) for w in ranks))
+    return Event((), order, tuple(Reply(w, 0, step, step) for w in ranks))
 
 
 class Coordinator:
-    """The coordinator's messages: reports arrive by `push`, answers leave by `pull`."""
+    """The coordinator's messages: reports arrive by `push`, replies leave by `pull`."""
 
     def __init__(self, push: Link, pull: Link, workers: Sequence[int]):
         """Exchange messages with `workers`, given as ranks."""
@@ -120,20 +118,20 @@ class Coordinator:
         self._posted[worker].wait()
         return self._read(worker)
 
-    def reply(self, answers: Sequence[Answer]) -> None:
-        """Send `answers` to their workers."""
-        for answer in answers:
-            if answer.worker in self._sent:  # the worker has reported since: no wait
-                self._sent[answer.worker][0].wait()
-            x = np.array(answer, np.int64)
-            self._sent[answer.worker] = self._pull.isend(x, self._ranks[answer.worker]), x
+    def send_replies(self, replies: Sequence[Reply]) -> None:
+        """Send `replies` to their workers."""
+        for reply in replies:
+            if reply.worker in self._sent:  # the worker has reported since: no wait
+                self._sent[reply.worker][0].wait()
+            x = np.array(reply, np.int64)
+            self._sent[reply.worker] = self._pull.isend(x, self._ranks[reply.worker]), x
 
-    def expect_reports(self, answers: Sequence[Answer]) -> None:
-        """Post a receive for the next report of each worker in `answers`.
+    def expect_reports(self, replies: Sequence[Reply]) -> None:
+        """Post a receive for the next report of each worker in `replies`.
 
         Call it only after their gradients have been received: one link carries both, in order.
         """
-        self._post_receives(answer.worker for answer in answers)
+        self._post_receives(reply.worker for reply in replies)
 
     def _post_receives(self, workers: Iterable[int]) -> None:
         for w in workers:

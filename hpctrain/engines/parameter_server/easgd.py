@@ -30,7 +30,7 @@ from hpctrain import config
 from hpctrain.checkpoint import Piece
 from hpctrain.engines.background import background_executor
 from hpctrain.engines.engine import Flags, Times, Work, gather_rows
-from hpctrain.engines.parameter_server.coordinator import Answer, Report
+from hpctrain.engines.parameter_server.coordinator import Reply, Report
 from hpctrain.engines.parameter_server.engine import ParameterServerEngine
 from hpctrain.engines.parameter_server.pacing import PeriodicMethod
 from hpctrain.engines.parameter_server.roles import Roles, ServerOptions
@@ -149,29 +149,29 @@ class ElasticWorker(Worker):
         self.flags = Flags()
         self.worker_state.restore_planes()
         report = Report(step=start, flags=work.flags())
-        answer = self._wait(self._executor.submit(self._exchange, report))
-        while answer.grant:
-            sums, answer = self._train_round(work, answer)
-            work.record(answer.run_step, sums)
+        reply = self._wait(self._executor.submit(self._exchange, report))
+        while reply.grant:
+            sums, reply = self._train_round(work, reply)
+            work.record(reply.run_step, sums)
         self.worker_state.save_planes()
-        report = Report(step=answer.step, flags=self.flags)
+        report = Report(step=reply.step, flags=self.flags)
         self._wait(self._executor.submit(self._final_exchange, report))
 
-    def _train_round(self, work: Work, answer: Answer) -> tuple[Sums, Answer]:
+    def _train_round(self, work: Work, reply: Reply) -> tuple[Sums, Reply]:
         """Run the granted steps; overlap the last one with the exchange."""
-        param, last = self.replica.arena.param, answer.step + answer.grant - 1
-        sums = self._steps(work, range(answer.step, last))
+        param, last = self.replica.arena.param, reply.step + reply.grant - 1
+        sums = self._steps(work, range(reply.step, last))
         due = not self.flags.failed and (last + 1) % self._period == 0
         if due:
             self._sent[...] = param
         flags = self.flags.merged(work.flags())
-        report = Report(step=answer.step, flags=flags, steps=answer.grant, push=due)
+        report = Report(step=reply.step, flags=flags, steps=reply.grant, push=due)
         exchange = self._executor.submit(self._exchange, report)
         sums = add(sums, self._steps(work, range(last, last + 1)))
-        answer = self._wait(exchange)
+        reply = self._wait(exchange)
         if due:
             param -= self._difference
-        return sums, answer
+        return sums, reply
 
     def _steps(self, work: Work, steps: range) -> Sums:
         """Run local steps, up to the one at which this worker fails."""
@@ -192,32 +192,32 @@ class ElasticWorker(Worker):
                 self.worker_state.update(self.replica.arena.param)
         return sums
 
-    def _exchange(self, report: Report) -> Answer:
-        """Report, push the parameters if an exchange is due; return the answer."""
+    def _exchange(self, report: Report) -> Reply:
+        """Report, push the parameters if an exchange is due; return the reply."""
         with self.trace.span("exchange", "wire") as wire:
             message = report.encode()
             sends = [self._push.isend(message, self._coordinator)]
             if report.push:
                 sends += [self._push.isend(self._sent[s], rank) for rank, s in self._cut]
-            answer = self._answer()
+            reply = self._receive_reply()
             if report.push:
                 self._receive(self._difference)
             for send in sends:
                 send.wait()
         self.times.wire_s += wire.seconds
-        return answer
+        return reply
 
-    def _final_exchange(self, report: Report) -> Answer:
+    def _final_exchange(self, report: Report) -> Reply:
         """Report the end; receive the centre, after all workers have reported theirs."""
-        answer = self._exchange(report)
+        reply = self._exchange(report)
         self._receive(self.replica.arena.param)
-        return answer
+        return reply
 
-    def _wait(self, exchange: Future[Answer]) -> Answer:
+    def _wait(self, exchange: Future[Reply]) -> Reply:
         with self.trace.span("wait for servers", "wait") as waiting:
-            answer = exchange.result()
+            reply = exchange.result()
         self.times.wait_s += waiting.seconds
-        return answer
+        return reply
 
 
 class CentreShard(Shard):

@@ -1,6 +1,6 @@
 """The engine of all regimes with parameter servers: workers on one side, servers on the other.
 
-    worker     compute g     report, push slices ...     answer, pull slices ...     compute g
+    worker     compute g     report, push slices ...     reply, pull slices ...     compute g
     server 0                 decide: an event            reply
     servers                  apply: take slices, update,       send slices
 
@@ -267,7 +267,7 @@ class ParameterServerEngine:
         """Return the step reached, known to the first server, and the flags of all ranks."""
         reached = 0
         if self._server and self._server.first:
-            reached = history[-1].answers[0].run_step
+            reached = history[-1].replies[0].run_step
             flags = flags.merged(self._server.coordinator.flags)
         numbers = np.array([reached, *flags], np.int64)
         recursive_doubling(self._group, numbers, np.maximum)

@@ -1,7 +1,7 @@
 """Workers at their own pace: each goes on until all together have done the steps of the run.
 
 A worker reports, is granted a number of steps, and reports again when it begins the last of them,
-so that the answer arrives while it computes. A worker whose grant is zero finishes its step and
+so that the reply arrives while it computes. A worker whose grant is zero finishes its step and
 reports once more. The order of reports decides how many steps each worker takes: it is logged.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from hpctrain.engines.parameter_server.coordinator import (
-    Answer,
     Coordinator,
     Event,
+    Reply,
     Report,
     final_event,
 )
@@ -57,8 +57,8 @@ class PeriodicMethod:
                 stopping.add(worker)
             pushed = (worker,) if report.push else ()
             use = Use.ELASTIC if pushed else Use.NONE
-            answer = Answer(worker, steps, int(self.clocks[worker]), self._step_reached())
-            yield Event((worker,), Order(pushed, use, self.moving_rate), (answer,))
+            reply = Reply(worker, steps, int(self.clocks[worker]), self._step_reached())
+            yield Event((worker,), Order(pushed, use, self.moving_rate), (reply,))
         yield final_event(self.workers, self._step_reached())
 
     def _grant(self, worker: int, report: Report, left: int, coordinator: Coordinator) -> int:

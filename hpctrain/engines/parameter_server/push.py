@@ -23,7 +23,7 @@ import numpy as np
 
 from hpctrain.core.xp import Array, Event, another_stream, event, on_device, pinned_like, wait_for
 from hpctrain.gradients.arena import Arena
-from hpctrain.gradients.buckets import Filling, cut
+from hpctrain.gradients.buckets import BucketProgress, cut
 from hpctrain.gradients.replica import ignore_ready
 from hpctrain.transport.link import Link
 
@@ -40,7 +40,7 @@ class GradientPush:
         self._host_copy: HostCopy | None = None
         if on_device(arena.grad):
             self._buckets = cut(arena.slots, arena.grad.size, arena.grad.itemsize, 1)  # a slot each
-            self._filling = Filling(self._buckets)
+            self._progress = BucketProgress(self._buckets)
             self._host_copy = HostCopy(self._sum, [s for _, s in cut_])
 
     def on_ready_for(self, last: bool) -> Callable[[str], None]:
@@ -50,7 +50,7 @@ class GradientPush:
     def add(self, last: bool) -> None:
         """Complete a gradient: check that all its slots are copied, or add it to the sum."""
         if last and self._host_copy:
-            self._filling.complete()
+            self._progress.complete()
         elif self._sum is not self._grad:
             self._sum += self._grad
 
@@ -68,7 +68,7 @@ class GradientPush:
 
     def _copy_ready(self, name: str) -> None:
         assert self._host_copy is not None
-        for bucket in (self._buckets[number] for number in self._filling.ready(name)):
+        for bucket in (self._buckets[number] for number in self._progress.ready(name)):
             if self._sum is not self._grad:
                 at = slice(bucket.start, bucket.stop)
                 self._sum[at] += self._grad[at]

@@ -1,6 +1,6 @@
 """The servers: the first one decides, and all apply its orders.
 
-    server 0       receive a report -> event -> forward the order -> answer -> apply
+    server 0       receive a report -> event -> forward the order -> reply -> apply
     server 1 ...                                receive the order ->           apply
 
 So all servers apply the same orders in the same sequence, in whatever order slices arrive.
@@ -64,10 +64,10 @@ class Server:
         self.coordinator.open(own_flags)
         for event in events(self.coordinator):
             self._forward(event.order)
-            self.coordinator.reply(event.answers)
+            self.coordinator.send_replies(event.replies)
             self._apply(event.order, event.staleness)
             if not event.order.last:
-                self.coordinator.expect_reports(event.answers)
+                self.coordinator.expect_reports(event.replies)
             yield event
         self.shard.flush()
 

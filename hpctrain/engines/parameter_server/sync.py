@@ -24,9 +24,9 @@ from pydantic import Field
 from hpctrain import config
 from hpctrain.core.errors import UsageError
 from hpctrain.engines.parameter_server.coordinator import (
-    Answer,
     Coordinator,
     Event,
+    Reply,
     Report,
     final_event,
 )
@@ -115,8 +115,8 @@ class SyncMethod:
             use=Use.LATE if report.push else Use.NONE,
             pull=(worker,) if step is not None and report.pull else (),
         )
-        answers = (Answer(worker, 1, step, step),) if step is not None else ()
-        return Event((worker,), order, answers)
+        replies = (Reply(worker, 1, step, step),) if step is not None else ()
+        return Event((worker,), order, replies)
 
 
 def _step(pushed: Mapping[int, Report], finite: bool, step: int, pull: bool) -> Event:
@@ -128,6 +128,6 @@ def _step(pushed: Mapping[int, Report], finite: bool, step: int, pull: bool) -> 
     targets = sum(report.targets for report in pushed.values())
     batch_targets = next(iter(pushed.values())).batch_targets
     factor = batch_targets / targets if 0 < targets < batch_targets else 1.0
-    answers = tuple(Answer(w, 1, step, step) for w in workers) if pull else ()
+    replies = tuple(Reply(w, 1, step, step) for w in workers) if pull else ()
     use = Use.UPDATE if finite else Use.DROP
-    return Event(workers, Order(workers, use, factor, workers if pull else ()), answers)
+    return Event(workers, Order(workers, use, factor, workers if pull else ()), replies)

@@ -10,7 +10,7 @@ from time import perf_counter
 import numpy as np
 
 from hpctrain.engines.engine import Flags, Task, Times, Work, identity_total
-from hpctrain.engines.parameter_server.coordinator import Answer, Report
+from hpctrain.engines.parameter_server.coordinator import Reply, Report
 from hpctrain.engines.parameter_server.push import Cut, GradientPush
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Replica
@@ -27,7 +27,7 @@ class ServerLinks:
     """A worker's links to the servers."""
 
     push: Link  #: to the servers: reports and gradients
-    pull: Link  #: from the servers: answers and parameters
+    pull: Link  #: from the servers: replies and parameters
     coordinator: int  #: the rank of the first server
     cut: Cut  #: (serving rank, slice) in the order of sending
 
@@ -77,14 +77,14 @@ class Worker:
     def work(self, work: Work, start: int) -> None:
         """Work from step `start` on while the coordinator grants steps."""
         self._since_pull = 0
-        answer = self._exchange(Report(step=start, flags=work.flags()))
-        while answer.grant:
-            first = answer.step
+        reply = self._exchange(Report(step=start, flags=work.flags()))
+        while reply.grant:
+            first = reply.step
             sums, report = self._round(work, first)
-            answer = self._exchange(report)
-            failed = report.flags.failed or (not self._drops and answer.run_step == first)
+            reply = self._exchange(report)
+            failed = report.flags.failed or (not self._drops and reply.run_step == first)
             if report.push and not failed:
-                work.record(answer.run_step, sums)
+                work.record(reply.run_step, sums)
 
     def _round(self, work: Work, first: int) -> tuple[Sums, Report]:
         """Compute the gradients of one push, from step `first` on."""
@@ -129,14 +129,14 @@ class Worker:
                 self._local.update(arena.grad, state, arena.param, arena.slots, identity_total)
         return sums, passes
 
-    def _exchange(self, report: Report) -> Answer:
-        """Report, push the gradient, pull the parameters if due; return the answer."""
+    def _exchange(self, report: Report) -> Reply:
+        """Report, push the gradient, pull the parameters if due; return the reply."""
         start, message, gradient = perf_counter(), report.encode(), self._gradient_push
         sends = [self._push.isend(message, self._coordinator)]
         if report.push:
             sends += [self._push.isend(x, rank) for rank, x in gradient.slices(self._push)]
-        answer = self._answer()
-        if report.pull or not answer.grant:
+        reply = self._receive_reply()
+        if report.pull or not reply.grant:
             self._receive(self.replica.arena.param)
         for send in sends:
             send.wait()
@@ -145,12 +145,12 @@ class Worker:
         spent = self.trace.add("push, pull", "wait", start, perf_counter())
         self.times.wait_s += spent
         self.times.wire_s += spent
-        return answer
+        return reply
 
-    def _answer(self) -> Answer:
-        x = np.zeros(len(Answer._fields), np.int64)
+    def _receive_reply(self) -> Reply:
+        x = np.zeros(len(Reply._fields), np.int64)
         self._pull.irecv(x, self._coordinator).wait()
-        return Answer(*x.tolist())
+        return Reply(*x.tolist())
 
     def _receive(self, into: np.ndarray) -> None:
         """Receive all slices into `into`."""

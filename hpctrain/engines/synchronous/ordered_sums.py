@@ -19,7 +19,7 @@ from hpctrain.collectives.all_gathers import IN_MEMORY, AllGather
 from hpctrain.collectives.ordered import Tree
 from hpctrain.collectives.ring import reduce_scatter
 from hpctrain.gradients.arena import offset_in
-from hpctrain.gradients.blocks import NOTHING, InBlocks, in_order
+from hpctrain.gradients.blocks import NOTHING, BlockReplica, in_order
 from hpctrain.gradients.finite import Parts
 from hpctrain.gradients.reducer import WireOptions
 from hpctrain.gradients.replica import Replica
@@ -47,7 +47,7 @@ class OrderedSums:
 
     def __init__(self, replica: Replica, tree: Tree, rank: int, all_gather: AllGather):
         """Raise UsageError where the replica cannot be computed in blocks."""
-        self.replica, self.allreduce = InBlocks(replica, tree, rank), self.ordered
+        self.replica, self.allreduce = BlockReplica(replica, tree, rank), self.ordered
         self._tree, self._rank, self._all_gather = tree, rank, all_gather
         self.parts: Parts = self.replica.subtotals
 

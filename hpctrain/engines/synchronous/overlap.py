@@ -117,7 +117,7 @@ class DeferredUpdate:
     def _apply_next(self, first: int) -> None:
         """Apply the sum of bucket `first`, or of another bucket that arrives before it."""
         with self._trace.span("wait for gradients", "wait", bucket=first) as waiting:
-            number = self._reducer.wait_for_one(self._due, first)
+            number = self._reducer.wait_for_any(self._due, first)
         self._times.wait_s += waiting.seconds
         with self._trace.span("update", "compute", bucket=number):
             self._update(number, self._reducer.wait_for(number))

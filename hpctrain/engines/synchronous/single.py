@@ -23,7 +23,7 @@ from hpctrain.engines.engine import (
     train_in_lockstep,
 )
 from hpctrain.engines.synchronous import compression_state
-from hpctrain.gradients.blocks import InBlocks, ReductionOptions
+from hpctrain.gradients.blocks import BlockReplica, ReductionOptions
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Replica, ignore_ready
 from hpctrain.nn import Sums
@@ -48,7 +48,9 @@ class Single(ReductionOptions):
         """Return the engine of the only rank there is."""
         self.must_fit(world.size)
         tree = self.tree(1)
-        return SingleEngine(InBlocks(replica, tree, 0) if tree else replica, optimizer, world.trace)
+        return SingleEngine(
+            BlockReplica(replica, tree, 0) if tree else replica, optimizer, world.trace
+        )
 
 
 class SingleEngine:

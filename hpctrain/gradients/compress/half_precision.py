@@ -36,7 +36,7 @@ LARGEST = 15  #: a sum of float16 stays below two to this power
 EXPONENT = 100  #: no gradient is multiplied by more than two to this power
 
 
-class _Small:
+class _HalfPlane:
     """The plane in which the buckets of an arena are sent: 16 bits for each element."""
 
     def __init__(self, arena: Arena, dtype: type, zeros_like: Callable[[Array], Array]):
@@ -44,7 +44,7 @@ class _Small:
         self._plane = zeros_like(namespace(arena.grad).empty(arena.grad.size, dtype))
 
     def of(self, x: Array) -> Array:
-        """Return the place of bucket `x`."""
+        """Return the 16-bit elements of bucket `x`."""
         start = offset_in(self._grad, x)
         return self._plane[start : start + x.size]
 
@@ -58,7 +58,7 @@ class Bfloat16:
         """Sum slices of `arena.grad`; `zeros_like` gives the memory that the wire sees."""
         self.own: dict[str, Array] = {}
         self.shared: dict[str, Array] = {}
-        self._allreduce, self._small = allreduce, _Small(arena, np.uint16, zeros_like)
+        self._allreduce, self._small = allreduce, _HalfPlane(arena, np.uint16, zeros_like)
 
     def __call__(self, group: Group, x: Array) -> None:
         """Sum flat `x` in place."""
@@ -77,7 +77,7 @@ class Float16:
         """Sum slices of `arena.grad`; `zeros_like` gives the memory that the wire sees."""
         self.own: dict[str, Array] = {}
         self.shared: dict[str, Array] = {}
-        self._allreduce, self._small = allreduce, _Small(arena, np.float16, zeros_like)
+        self._allreduce, self._small = allreduce, _HalfPlane(arena, np.float16, zeros_like)
         self._add = in_float32(np.add)
 
     def __call__(self, group: Group, x: Array) -> None:

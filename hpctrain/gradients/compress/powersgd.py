@@ -9,14 +9,14 @@ Rank i has gradient G_i (n x m) and residual E_i, at first zero; all ranks hold 
     Q   = Q_1 + ... + Q_P                      an all-reduce of m r elements
     G   = P Q^T                                kept as Q for the next step, too: a warm start
 
-The sum of all G is that of all gradients but for what is in the residuals now. From step to step
-gradients resemble each other, so one multiplication per step follows the largest directions.
+The sum of all G is the sum of all gradients less the present residuals. Gradients of successive
+steps resemble each other, so one multiplication per step follows the largest directions.
 
     rank 0   M ======   M Q |   all-reduce |   M^T P ---   all-reduce ---   P Q^T ======
                ======       |              |                                      ======
 
 Cost: two all-reduces, of (n + m) r elements in all, in place of n m. Tensors of more than two dims
-are folded where n + m is least. Vectors travel whole, beside P; so does a matrix for which
+are folded where n + m is least. Vectors are sent uncompressed with P; so is a matrix for which
 (n + m) r is no less than n m. Time: about 8 n m r operations per rank.
 
 Source: Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for
@@ -35,8 +35,8 @@ import numpy as np
 from hpctrain.collectives import AllReduceFunction, Group
 from hpctrain.core.xp import Array, like, namespace
 from hpctrain.gradients.arena import Arena, Slot
+from hpctrain.gradients.compress.bucket_slots import BucketSlots, BucketSlotsCache, slices
 from hpctrain.gradients.compress.orthonormal import Orthonormal
-from hpctrain.gradients.compress.places import Bookmarks, Places, slices
 
 
 class _Matrix(NamedTuple):
@@ -54,11 +54,11 @@ class PowerSgd:
     def __init__(self, allreduce: AllReduceFunction, arena: Arena, rank: int):
         """Send each matrix of `arena` as a product of `rank` columns and rows."""
         self._allreduce, self._rank = allreduce, rank
-        self._bookmarks = Bookmarks(arena, self._shrinks)
+        self._slots_cache = BucketSlotsCache(arena, self._shrinks)
         self._residual = namespace(arena.grad).zeros_like(arena.grad)
-        small = [s for s in arena.slots if len(s.shape) > 1 and self._shrinks(s)]
-        parts = slices(folded(slot.shape)[1] * rank for slot in small)
-        self._part = {slot.name: part for slot, part in zip(small, parts, strict=True)}
+        matrices = [s for s in arena.slots if len(s.shape) > 1 and self._shrinks(s)]
+        parts = slices(folded(slot.shape)[1] * rank for slot in matrices)
+        self._part = {slot.name: part for slot, part in zip(matrices, parts, strict=True)}
         # The start of the iteration is a function of the layout, hence the same on all ranks.
         q = np.random.default_rng(0).standard_normal(parts[-1].stop if parts else 0)
         self._q = like(arena.grad, q)
@@ -68,42 +68,42 @@ class PowerSgd:
 
     def __call__(self, group: Group, x: Array) -> None:
         """Sum flat `x`, a slice of the gradient plane, in place."""
-        places, xp = self._bookmarks.find(x), namespace(x)
-        rows = [folded(slot.shape)[0] for slot in places.matrices]
+        bucket, xp = self._slots_cache.find(x), namespace(x)
+        rows = [folded(slot.shape)[0] for slot in bucket.matrices]
         columns = [n * self._rank for n in rows]
-        packed = places.pack(x, sum(columns))
+        packed = bucket.pack(x, sum(columns))
         tall = packed[packed.size - sum(columns) :]
-        matrices = self._matrices(places, x, [tall[part] for part in slices(columns)])
+        matrices = self._matrices(bucket, x, [tall[part] for part in slices(columns)])
         for m, p, q, _ in matrices:
             xp.matmul(m, q, out=p)
         if packed.size:
             self._allreduce(group, packed, np.add)
-        places.unpack(packed, x)
-        if places.start not in self._orthonormal:
-            self._orthonormal[places.start] = Orthonormal(x, self._rank, rows)
-        self._orthonormal[places.start](tall)
+        bucket.unpack(packed, x)
+        if bucket.start not in self._orthonormal:
+            self._orthonormal[bucket.start] = Orthonormal(x, self._rank, rows)
+        self._orthonormal[bucket.start](tall)
         for m, p, q, _ in matrices:
             xp.matmul(m.T, p, out=q)
             m -= p @ q.T
         if matrices:
-            self._allreduce(group, self._rows(places), np.add)
+            self._allreduce(group, self._rows(bucket), np.add)
         for _, p, q, out in matrices:
             xp.matmul(p, q.T, out=out)
 
-    def _matrices(self, places: Places, x: Array, p: list[Array]) -> list[_Matrix]:
+    def _matrices(self, bucket: BucketSlots, x: Array, p: list[Array]) -> list[_Matrix]:
         """Return the matrices of bucket `x`, its gradient added to the residual, and `p`."""
         matrices = []
-        for slot, columns in zip(places.matrices, p, strict=True):
-            out = places.of(x, slot).reshape(folded(slot.shape))
+        for slot, columns in zip(bucket.matrices, p, strict=True):
+            out = bucket.of(x, slot).reshape(folded(slot.shape))
             residual = self._residual[slot.offset : slot.stop].reshape(out.shape)
             residual += out
             q = self._q[self._part[slot.name]].reshape(-1, self._rank)
             matrices.append(_Matrix(residual, columns.reshape(-1, self._rank), q, out))
         return matrices
 
-    def _rows(self, places: Places) -> Array:
+    def _rows(self, bucket: BucketSlots) -> Array:
         """Return Q of all matrices of a bucket: one slice, for both are in the order of slots."""
-        first, last = places.matrices[0], places.matrices[-1]
+        first, last = bucket.matrices[0], bucket.matrices[-1]
         return self._q[self._part[first.name].start : self._part[last.name].stop]
 
     def _shrinks(self, slot: Slot) -> bool:

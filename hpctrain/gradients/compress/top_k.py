@@ -6,8 +6,8 @@ Rank i has gradient g_i and residual e_i, at first zero. For each matrix:
     s_i = a_i where |a_i| is among its k largest, else 0          e_i <- a_i - s_i
     g   = s_1 + ... + s_P                                         in the order of ranks
 
-so that the sum of all updates is that of all gradients, but for what is in the residuals now. Each
-rank sends (index, value) pairs, k of a matrix, and all ranks gather those of all:
+so that the sum of all updates is the sum of all gradients less the present residuals. Each rank
+sends (index, value) pairs, k per matrix, and all ranks gather the pairs of all:
 
     rank 0   [7 0.3|2 -.9]                 [7 0.3|2 -.9|2 0.5|4 0.1|...]
     rank 1   [2 0.5|4 0.1]    all-gather   the same
@@ -15,13 +15,13 @@ rank sends (index, value) pairs, k of a matrix, and all ranks gather those of al
 
 Cost: P-1 steps, 8 k (P-1) bytes sent per rank for float32. That grows with P, where an all-reduce
 does not: it is less than half of 8 n (P-1)/P bytes, the ring's, only for k/n < 1/(2P), and a
-ratio of 1/P or more is refused. Vectors travel whole, by the all-reduce.
+ratio of 1/P or more is refused. Vectors are summed uncompressed, by the all-reduce.
 
 Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", 2018, who prove that it
 converges as SGD does; Lin et al., "Deep gradient compression", 2018, who also keep momentum on
 each rank and warm the ratio up. Here momentum is the optimizer's, which sees the sum.
 
-On a GPU the largest are selected by kernels of our own, see largest.py; pairs stay in its memory.
+On a GPU our own kernels select the largest, see top_k_cuda.py; pairs stay in its memory.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from hpctrain.collectives.ring import all_gather
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, namespace, on_device
 from hpctrain.gradients.arena import Arena
-from hpctrain.gradients.compress.places import Bookmarks, Places, slices
+from hpctrain.gradients.compress.bucket_slots import BucketSlots, BucketSlotsCache, slices
 from hpctrain.gradients.compress.top_k_cuda import Largest, add_pairs
 
 INDEX = np.dtype(np.uint32)
-ROW_BYTES = 8  #: what a rank sends is padded to multiples of it: a GPU reads whole numbers alone
+ROW_BYTES = 8  #: messages are padded to multiples of this, the alignment of reads on a GPU
 
 
 def must_send_less(ratio: float, ranks: int) -> None:
@@ -69,54 +69,57 @@ class TopK:
         self.own = {"residual": self._residual}
         self.shared: dict[str, np.ndarray] = {}
         self._allreduce, self._ratio, self._scratch = allreduce, ratio, Scratch()
-        self._bookmarks = Bookmarks(arena, lambda slot: True)
+        self._slots_cache = BucketSlotsCache(arena, lambda slot: True)
 
     def __call__(self, group: Group, x: Array) -> None:
         """Sum flat `x`, a slice of the gradient plane, in place."""
-        places = self._bookmarks.find(x)
-        packed = places.pack(x)
+        bucket = self._slots_cache.find(x)
+        packed = bucket.pack(x)
         if packed.size:
             self._allreduce(group, packed, np.add)
-        if places.matrices:
-            counts = [ceil(self._ratio * slot.size) for slot in places.matrices]
+        if bucket.matrices:
+            counts = [ceil(self._ratio * slot.size) for slot in bucket.matrices]
             rows = self._rows_for(group, x, sum(counts))
             local = _pairs(rows[group.link.rank], sum(counts), x.dtype)
-            (self._take_on_device if on_device(x) else self._take)(places, counts, x, *local)
+            (self._select_on_device if on_device(x) else self._select)(bucket, counts, x, *local)
             all_gather(group, rows.reshape(-1))
             x[...] = 0
             for row in rows:
                 add(x, *_pairs(row, sum(counts), x.dtype))
-        places.unpack(packed, x)
+        bucket.unpack(packed, x)
 
-    def _take(
-        self, places: Places, counts: list[int], x: Array, indices: Array, values: Array
+    def _select(
+        self, bucket: BucketSlots, counts: list[int], x: Array, indices: Array, values: Array
     ) -> None:
         """Write the indices and values that this rank sends; the rest becomes its residual."""
-        for slot, part, k in zip(places.matrices, slices(counts), counts, strict=True):
-            grad, residual = places.of(x, slot), self._residual[slot.offset : slot.stop]
+        for slot, part, k in zip(bucket.matrices, slices(counts), counts, strict=True):
+            grad, residual = bucket.of(x, slot), self._residual[slot.offset : slot.stop]
             residual += grad
             largest = _largest(residual, k)
-            indices[part], values[part] = largest + (slot.offset - places.start), residual[largest]
+            indices[part], values[part] = (
+                largest + (slot.offset - bucket.start),
+                residual[largest],
+            )
             residual[largest] = 0
 
-    def _take_on_device(
-        self, places: Places, counts: list[int], x: Array, indices: Array, values: Array
+    def _select_on_device(
+        self, bucket: BucketSlots, counts: list[int], x: Array, indices: Array, values: Array
     ) -> None:
-        """As `_take`, in a few kernels."""
-        if places.start not in self._largest:
-            matrices = [(s.offset, s.size, k) for s, k in zip(places.matrices, counts, strict=True)]
-            self._largest[places.start] = Largest(self._residual, places.start, matrices)
-        self._largest[places.start](x, indices, values)
+        """As `_select`, in a few kernels."""
+        if bucket.start not in self._largest:
+            matrices = [(s.offset, s.size, k) for s, k in zip(bucket.matrices, counts, strict=True)]
+            self._largest[bucket.start] = Largest(self._residual, bucket.start, matrices)
+        self._largest[bucket.start](x, indices, values)
 
     def _rows_for(self, group: Group, x: Array, count: int) -> Array:
-        """Return room for the `count` pairs of every rank, a row of bytes each."""
+        """Return a buffer for the `count` pairs of every rank, one row of bytes per rank."""
         nbytes = -(-count * (INDEX.itemsize + x.itemsize) // ROW_BYTES) * ROW_BYTES
         return self._scratch.beside(x, group.link.size * nbytes, np.uint8).reshape(-1, nbytes)
 
 
 def _largest(x: np.ndarray, k: int) -> np.ndarray:
     """Return the indices of the `k` largest magnitudes of flat `x`, of equal ones the first."""
-    # As whole numbers they keep their order, and are compared faster. NaN counts as largest: it is
+    # As integers magnitudes keep their order and compare faster. NaN counts as largest: it is
     # sent, and so reaches all ranks.
     bits = abs(x).view(f"u{x.itemsize}")
     threshold = np.partition(bits, -k)[-k]

@@ -128,7 +128,7 @@ void back(T* dx, const T* dy, const T* x, const double* mean, const REAL* scale,
 """
 
 
-class Normal(NamedTuple):
+class Normalization(NamedTuple):
     """The data to compute (x - mean) / deviation of each element again."""
 
     x: Array  #: (rows, channels), contiguous
@@ -161,7 +161,7 @@ def sums_of_values(x: Array) -> Array:
     return total
 
 
-def sums_of_gradients(normal: Normal, dy: Array, bias: Array, weight: Array) -> Array:
+def sums_of_gradients(normal: Normalization, dy: Array, bias: Array, weight: Array) -> Array:
     """Return [sum dy, sum dy normal] of the channels, float64 (2 c,); write both into g as well."""
     x = normal.x
     total, part = rooms(x)
@@ -181,20 +181,20 @@ def totals_of_gradients(x: Array, total: Array, part: Array, bias: Array, weight
 def normal_of(
     x: Array, total: Array, rows: float, running: tuple[Array, Array], note: bool,
     momentum: float, epsilon: float,
-) -> Normal:  # fmt: skip
+) -> Normalization:  # fmt: skip
     """Return the normalization of `x` by the sums over `rows` of all ranks.
 
     With `note` the `running` mean and variance are moved towards those of this batch.
     """
     xp, c = namespace(x), x.shape[1]
-    normal = Normal(x, xp.empty(c, np.float64), xp.empty(c, running[0].dtype))
+    normal = Normalization(x, xp.empty(c, np.float64), xp.empty(c, running[0].dtype))
     numbers = (np.float64(rows), np.float64(momentum), np.float64(epsilon), np.int32(note))
     args = (normal.mean, normal.scale, *running, total, *numbers, np.int32(c))
     launch(x, _source(x), "statistics", c, args)
     return normal
 
 
-def normalized(normal: Normal, weight: Array, bias: Array) -> Array:
+def normalized(normal: Normalization, weight: Array, bias: Array) -> Array:
     """Return (x - mean) scale weight + bias, a new array like x."""
     x = normal.x
     y = namespace(x).empty_like(x)
@@ -204,7 +204,7 @@ def normalized(normal: Normal, weight: Array, bias: Array) -> Array:
     return y
 
 
-def back(normal: Normal, dy: Array, weight: Array, total: Array, rows: float) -> Array:
+def back(normal: Normalization, dy: Array, weight: Array, total: Array, rows: float) -> Array:
     """Return dL/dx of dL/dy: `total` are the sums of gradients over `rows`, of all ranks."""
     x = normal.x
     dx = namespace(x).empty_like(x)

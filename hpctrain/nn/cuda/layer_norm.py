@@ -74,7 +74,7 @@ void back_of_rows(T* dx, const T* dy, const T* x, const REAL* mean, const REAL* 
 """
 
 
-class Normal(NamedTuple):
+class RowNormalization(NamedTuple):
     """The data to compute (x - mean) / deviation of each element again."""
 
     x: Array  #: (rows, c), contiguous
@@ -88,24 +88,26 @@ def source(dtype: str) -> str:
     return written(ADDED + SOURCE + SUMS, dtype)
 
 
-def normalized(x: Array, weight: Array, bias: Array, epsilon: float) -> tuple[Array, Normal]:
+def normalized(
+    x: Array, weight: Array, bias: Array, epsilon: float
+) -> tuple[Array, RowNormalization]:
     """Return LayerNorm of the rows of `x` (rows, c), and the values saved for backward."""
     xp = namespace(x)
     x = xp.ascontiguousarray(x)
     y, mean, scale = xp.empty_like(x), *(xp.empty(len(x), weight.dtype) for _ in range(2))
     args = (y, mean, scale, x, weight, bias, np.float64(epsilon))
     launch_rows(x, source(x.dtype.name), "normalize_rows", args)
-    return y, Normal(x, mean, scale)
+    return y, RowNormalization(x, mean, scale)
 
 
-def back(normal: Normal, dy: Array, weight: Array) -> Array:
+def back(normal: RowNormalization, dy: Array, weight: Array) -> Array:
     """Return dL/dx of dL/dy (rows, c)."""
     dx = namespace(dy).empty_like(dy)
     launch_rows(dy, source(dy.dtype.name), "back_of_rows", (dx, dy, *normal, weight))
     return dx
 
 
-def sums(normal: Normal, dy: Array, bias: Array, weight: Array) -> None:
+def sums(normal: RowNormalization, dy: Array, bias: Array, weight: Array) -> None:
     """Write the sums of dy and of dy times normal, per column, into `bias` and `weight`."""
     total, part = batch_norm.rooms(dy)
     if len(part):

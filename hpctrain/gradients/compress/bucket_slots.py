@@ -4,8 +4,8 @@
     matrices  | compressed           |            | compressed         |
     whole                                | as it is |                      | as it is |
 
-Vectors (tensors of one dim: biases, scales) are few bytes and travel whole, packed together. So
-does a matrix for which a method has no smaller form.
+Vectors (tensors of one dim: biases, scales) are few bytes and are sent uncompressed, packed
+together. So is a matrix that the method cannot make smaller.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpctrain.gradients.arena import Arena, Slot, offset_in
 
 
 @dataclass(frozen=True)
-class Places:
+class BucketSlots:
     """The slots of a bucket that begins at element `start` of the plane."""
 
     start: int
@@ -41,29 +41,29 @@ class Places:
             self.of(x, slot)[...] = packed[part]
 
 
-class Bookmarks:
-    """The places of every bucket of one plane, looked up by the address of the bucket."""
+class BucketSlotsCache:
+    """The slots of every bucket of one plane, looked up by the address of the bucket."""
 
     def __init__(self, arena: Arena, shrinks: Callable[[Slot], bool]):
         """`shrinks(slot)`: whether a tensor of two dims or more is compressed."""
         self._arena, self._shrinks = arena, shrinks
-        self._cache: dict[tuple[int, int], Places] = {}
+        self._cache: dict[tuple[int, int], BucketSlots] = {}
 
-    def find(self, x: Array) -> Places:
-        """Return the places in `x`, a slice of the gradient plane."""
+    def find(self, x: Array) -> BucketSlots:
+        """Return the slots in `x`, a slice of the gradient plane."""
         start = offset_in(self._arena.grad, x)
         if (start, x.size) not in self._cache:
-            self._cache[start, x.size] = self._look(start, start + x.size)
+            self._cache[start, x.size] = self._slots_between(start, start + x.size)
         return self._cache[start, x.size]
 
-    def _look(self, start: int, stop: int) -> Places:
+    def _slots_between(self, start: int, stop: int) -> BucketSlots:
         slots = [slot for slot in self._arena.slots if start <= slot.offset < stop and slot.size]
-        small = [slot for slot in slots if len(slot.shape) > 1 and self._shrinks(slot)]
-        whole = [slot for slot in slots if slot not in small]
-        return Places(start, tuple(small), tuple(whole))
+        matrices = [slot for slot in slots if len(slot.shape) > 1 and self._shrinks(slot)]
+        whole = [slot for slot in slots if slot not in matrices]
+        return BucketSlots(start, tuple(matrices), tuple(whole))
 
 
 def slices(lengths: Iterable[int]) -> list[slice]:
-    """Return slices of these lengths, one behind the other."""
+    """Return consecutive slices of these lengths."""
     stops = list(accumulate(lengths))
     return [slice(a, b) for a, b in zip([0, *stops], stops)]  # noqa: B905
