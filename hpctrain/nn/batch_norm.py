@@ -128,7 +128,7 @@ class BatchNorm:
         want_dx: bool,
     ) -> Array | None:
         if isinstance(saved, BatchNormSavedOnDevice):
-            return _back_on_device(p["weight"], g, saved, dy, want_dx)
+            return _backward_on_device(p["weight"], g, saved, dy, want_dx)
         normal, scale, rows, add = saved
         flat = wide(dy).reshape(normal.shape)
         product = flat * normal
@@ -148,7 +148,7 @@ class BatchNorm:
         return narrow(dx, dy).reshape(dy.shape)
 
 
-def _back_on_device(
+def _backward_on_device(
     weight: Array, g: Mapping[str, Array], saved: BatchNormSavedOnDevice, dy: Array, want_dx: bool
 ) -> Array | None:
     """Compute `BatchNorm.backward` on a device."""
@@ -159,7 +159,7 @@ def _back_on_device(
         total = like(total, add(to_host(total)))
     if not want_dx:
         return None
-    return batch_norm.back(normal, flat, weight, total, rows).reshape(dy.shape)
+    return batch_norm.backward(normal, flat, weight, total, rows).reshape(dy.shape)
 
 
 def _mean_of(flat: np.ndarray) -> np.ndarray:

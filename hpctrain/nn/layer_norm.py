@@ -62,7 +62,9 @@ class LayerNorm:
         if isinstance(saved, layer_norm.RowNormalization):
             flat = namespace(dy).ascontiguousarray(rows_of(dy))
             layer_norm.sums(saved, flat, g["bias"], g["weight"])
-            return layer_norm.back(saved, flat, p["weight"]).reshape(dy.shape) if want_dx else None
+            return (
+                layer_norm.backward(saved, flat, p["weight"]).reshape(dy.shape) if want_dx else None
+            )
         (normal, scale), incoming = saved, dy
         dy = wide(dy)
         sum_rows(rows_of(dy), out=g["bias"])

@@ -153,18 +153,18 @@ def addition(name: str, parameters: str, loop: str, end: str) -> str:
 def sums_of_values(x: Array) -> Array:
     """Return [sum x, sum x^2] of the channels of `x` (rows, c), float64 (2 c,)."""
     c = x.shape[1]
-    total, part = rooms(x)
+    total, part = buffers_for(x)
     if len(x):
         add(_source(x), "sums_of_values", part, (x, np.int64(len(x))))
         end = (total, part, np.int32(len(part)), x, np.int64(len(x)), np.int32(c))
-        _alone("totals_of_values", x, end)
+        _launch_one_block("totals_of_values", x, end)
     return total
 
 
 def sums_of_gradients(normal: Normalization, dy: Array, bias: Array, weight: Array) -> Array:
     """Return [sum dy, sum dy normal] of the channels, float64 (2 c,); write both into g as well."""
     x = normal.x
-    total, part = rooms(x)
+    total, part = buffers_for(x)
     if len(x):
         args = (x, dy, normal.mean, normal.scale, np.int64(len(x)))
         add(_source(x), "sums_of_gradients", part, args)
@@ -175,7 +175,7 @@ def sums_of_gradients(normal: Normalization, dy: Array, bias: Array, weight: Arr
 def totals_of_gradients(x: Array, total: Array, part: Array, bias: Array, weight: Array) -> None:
     """Write the totals of the blocks' sums of gradients into `total`, `bias` and `weight`."""
     end = (total, part, np.int32(len(part)), bias, weight, np.int32(x.shape[1]))
-    _alone("totals_of_gradients", x, end)
+    _launch_one_block("totals_of_gradients", x, end)
 
 
 def normal_of(
@@ -204,7 +204,7 @@ def normalized(normal: Normalization, weight: Array, bias: Array) -> Array:
     return y
 
 
-def back(normal: Normalization, dy: Array, weight: Array, total: Array, rows: float) -> Array:
+def backward(normal: Normalization, dy: Array, weight: Array, total: Array, rows: float) -> Array:
     """Return dL/dx of dL/dy: `total` are the sums of gradients over `rows`, of all ranks."""
     x = normal.x
     dx = namespace(x).empty_like(x)
@@ -219,7 +219,7 @@ def _source(x: Array) -> str:
     return source(x.dtype.name, x.size >> 31 > 0)
 
 
-def rooms(x: Array) -> tuple[Array, Array]:
+def buffers_for(x: Array) -> tuple[Array, Array]:
     """Return buffers for the totals, zeros if `x` is empty, and for the sums of each block."""
     xp, c = namespace(x), x.shape[1]
     blocks = min(-(-x.size // PER_BLOCK), MOST_BLOCKS)
@@ -233,5 +233,5 @@ def add(code: str, name: str, part: Array, args: tuple[Any, ...]) -> None:
     kernel((len(part), 1), (THREADS,), (part, *args, np.int32(part.shape[2])))
 
 
-def _alone(name: str, x: Array, args: tuple[Any, ...]) -> None:
+def _launch_one_block(name: str, x: Array, args: tuple[Any, ...]) -> None:
     raw_kernel(x, _source(x), name)((1, 1), (THREADS,), args)

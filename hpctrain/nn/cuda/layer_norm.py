@@ -100,7 +100,7 @@ def normalized(
     return y, RowNormalization(x, mean, scale)
 
 
-def back(normal: RowNormalization, dy: Array, weight: Array) -> Array:
+def backward(normal: RowNormalization, dy: Array, weight: Array) -> Array:
     """Return dL/dx of dL/dy (rows, c)."""
     dx = namespace(dy).empty_like(dy)
     launch_rows(dy, source(dy.dtype.name), "back_of_rows", (dx, dy, *normal, weight))
@@ -109,7 +109,7 @@ def back(normal: RowNormalization, dy: Array, weight: Array) -> Array:
 
 def sums(normal: RowNormalization, dy: Array, bias: Array, weight: Array) -> None:
     """Write the sums of dy and of dy times normal, per column, into `bias` and `weight`."""
-    total, part = batch_norm.rooms(dy)
+    total, part = batch_norm.buffers_for(dy)
     if len(part):
         args = (normal.x, dy, normal.mean, normal.scale, np.int64(len(dy)))
         batch_norm.add(source(dy.dtype.name), "sums_of_rows", part, args)
