@@ -24,7 +24,9 @@ from ranks import run_on
 
 from hpctrain import data, engines, nn, optim
 from hpctrain import world as worlds
+from hpctrain.collectives import ALLREDUCE
 from hpctrain.commands.train import train
+from hpctrain.config import toml
 from hpctrain.gradients.faults import FaultsOptions
 from hpctrain.gradients.reducer import WireOptions
 from hpctrain.training import recipe
@@ -216,3 +218,35 @@ def test_the_readme_lists_the_keys_of_every_model(kind):
     (line,) = (line for line in PAGES["README.md"].splitlines() if line.startswith(f"| `{kind}` |"))
     keys = line.split("|")[2]
     assert [f.name for f in fields(nn.MODELS[kind]) if not re.search(rf"`{f.name}\b", keys)] == []
+
+
+PACKAGE = ROOT / "hpctrain"
+
+
+def test_the_map_of_rooms_is_the_import_contract():
+    settings = toml.parsed((ROOT / "pyproject.toml").read_text(), "pyproject.toml")
+    layers = settings["tool"]["importlinter"]["contracts"][0]["layers"]
+    expected = [
+        (str(level), f"`{room.strip(' ()')}`")
+        for level, layer in enumerate(layers, 1)
+        for room in layer.split("|")
+    ]
+    table = re.findall(r"^\| (\d+) \| (`\w+`) \|", PAGES["docs/architecture.md"], re.MULTILINE)
+    assert table == expected
+
+
+#: files that a page tells its reader to write
+WRITTEN_BY_READERS = {"hpctrain/collectives/star.py"}
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md"])
+def test_paths_of_the_pages_exist(page):
+    paths = re.findall(r"(?<![\w/.~-])(?:\w+/)+\w+\.py\b", (ROOT / page).read_text())
+    missing = {x for x in paths if not (ROOT / x).exists() and not (PACKAGE / x).exists()}
+    missing -= WRITTEN_BY_READERS
+    assert not missing, f"{page} names files that are not there"
+
+
+def test_every_all_reduce_is_described():
+    pages = [PAGES["README.md"], PAGES["docs/algorithms.md"]]
+    assert [name for name in ALLREDUCE if any(f"`{name}`" not in page for page in pages)] == []
