@@ -58,6 +58,7 @@ ROOTED = ("reduce", "broadcast", "gather", "scatter")
 @pytest.mark.parametrize("name", CALLS)
 def test_what_each_rank_sends(ranks, name):
     """Bytes and messages of every rank, at every length, are those of the closed form."""
+    assert name in MESSAGES, f"add the messages of '{name}' to tests/oracles/messages.py"
 
     def body(world):
         link = world.link
