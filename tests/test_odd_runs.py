@@ -13,7 +13,7 @@ from ranks import run_on
 
 from hpctrain import checkpoint
 from hpctrain.checkpoint import format as formats
-from hpctrain.checkpoint.about import About
+from hpctrain.checkpoint.about import CheckpointFacts
 from hpctrain.cli import _guarded
 from hpctrain.core import atomic, files
 from hpctrain.core.errors import SaveError, UsageError
@@ -237,7 +237,7 @@ def test_commands_on_a_damaged_run_end_with_2(tmp_path, trained, monkeypatch, ca
 
 def test_whatever_a_run_keeps_in_a_checkpoint_has_a_type(trained):
     for found in checkpoint.listing(trained[0]):
-        assert found.about.keys() <= About.model_fields.keys()
+        assert found.about.keys() <= CheckpointFacts.model_fields.keys()
 
 
 def test_a_forged_checkpoint_of_another_model_is_refused(tmp_path, trained):

@@ -45,7 +45,7 @@ def test_a_fault_on_one_rank(digits, fault):
     assert ended.returncode == code, ended.stderr
     assert len(re.findall(said, ended.stderr)) == 1, ended.stderr
     assert (
-        ended.seconds < 20
+        ended.seconds < 60
     )  # 10 s from the fault; the start takes its time where cores are shared
     if step:
         assert not job.out.exists()  # nothing had begun
@@ -61,7 +61,7 @@ def test_a_killed_rank(digits, undisturbed):
     keys = [*SAVES, *sets(run_epochs=1)]
     job = digits(*keys, *trap("kill", 1), launch=True)
     ended = job.finish()
-    assert ended.seconds < 20
+    assert ended.seconds < 60
     assert ended.returncode == 1
     assert "a rank was lost: mpiexec ended with" in ended.stderr
     assert command_that_resumes(ended.stderr)[-3:] == ["--out", str(job.out), "--resume"]
@@ -76,7 +76,7 @@ def test_a_killed_rank_under_mpiexec(digits):
     job = digits(*SAVES, *trap("kill", 1))
     ended = job.finish()
     assert ended.returncode != 0
-    assert ended.seconds < 20
+    assert ended.seconds < 60
     assert job.summary is None  # nobody was left to tell
     assert job.steps == [5]
 
@@ -86,7 +86,7 @@ def test_a_stopped_rank(digits, launched):
     job = digits(*SAVES, *sets(run_timeout_s=1), *trap("stop", 1), ranks=3, launch=launched)
     ended = job.finish()
     assert ended.returncode == 86, ended.stderr
-    assert ended.seconds < 20
+    assert ended.seconds < 60
     assert ended.stderr.count("hung: a call has waited for longer than 1 s") == 1
     waits_for, others = ended.stderr.split("the job waits for:")[1].split("these wait:")
     silent = (
