@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import coverage
@@ -16,7 +18,7 @@ import psutil
 import pytest
 import real_slurm
 from ranks import run_on
-from tables import Measured, spare
+from tables import Measured, latin, spare
 
 BIN = Path(sys.executable).parent
 # More ranks than cores, and root in containers: MPICH wants no leave for either, Open MPI does.
@@ -27,6 +29,9 @@ LAUNCHER = {
 }
 # A folder without tables of `hpctrain tune`: what `auto` takes must not depend on who tests.
 os.environ["HPCTRAIN_TUNING"] = str(Path(__file__).parent)
+# Who starts the tests in the background has SIGINT ignored, and so would all that they start: what
+# is to be ended by it would live until SIGKILL.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 STRAGGLER_S = 5.0  # how long a rank whose test failed waits for the others
 
 
@@ -171,6 +176,13 @@ def ranks(request: pytest.FixtureRequest) -> Callable[..., list]:
 
     run.size = size
     return run
+
+
+@pytest.fixture
+def crossed(request: pytest.FixtureRequest) -> Callable[..., list[tuple]]:
+    """Cross columns: with --full all rows of the product, else those of `tables.latin`."""
+    full = request.config.getoption("--full")
+    return lambda *columns, begin=0: [*(product(*columns) if full else latin(columns, begin))]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Sequence
-from itertools import combinations
+from collections.abc import Collection, Iterator, Sequence
+from itertools import combinations, product
 
 import pytest
 
@@ -38,6 +38,18 @@ def enough(rows: Sequence[Collection[Value]]) -> list[int]:
         chosen.append(best)
         left -= pairs[best]
     return chosen
+
+
+def latin(columns: Sequence[Sequence], begin: int = 0) -> Iterator[tuple]:
+    """Yield rows of a product: of as many as the shortest column is long one, and `begin` says which.
+
+    Of three columns every two values meet in some row; of two each value is in some row, and those
+    of another `begin` have the other pairs.
+    """
+    fewest = min(map(len, columns))
+    for row in product(*map(enumerate, columns)):
+        if (begin + sum(index for index, _ in row)) % fewest == 0:
+            yield tuple(value for _, value in row)
 
 
 def spare(items: Sequence[pytest.Item]) -> list[pytest.Item]:

@@ -7,7 +7,7 @@ from itertools import combinations, product
 from types import SimpleNamespace
 
 import pytest
-from tables import Measured, enough, spare
+from tables import Measured, enough, latin, spare
 
 COLUMNS = {"call": range(5), "where": range(4), "ranks": range(2, 10)}
 PRODUCT = [[(name, str(v)) for name, v in zip(COLUMNS, row, strict=True)]
@@ -24,6 +24,20 @@ def test_every_two_values_meet_in_few_rows(rows):
 
 def pairs(rows):
     return {pair for row in rows for pair in combinations(row, 2)}
+
+
+@pytest.mark.parametrize("begin", range(3))
+def test_a_latin_square_has_every_two_values_in_a_third_of_the_rows(begin):
+    columns = [range(5), range(6), range(3)]
+    rows = [[*enumerate(row)] for row in latin(columns, begin)]
+    assert pairs(rows) == pairs([[*enumerate(row)] for row in product(*columns)])
+    assert len(rows) == 30
+
+
+def test_latin_squares_have_all_rows_together():
+    columns = [range(6), range(3)]
+    rows = [row for begin in range(3) for row in latin(columns, begin)]
+    assert sorted(rows) == [*product(*columns)]
 
 
 def test_a_table_of_two_columns_is_whole():

@@ -50,12 +50,12 @@ def long(ranks: int) -> list[int]:
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
 @pytest.mark.parametrize("where", ["node memory", "elsewhere"])
 @pytest.mark.parametrize("name", ["hierarchical", "ring", "double-tree"])
-def test_exact_on_integers(hosts, name, where):
+def test_exact_on_integers(hosts, name, where, crossed):
     """Every dtype and operation where it is new, to the last bit; long vectors as float64."""
     size = len(hosts)
     rows = [(n, "float64", "sum") for n in long(size)]  # the second is the longest
     if name == "hierarchical":
-        rows += [(n, dtype, op) for n in LENGTHS for dtype in DTYPES for op in OPERATIONS]
+        rows += crossed(LENGTHS, DTYPES, [*OPERATIONS], begin=size + len(where))
 
     def body(link):
         world = over_threads(link, hosts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from hpctrain.transport.threads.link import run_ranks
 from hpctrain.world import over_threads
 
 LENGTHS = ("0", "1", "P-1", "P", "P+1", "5003", "40003", "300007")
+OPS = [*OPERATIONS]
 LONG = 100_000  # elements, of float64 several slots
 LONGEST = int(LENGTHS[-1])
 
@@ -64,32 +66,33 @@ ARRAYS = {
 }
 
 
-def kinds(call: str, where: str, n: int) -> list[tuple[str, str]]:
-    """Return the dtypes and operations that are tried: all where sums are read out of memory."""
+def kinds(call: str, where: str, lengths: list[int], crossed) -> list[tuple[int, str, str]]:
+    """Return the lengths, dtypes and operations that are tried: all where memory is read."""
     by_messages = CALLS[call] is in_parts and where != "resident"  # their dtypes: test_rooted.py
-    if n >= LONG or by_messages:
-        return [("float64", op) for op in OPERATIONS]
-    return [(dtype, op) for dtype in DTYPES for op in OPERATIONS]
+    short = [] if by_messages else [n for n in lengths if n < LONG]
+    plain = [n for n in lengths if n not in short]
+    begin = lengths[3] + [*CALLS].index(call) + [*ARRAYS].index(where)
+    return [*crossed(short, DTYPES, OPS, begin=begin), *product(plain, ["float64"], OPS)]
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("where", ARRAYS)
 @on_ranks(*THREAD_RANKS[1:])
-def test_exact_on_integers(ranks, call, where):
+def test_exact_on_integers(ranks, call, where, crossed):
     """Every length, dtype and operation, to the last bit, and the same bytes on all ranks."""
+    rows = kinds(call, where, [length(word, ranks.size) for word in LENGTHS], crossed)
 
     def body(world):
         group, memory = replace(world.main, spins=True), world.memory.zeros(2 * LONGEST, np.float64)
-        for n in [length(word, world.size) for word in LENGTHS]:
-            for dtype, op in kinds(call, where, n):
-                seen = memory.view(dtype_of(dtype))
-                x = ARRAYS[where](world.rank, seen, np.zeros(n, seen.dtype))
-                group.link.barrier()  # nobody writes what others still read
-                x[...] = vector(world.rank, n, dtype)
-                total = CALLS[call](group, x, operation(op, x.dtype))
-                told = expected(world.size, n, dtype, op)
-                assert total.tobytes() == told.tobytes(), (n, dtype, op)
+        for n, dtype, op in rows:
+            seen = memory.view(dtype_of(dtype))
+            x = ARRAYS[where](world.rank, seen, np.zeros(n, seen.dtype))
+            group.link.barrier()  # nobody writes what others still read
+            x[...] = vector(world.rank, n, dtype)
+            total = CALLS[call](group, x, operation(op, x.dtype))
+            told = expected(world.size, n, dtype, op)
+            assert total.tobytes() == told.tobytes(), (n, dtype, op)
 
     ranks(body)
 
