@@ -5,6 +5,9 @@ each of them, and its rows hardly tell more: what two values do to each other, a
 shown. With the marker `pairs` only so many rows are run that every two values which meet in some
 row meet in one that is run; --full runs all of them. It is for columns that do not depend on each
 other: an algorithm, a length and a number of ranks do, and are no such table.
+
+What starts processes and shows the same with either MPI is marked `either`, and so are such rows of
+a table, by `rows_of`: `make test` runs them with one MPI, `make test-full` with both.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import combinations, product
 
 import pytest
@@ -41,7 +44,7 @@ def enough(rows: Sequence[Collection[Value]]) -> list[int]:
 
 
 def latin(columns: Sequence[Sequence], begin: int = 0) -> Iterator[tuple]:
-    """Yield rows of a product: of as many as the shortest column is long one, and `begin` says which.
+    """Yield rows of a product: one of as many as the shortest column is long; `begin` says which.
 
     Of three columns every two values meet in some row; of two each value is in some row, and those
     of another `begin` have the other pairs.
@@ -60,6 +63,15 @@ def spare(items: Sequence[pytest.Item]) -> list[pytest.Item]:
             tables[item.nodeid.partition("[")[0], "mpi" in item.keywords].append(item)
     kept = {id(t[i]) for t in tables.values() for i in enough([values(item) for item in t])}
     return [item for table in tables.values() for item in table if id(item) not in kept]
+
+
+def rows_of(table: Iterable, *both: object) -> list:
+    """Return the rows of a table; those that are not in `both` show the same with either MPI."""
+    return [row if row in both else _either(row) for row in table]
+
+
+def _either(row: object) -> object:
+    return pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.either)
 
 
 class Measured:

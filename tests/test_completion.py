@@ -76,6 +76,7 @@ def test_the_script_for_a_shell(shell, monkeypatch, capsys):
 
 
 @pytest.mark.processes
+@pytest.mark.either
 def test_a_bash_completes(tmp_path):
     asks = f"""
         eval "$({cli.COMPLETION}=bash_source hpctrain)"

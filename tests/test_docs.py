@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 from conftest import BIN, LAUNCHER
 from ranks import run_on
+from tables import rows_of
 
 from hpctrain import data, engines, nn, optim
 from hpctrain import world as worlds
@@ -165,7 +166,7 @@ def train_briefly(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("ranks", [None, 2])
+@pytest.mark.parametrize("ranks", rows_of([None, 2], 2))
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_example(example, ranks, start):
     done = start(ROOT / example, ranks=ranks).finish()

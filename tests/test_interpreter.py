@@ -49,6 +49,7 @@ def test_a_child_runs_a_module_and_no_file_of_its_folder(shadows, version):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("launch", [[], ["launch", "-n", "2"]], ids=["train", "launch"])
+@pytest.mark.either
 def test_files_named_like_the_standard_librarys_break_nothing(shadows, start, launch):
     ended = start(BIN / "hpctrain", *launch, "train", "my.toml", "--out", "run").finish()
     assert ended.returncode == 0, ended.stderr

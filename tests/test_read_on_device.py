@@ -109,6 +109,7 @@ def test_wrong_devices_are_refused(made):
 
 
 @pytest.mark.processes
+@pytest.mark.either
 def test_the_command_on_a_stand_in(made):
     run, summary = made("bf16")
     command = [sys.executable, "-m", "fakes", "evaluate", str(run), "--device", "gpu"]

@@ -313,6 +313,7 @@ def test_an_evaluated_recipe_that_names_a_builtin_is_refused_with_trust_too(trai
 
 
 @pytest.mark.processes
+@pytest.mark.either
 def test_one_rank_says_that_it_is_refused(hpctrain, project):
     given = ("train", project.with_name("my.toml"), "--set", "data.kind=os:system")
     ended = hpctrain(*given, ranks=3)

@@ -190,6 +190,7 @@ def test_the_command(hpctrain, tmp_path):
 
 
 @pytest.mark.processes
+@pytest.mark.either
 def test_too_much_is_refused_with_one_voice(hpctrain):
     ended = hpctrain("bench", "allreduce", "--sizes", "1000000GiB", ranks=2)
     assert ended.returncode == 2

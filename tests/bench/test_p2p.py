@@ -152,6 +152,7 @@ def test_another_device():
 
 
 @pytest.mark.processes
+@pytest.mark.either
 def test_the_command_on_a_machine_without_a_gpu(hpctrain):
     if gpus.driver_cuda():
         pytest.skip("this machine has a GPU")

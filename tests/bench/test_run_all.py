@@ -25,6 +25,7 @@ def run_all(monkeypatch):
 
 
 @pytest.mark.processes
+@pytest.mark.either
 def test_without_a_gpu_it_says_so(start, tmp_path):
     if gpus.driver_cuda():
         pytest.skip("this machine has a GPU")

@@ -146,6 +146,7 @@ def test_the_recipe_of_the_comparison_has_ten_million_parameters():
 
 
 @pytest.mark.processes
+@pytest.mark.either
 def test_the_command(hpctrain, tmp_path):
     flags = ["--batch-per-rank", "16", "--iterations", "2", "--rivals", "gloo,horovod"]
     kept = tmp_path / "step.json"

@@ -27,6 +27,7 @@ assert (x == 3).all()
 
 
 @pytest.mark.processes
+@pytest.mark.either
 def test_a_table_is_made_shown_drawn_and_used(hpctrain, start, tmp_path):
     out, plot = tmp_path / "tables" / "mine.json", tmp_path / "mine.png"
     flags = ("--sizes", "4B:64KiB*64", "--rounds", "3", "--out", out, "--plot", plot)
@@ -46,6 +47,7 @@ def test_a_table_is_made_shown_drawn_and_used(hpctrain, start, tmp_path):
 
 
 @pytest.mark.processes
+@pytest.mark.either
 def test_ranks_that_are_processes_tune_on_gpus_and_train_by_it(start, tmp_path):
     """All of MPI's memory is the host's there: a pointer of the stand-in's would crash it."""
     env = {**on_fakes(hidden=True), table.FILE: str(tmp_path)}

@@ -35,6 +35,7 @@ def campaign(*words: object) -> list[str]:
 @pytest.mark.processes
 @pytest.mark.timeout(600)  # where cores are shared: each attempt has a limit of its own
 @isolated
+@pytest.mark.either
 def test_a_short_campaign(tmp_path):
     """One case of each kind, picked by hand: their lines are a campaign's file too."""
     cases = HERE / "short.jsonl"

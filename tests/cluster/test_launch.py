@@ -12,6 +12,7 @@ import time
 import psutil
 import pytest
 from click.testing import CliRunner
+from tables import rows_of
 
 from hpctrain.cli import hpctrain as whole_command
 from hpctrain.cluster import guard
@@ -224,8 +225,11 @@ def test_exit_code_comes_through(job, code):
     assert launch("code", code).finish(30).returncode == code
 
 
+STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", rows_of(STOPS, signal.SIGTERM, signal.SIGINT))
 def test_a_stop_reaches_every_rank_as_sigusr1(job, number):
     launch, run = job
     running = launch("polite")
@@ -344,6 +348,7 @@ def test_who_does_not_end_is_ended(ignored, number):
 
 
 @pytest.mark.processes
+@pytest.mark.either
 def test_a_stop_before_the_run_began(start, tmp_path):
     running = start("-c", LAUNCH, 2, "-c", "import time; print('up', flush=True); time.sleep(60)")
     running.until("up")
@@ -353,6 +358,7 @@ def test_a_stop_before_the_run_began(start, tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.either
 def test_a_stop_while_launch_looks_for_the_mpi(number):
     """Only the first of many processes that it starts: nothing is lost yet, nothing is left."""
     line = [sys.executable, "-m", "hpctrain", "launch", "-n", "2", "train", "digits"]

@@ -115,12 +115,14 @@ def test_a_segment_is_sent_unasked():
         ("-- true", "Missing option '--hosts'"),
     ],
 )
+@pytest.mark.either
 def test_bad_input(hpctrain, arguments, said):
     ended = hpctrain("netlab", *arguments.split())
     assert (ended.returncode, said in ended.stderr) == (2, True), ended.stderr
 
 
 @pytest.mark.processes
+@pytest.mark.either
 def test_without_tools_it_is_refused(hpctrain, tmp_path):
     ended = hpctrain("netlab", "--hosts", 2, "--", "true", env={"PATH": str(tmp_path)})
     assert (ended.returncode, ended.stdout) == (2, "")
@@ -152,6 +154,7 @@ def test_ranks_see_as_many_hosts(hpctrain, tmp_path):
 @pytest.mark.processes
 @pytest.mark.usefixtures("permitted")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each host")
+@pytest.mark.either
 def test_what_runs_on_a_host_keeps_to_its_cores(hpctrain):
     line = ("grep", "Cpus_allowed_list", "/proc/self/status")
     ended = hpctrain("netlab", "--hosts", 2, "--", *line)
@@ -160,6 +163,7 @@ def test_what_runs_on_a_host_keeps_to_its_cores(hpctrain):
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("permitted")
+@pytest.mark.either
 def test_the_exit_code_is_the_commands(hpctrain):
     assert hpctrain("netlab", "--hosts", 2, "--", "sh", "-c", "exit 75").returncode == 75
 
@@ -193,6 +197,7 @@ def marked() -> list[str]:
         (signal.SIGKILL, -signal.SIGKILL),
     ],
 )
+@pytest.mark.either
 def test_nothing_stays_behind(start, number, code):
     before = links()
     lab = ("-m", "hpctrain", "netlab", "--hosts", 2, "--", "sh", "-c", "hostname; exec sleep 300")
@@ -214,6 +219,7 @@ def test_nothing_stays_behind(start, number, code):
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("permitted")
+@pytest.mark.either
 def test_two_labs_at_once(start):
     """They have the same addresses and names, each in a world of its own."""
     lab = ("-m", "hpctrain", "netlab", "--hosts", 2, "--", "sh", "-c", "echo here; exec sleep 1")

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import real_slurm
 import threadpoolctl
+from tables import rows_of
 
 from hpctrain import checkpoint
 from hpctrain.cluster.slurm.render import Job, render
@@ -41,11 +42,13 @@ with real_slurm.running(os.environ) as slurm:
 """
 
 
+@pytest.mark.either
 def test_slurm_can_be_left_out(monkeypatch):
     monkeypatch.setenv("HPCTRAIN_NO_SLURM", "1")
     assert "HPCTRAIN_NO_SLURM" in real_slurm.missing.__wrapped__()
 
 
+@pytest.mark.either
 def test_slurm_ends_with_those_who_started_it():
     if reason := real_slurm.missing():
         pytest.skip(reason)
@@ -188,16 +191,16 @@ TEMPLATES = {
     "one_node.sbatch": [4],
     "scaling_array.sbatch": [1, 2, 4],
 }
-QUICK = ("one_node.sbatch", "multi_node.sbatch", "parameter_server.sbatch")
+*QUICK, ARRAY = TEMPLATES
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.full) for n in TEMPLATES]
+    "name", [*rows_of(QUICK, "multi_node.sbatch"), pytest.param(ARRAY, marks=pytest.mark.full)]
 )
 def test_templates_train_as_they_are(slurm, tmp_path, name, limited):
     shutil.copytree(Path(__file__).parents[2] / "slurm", tmp_path / "slurm")
     job = slurm.sbatch(Path("slurm", name), cwd=tmp_path)
-    tasks = [f"{job}_{i}" for i in range(3)] if name == "scaling_array.sbatch" else [job]
+    tasks = [f"{job}_{i}" for i in range(3)] if name == ARRAY else [job]
     for task in tasks:
         assert slurm.finish(task, limit_s=100) == "COMPLETED", slurm.told(task)
     found = [run_folder.read_summary(path.parent) for path in tmp_path.rglob(run_folder.SUMMARY)]
@@ -231,6 +234,7 @@ EVENTS = {
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.either
 def test_an_interrupted_job_loses_nothing(slurm, tmp_path, limited):
     """Nor one that was restarted often enough, and is submitted again."""
     training, after = _with_one_after(slurm, tmp_path)
@@ -308,6 +312,7 @@ def test_a_job_that_slurm_stops_ends_with_the_same_bytes(slurm, tmp_path, why):
     assert training.summary["steps_redone"] == 0
 
 
+@pytest.mark.either
 def test_it_is_told_why_a_job_stops(slurm, tmp_path, limited):
     two = {"nodes": 2, "step_ms": 300}
     preempted = submit(slurm, tmp_path / "preempted", "--nodelist=n3,n4", **two)

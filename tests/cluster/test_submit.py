@@ -379,6 +379,7 @@ def test_status_wants_a_run_that_was_submitted(tmp_path, monkeypatch):
 
 
 @pytest.mark.processes
+@pytest.mark.either
 def test_on_a_real_slurm(slurm, tmp_path, monkeypatch):
     """Options are known, a refusal is shown, a job that waits tells why, one that runs is done."""
     monkeypatch.chdir(tmp_path)
@@ -419,6 +420,7 @@ def test_on_a_real_slurm(slurm, tmp_path, monkeypatch):
 
 
 @pytest.mark.processes
+@pytest.mark.either
 def test_who_sees_which_gpus(slurm, tmp_path):
     """Ranks take turns on the nodes, workers see all GPUs of theirs, servers none.
 

@@ -14,7 +14,7 @@ import pytest
 
 from hpctrain.run_files import run_folder
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.either]
 
 TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
 SCRIPT = ". slurm/site.env && bash slurm/interactive.sh"

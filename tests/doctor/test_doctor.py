@@ -28,6 +28,7 @@ def test_this_machine(hpctrain, tmp_path):
 
 
 @pytest.mark.processes
+@pytest.mark.either
 def test_wrong_mpirun_and_too_many_threads(hpctrain, tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "mpirun").write_text("#!/bin/sh\n")
@@ -44,12 +45,14 @@ def test_wrong_mpirun_and_too_many_threads(hpctrain, tmp_path):
 @pytest.mark.parametrize("arguments, word", [(["--json", "/none/x"], "cannot be written"),
                                              (["--jobs"], "No such option")])  # fmt: skip
 @pytest.mark.processes
+@pytest.mark.either
 def test_refused(hpctrain, arguments, word):
     done = hpctrain("doctor", *arguments, timeout=100)
     assert (done.returncode, word in done.stderr) == (2, True), done.stderr
 
 
 @pytest.mark.processes
+@pytest.mark.either
 def test_inside_a_job_it_is_refused(hpctrain):
     told = {"RANK": "0", "LOCAL_RANK": "0", "SIZE": "2"}
     environ = {f"OMPI_COMM_WORLD_{name}": value for name, value in told.items()}
@@ -59,6 +62,7 @@ def test_inside_a_job_it_is_refused(hpctrain):
 
 
 @pytest.mark.processes
+@pytest.mark.either
 def test_gpus_and_an_mpi_that_crashes_on_them(hpctrain, tmp_path):
     site, tests = cupy_package.install(tmp_path / "site"), Path(__file__).parents[1]
     path = f"{site}:{tests}:{os.environ.get('PYTHONPATH', '')}"

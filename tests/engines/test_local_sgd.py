@@ -319,7 +319,13 @@ INNER = ["engine.outer=nesterov", "optimizer.kind=adamw", "optimizer.momentum=",
          "optimizer.rate=0.001"]  # fmt: skip
 
 
-@pytest.mark.parametrize("way", [["engine.period=8"], INNER, ["engine.delay=3"]])
+# That the others learn, test_trains.py shows in fewer epochs.
+FULL = [[f"engine.{key}"] for key in ("period=8", "delay=3")]
+
+
+@pytest.mark.parametrize(
+    "way", [INNER, *(pytest.param(way, marks=pytest.mark.full) for way in FULL)]
+)
 def test_digits_reaches_its_accuracy(tmp_path, monkeypatch, way):
     """The mean of 3 seeds on 4 ranks is at least 0.95."""
     monkeypatch.chdir(tmp_path)

@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 from ranks import on_ranks, run_on
+from tables import rows_of
 
 from hpctrain import data, engines, nn, optim
 from hpctrain.collectives import ALLREDUCE, ordered
@@ -186,8 +187,11 @@ def test_digits(tmp_path, monkeypatch, algorithm, size):
     assert digits(size, algorithm) == digits(1, "ring")
 
 
+ON_PROCESSES = ((1, "engine.kind=single"), (2, "wire.algorithm=tree"))
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("size, way", [(1, "engine.kind=single"), (2, "wire.algorithm=tree")])
+@pytest.mark.parametrize("size, way", rows_of(ON_PROCESSES, ON_PROCESSES[1]))
 def test_digits_by_the_command_line(hpctrain, tmp_path, monkeypatch, size, way):
     """Processes of this environment's MPI, each on all cores: see core_binding.py."""
     out, sets = tmp_path / "run", ["run.epochs=2", "wire.reduction=ordered", way]

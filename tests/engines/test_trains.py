@@ -13,10 +13,10 @@ from hpctrain.training import recipe, runs, weights
 from hpctrain.training.trainer import Trainer
 
 RANKS = 4
-SEEDS = [pytest.param(range(2), id="2"), pytest.param(range(5), id="5", marks=pytest.mark.full)]
+SEEDS = [pytest.param(range(1), id="1"), pytest.param(range(5), id="5", marks=pytest.mark.full)]
 #: seeds -> epochs, mean accuracy at least; as the recipe has it, where all seeds are tried. With
 #: half the epochs the worst of the asynchronous regimes come to 0.95 on average, not each time.
-EXPECTED = {2: (15, 0.92), 5: (30, 0.95)}
+EXPECTED = {1: (15, 0.92), 5: (30, 0.95)}
 # What is said of [engine]
 ENGINES = {
     "allreduce": {"kind": "allreduce"},

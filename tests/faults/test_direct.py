@@ -7,6 +7,7 @@ import time
 
 import pytest
 from jobs import MARK
+from tables import rows_of
 
 pytestmark = pytest.mark.processes
 
@@ -83,7 +84,7 @@ print("never comes here")
 """
 
 
-@pytest.mark.parametrize("call", ["plain", "native", "bound"])
+@pytest.mark.parametrize("call", rows_of(("plain", "native", "bound"), "native"))
 def test_who_stays_in_a_call_that_notes_nothing_is_seen(start, tmp_path, call):
     ended = start("-c", STAYS_AWAY, call, tmp_path / "run", ranks=2).finish()
     assert ended.returncode != 0

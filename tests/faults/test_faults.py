@@ -8,6 +8,7 @@ import shutil
 import pytest
 from jobs import EVERY, MARK, command_that_resumes, sets, trap
 from ranks import run_on
+from tables import rows_of
 
 from hpctrain import checkpoint
 from hpctrain.run_files import run_folder
@@ -36,7 +37,7 @@ LOST = {
 CALLBACK = sets(run_callbacks="['traps:broken']", run_interval_steps=7)
 
 
-@pytest.mark.parametrize("fault", LOST)
+@pytest.mark.parametrize("fault", rows_of(LOST, "error in a step", "loss not finite"))
 def test_a_fault_on_one_rank(digits, fault):
     (kind, rank, *step), code, said = LOST[fault]
     keys = [*SAVES, *(CALLBACK if fault == "error in a callback" else [])]
@@ -130,6 +131,7 @@ def trained(tmp_path_factory, small):
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.either
 def test_a_damaged_checkpoint(digits, trained, tmp_path, damage):
     files, usable = DAMAGE[damage]
     shutil.copytree(trained, tmp_path / "run")
@@ -152,6 +154,7 @@ def test_a_damaged_checkpoint(digits, trained, tmp_path, damage):
         assert job.summary == run_folder.read_summary(trained)  # nothing was trained since
 
 
+@pytest.mark.either
 def test_a_checkpoint_of_another_model(digits, trained, tmp_path):
     shutil.copytree(trained, tmp_path / "run")
     job = digits(*TEN_STEPS, *sets(model_widths="[64,20,10]"), "--resume")
@@ -165,6 +168,7 @@ FULL = {"while it trains": (7, [5], [10, 15, 18]), "at the end": (17, [5, 10, 15
 
 
 @pytest.mark.parametrize("when", FULL)
+@pytest.mark.either
 def test_a_full_disk(digits, when):
     step, saved, failed = FULL[when]
     keys = sets(run_epochs="", run_steps=18, checkpoint_every_steps=5)
@@ -184,6 +188,7 @@ def test_a_full_disk(digits, when):
     assert checkpoint.verify(job.out / "checkpoints" / f"step-{saved[-1]:08d}") is None
 
 
+@pytest.mark.either
 def test_a_disk_full_of_checkpoints_has_no_room_for_the_trace(digits):
     keys = sets(run_epochs="", run_steps=40, model_widths="[64,2,10]", trace_enabled="true")
     job = digits(*trap("full", EVERY), *keys)

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 from jobs import EVERY, MARK, NEVER, on_fakes, sets, trap
 from ranks import run_on
+from tables import rows_of
 
 from hpctrain.cluster import launch
 from hpctrain.run_files import run_folder
@@ -28,7 +29,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", rows_of(RUNS, "allreduce"))
 def test_a_run_ends_where_cores_end(digits, undisturbed, kind):
     """All of MPI's memory is the host's: a pointer of the stand-in's would crash it."""
     ranks, machine, args, said = RUNS[kind]
@@ -68,6 +69,7 @@ for number, engine in enumerate(sys.argv[1].split()):
 ENGINES = {"local-sgd": True, "ps-async": True, "easgd": True, "gossip": False}
 
 
+@pytest.mark.either
 def test_the_other_engines(start, mark, small, tmp_path):
     """One job trains them, one after the other."""
     keys = [*small, *sets(run_epochs=1)][1::2]
@@ -97,6 +99,7 @@ NO_GPU = {
 
 
 @pytest.mark.parametrize("lacking", NO_GPU)
+@pytest.mark.either
 def test_no_gpu(begin, lacking):
     machine, said = NO_GPU[lacking]
     ranks = 2 if lacking == "an older driver" else None
@@ -114,6 +117,7 @@ SHORT = {"in a step": (1, 7), "on all ranks": (EVERY, 7), "before the first": (1
 @pytest.mark.parametrize(
     "when", [pytest.param(k, marks=[pytest.mark.full] * (k == "before the first")) for k in SHORT]
 )
+@pytest.mark.either
 def test_out_of_memory(digits, when):
     rank, step = SHORT[when]
     job = digits(*SAVES, *trap("short", rank, step), gpus={})
@@ -245,7 +249,10 @@ print("all right")
 """
 
 
-@pytest.mark.parametrize("device, path", [("gpu", ""), ("gpu", "cuda-aware"), ("cpu", "")])
+PLACES = (("gpu", ""), ("gpu", "cuda-aware"), ("cpu", ""))  #: device, HPCTRAIN_GPU_PATH
+
+
+@pytest.mark.parametrize("device, path", rows_of(PLACES, ("gpu", "")))
 def test_arrays_of_gpus_given_to_an_mpi_that_knows_none(start, mark, device, path):
     """They are staged; those that lie on another GPU than their rank's are named on all ranks."""
     env = {MARK: mark, "HPCTRAIN_GPU_PATH": path, **on_fakes()}

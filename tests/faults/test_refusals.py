@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 from jobs import MARK, sets
+from tables import rows_of
 
 from hpctrain.cluster import launch
 
@@ -39,6 +40,7 @@ def refused(ended, message, out):
 
 
 @pytest.mark.parametrize("wrong", UNKNOWN)
+@pytest.mark.either
 def test_wrong_command_line(begin, wrong):
     args, message = UNKNOWN[wrong]
     job = begin(*args, ranks=4)
@@ -48,16 +50,19 @@ def test_wrong_command_line(begin, wrong):
 
 
 @pytest.mark.skipif(find_spec("cupy") is not None, reason="CuPy is installed here")
+@pytest.mark.either
 def test_no_gpu(begin):
     job = begin("digits", "--device", "gpu", ranks=2)
     refused(job.finish(), NO_GPU, job.out)
 
 
+@pytest.mark.either
 def test_launch_returns_the_code_of_a_refusal(begin):
     job = begin("digts", launch=True)
     refused(job.finish(), "did you mean 'digits'?", job.out)
 
 
+@pytest.mark.either
 def test_a_slow_rank_that_is_none(begin):
     job = begin("digits", *sets(faults_slow_rank=1, faults_slow_factor=10), ranks=None)
     refused(job.finish(), "[faults] slow_rank: expected less than 1, the number of", job.out)
@@ -83,6 +88,7 @@ ON_RANKS = ("missing", "label too large", "fewer than ranks")
 
 
 @pytest.mark.parametrize("wrong", DATA)
+@pytest.mark.either
 def test_bad_data(begin, tmp_path, wrong):
     change, message = DATA[wrong]
     write(tmp_path / "data.npz", change)
@@ -98,6 +104,7 @@ def write(file, change):
     np.savez(file, **(good() | change))
 
 
+@pytest.mark.either
 def test_a_batch_smaller_than_the_job(digits):
     job = digits(*sets(optimizer_batch=2), ranks=3)
     refused(job.finish(), "2 samples per batch for 3 workers", job.out)
@@ -179,6 +186,7 @@ def used(tmp_path):
     return folder
 
 
+@pytest.mark.either
 def test_a_used_folder_stays_as_it_is(digits, used):
     before = contents(used)
     ended = digits().finish()
@@ -187,6 +195,7 @@ def test_a_used_folder_stays_as_it_is(digits, used):
     assert contents(used) == before
 
 
+@pytest.mark.either
 def test_a_folder_that_another_job_writes(digits):
     # One rank: ranks that wait for each other take all cores. It removes no checkpoint of its own.
     first = digits("--epochs", "100000", *sets(checkpoint_keep=100000), ranks=1)
@@ -201,6 +210,7 @@ def test_a_folder_that_another_job_writes(digits):
     assert (first.finish().returncode, first.summary["status"]) == (75, "stopped")
 
 
+@pytest.mark.either
 def test_a_folder_that_two_jobs_take_at_the_same_time(digits):
     jobs = [digits("--epochs", "40", ranks=1) for _ in range(2)]
     ended = sorted((job.finish() for job in jobs), key=lambda one: one.returncode)
@@ -213,7 +223,7 @@ def test_a_folder_that_two_jobs_take_at_the_same_time(digits):
 REFUSED_BY_SRUN = {"digts": "did you mean 'digits'?", "digits": "out is in use"}
 
 
-@pytest.mark.parametrize("recipe", REFUSED_BY_SRUN)
+@pytest.mark.parametrize("recipe", rows_of(REFUSED_BY_SRUN, "digits"))
 def test_srun_ends_with_our_own_code(slurm, tmp_path, recipe):
     """Though it ends all ranks when one has left with an error, and tells how it ended those."""
     (tmp_path / "out").mkdir()

@@ -63,6 +63,7 @@ def test_a_lost_rank_ends_the_job_and_its_checkpoint_goes_on(digits, small, engi
 
 
 @pytest.mark.parametrize("engine", ASKED)
+@pytest.mark.either
 def test_a_server_that_is_asked_to_stop(digits, engine):
     job = digits(*LONG, *keys_of(engine), ranks=RANKS)
     hit(job, RANKS - 1, signal.SIGUSR1)
@@ -86,6 +87,7 @@ main()
 """
 
 
+@pytest.mark.either
 def test_a_server_thread_that_breaks(start, mark, small, tmp_path):
     engine = keys_of({"kind": "ps-async", "placement": "colocated"})
     train = ["train", "digits", *small, *LONG, *engine, "--out", tmp_path / "run"]

@@ -58,6 +58,7 @@ def test_a_stop(digits, asked):
     assert command[-3:] == ["--out", str(job.out), "--resume"]
 
 
+@pytest.mark.either
 def test_a_stopped_run_goes_on_to_the_same_end(digits, undisturbed, run_line):
     keys = sets(run_epochs=3)
     job = digits(*keys, *trap("term", 1))

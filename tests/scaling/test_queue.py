@@ -223,6 +223,7 @@ def test_gpus_go_with_ranks():
 
 
 @pytest.mark.processes
+@pytest.mark.either
 def test_a_collector_on_a_real_slurm_is_killed_and_called_again(slurm, start, tmp_path):
     words = (
         "-m",

@@ -17,7 +17,7 @@ from hpctrain.cluster.netlab.netlab import refusal
 from hpctrain.commands.scale import scale
 from hpctrain.scaling.trial_recipe import Timing
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.either]
 MADE_UP = Times(1.5e-3, 1e-3)
 SMALL = ("--steps", 20, "--repeats", 1, "--out", "study")
 

@@ -83,6 +83,7 @@ print(json.dumps([online, binding.cores, binding.blas_threads, masks, pools]))
 
 @pytest.mark.processes
 @pytest.mark.parametrize("threads_set", [None, "1"])
+@pytest.mark.either
 def test_bind_moves_every_thread_and_limits_blas(start, threads_set):
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")

@@ -281,6 +281,7 @@ def test_a_world_without_gpus(ranks):
 
 
 @pytest.mark.processes
+@pytest.mark.either
 def test_gpu_on_a_machine_without(start):
     if gpus.driver_cuda():
         pytest.skip("this machine has a GPU")

@@ -429,6 +429,7 @@ def test_an_mpi_that_takes_these_pointers(machine):
 
 
 @pytest.mark.processes
+@pytest.mark.either
 def test_an_mpi_that_crashes_on_a_device_pointer(machine):
     result = find({**machine, "FAKE_CRASH": "1", "FAKE_GPUS": "1"}, "--again")
     assert (result.verdict.same_gpu, result.verdict.same_node) == ("ipc", "ipc")
@@ -441,6 +442,7 @@ def test_an_mpi_that_crashes_on_a_device_pointer(machine):
 
 
 @pytest.mark.processes
+@pytest.mark.either
 def test_a_container_that_opens_no_handles(machine):
     result = find({**machine, "FAKE_CRASH": "1", "FAKE_IPC": "refused", "FAKE_GPUS": "1"})
     assert result.verdict.same_gpu == "staged"
@@ -448,6 +450,7 @@ def test_a_container_that_opens_no_handles(machine):
 
 
 @pytest.mark.processes
+@pytest.mark.either
 def test_without_a_gpu_nothing_is_tried(tmp_path):
     if gpus.driver_cuda():
         pytest.skip("this machine has a GPU")
