@@ -11,7 +11,7 @@ MEASURED := -m coverage run
 FULL ?=
 
 .DEFAULT_GOAL := help
-SIDE_BY_SIDE := threads processes-openmpi processes-mpich
+SIDE_BY_SIDE := threads engines processes-openmpi processes-mpich
 ifneq ($(MAKECMDGOALS),$(SIDE_BY_SIDE))  # what `test` does at once
 .NOTPARALLEL:
 endif
@@ -60,7 +60,7 @@ endef
 
 test: .venv-openmpi/installed .venv-mpich/installed  ## run the tests, on Open MPI and MPICH
 	rm -rf $(REPORTS) && mkdir $(REPORTS)
-	@$(MAKE) --no-print-directory -j 3 $(SIDE_BY_SIDE)
+	@$(MAKE) --no-print-directory -j $(words $(SIDE_BY_SIDE)) $(SIDE_BY_SIDE)
 	$(call mpi_tests,$(OPENMPI),4,-m mpi,$(MEASURED))
 	$(call mpi_tests,$(OPENMPI),5,-m mpi -k P5)
 	$(call mpi_tests,$(MPICH),4,-m mpi)
@@ -68,18 +68,19 @@ test: .venv-openmpi/installed .venv-mpich/installed  ## run the tests, on Open M
 	$(OPENMPI)/python -m coverage combine -q
 	$(OPENMPI)/python -m coverage report --fail-under=90
 
-# Ranks that are threads wait for the interpreter's lock and leave a core free; processes that are
-# started, stopped and killed wait for each other most of the time. Coverage is measured of the
-# former: where hundreds of processes measure themselves, their tests take half as long again. What
-# is marked `either` is run with one MPI, with --full with both.
-threads:
-	$(OPENMPI)/python $(MEASURED) $(PYTEST) -m 'not processes and not mpi' --durations=5 $(FULL)
-
-processes-openmpi: BIN := $(OPENMPI)
+# Ranks that are threads wait for the interpreter's lock and use one core at most: two jobs of them.
+# Processes that are started, stopped and killed wait for each other most of the time; to measure
+# each of hundreds takes half as long again. What is marked `either` runs with one MPI, with --full
+# with both.
+$(SIDE_BY_SIDE): BIN := $(OPENMPI)
 processes-mpich: BIN := $(MPICH)
-processes-openmpi: ROWS := $(if $(FULL),,and not either)
-processes-openmpi processes-mpich:
-	@$(BIN)/python $(PYTEST) -p no:cacheprovider -m 'processes and not mpi $(ROWS)' --durations=5 $(FULL) \
+threads engines: RUN := $(MEASURED)
+threads: TESTS := -m 'not processes and not mpi' --ignore=tests/engines
+engines: TESTS := -m 'not processes and not mpi' tests/engines
+processes-openmpi: TESTS := -m 'processes and not mpi $(if $(FULL),,and not either)'
+processes-mpich: TESTS := -m 'processes and not mpi'
+$(SIDE_BY_SIDE):
+	@$(BIN)/python $(RUN) $(PYTEST) -p no:cacheprovider $(TESTS) --durations=5 $(FULL) \
 		>$(REPORTS)/$@.txt 2>&1; code=$$?; cat $(REPORTS)/$@.txt; exit $$code
 
 test-full: export FULL = --full

@@ -194,9 +194,7 @@ TEMPLATES = {
 *QUICK, ARRAY = TEMPLATES
 
 
-@pytest.mark.parametrize(
-    "name", [*rows_of(QUICK, "multi_node.sbatch"), pytest.param(ARRAY, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("name", [*rows_of(QUICK), pytest.param(ARRAY, marks=pytest.mark.full)])
 def test_templates_train_as_they_are(slurm, tmp_path, name, limited):
     shutil.copytree(Path(__file__).parents[2] / "slurm", tmp_path / "slurm")
     job = slurm.sbatch(Path("slurm", name), cwd=tmp_path)
