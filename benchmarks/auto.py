@@ -50,7 +50,7 @@ def main() -> None:
         f"auto takes at most {worst['auto_to_best']:.3f} of the best fixed algorithm "
         f"({worst['best']}, {shown(worst['bytes'])}), <= {MOST}": worst["auto_to_best"] <= MOST
     }
-    stairs = {"kept": plan.kept, "plain": plan.plain}
+    stairs = {"kept": plan.in_node_memory, "plain": plan.default}
     write(world, f"auto-{world.size}-ranks", found, claims, steps=json.dumps(stairs))
 
 
@@ -58,7 +58,7 @@ def one_size(
     world: World, group: Group, nbytes: int, in_memory: bool, x: np.ndarray, rounds: int
 ) -> dict:
     """Return the row of one size: `auto` beside the best of the others."""
-    names = ["auto", *sweep.able(group)]
+    names = ["auto", *sweep.applicable(group)]
     calls = {name: select.bound(group, x, np.add, name) for name in names}
     batch = calls_per_round(nbytes)
     looked = interleaved(world.link, calls, LOOK_ROUNDS, calls=batch)

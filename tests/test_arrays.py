@@ -12,7 +12,7 @@ from ranks import on_ranks, run_on
 from hpctrain.collectives import ALLREDUCE
 from hpctrain.core import bound_calls
 from hpctrain.core.errors import UsageError
-from hpctrain.tuning.choose import Plan, choices
+from hpctrain.tuning.choose import TuningPlan, choices
 from hpctrain.user_collectives import calls as user_calls
 from hpctrain.user_collectives.arguments import RESULTS
 from hpctrain.user_collectives.calls import allreduce
@@ -79,7 +79,7 @@ AGAIN = [
 @pytest.mark.parametrize("times", [1, 8000])
 def test_calls_made_ready(ranks, taken, check, times):
     """Where an array comes again, here on one rank only, changed at times; all exchange alike."""
-    plan = Plan(((0, taken),), ((0, taken),), ((0, "ring"),), (), True)
+    plan = TuningPlan(((0, taken),), ((0, taken),), ((0, "ring"),), (), True)
     wanted = {"sum": ranks.size * (ranks.size + 1) // 2, "max": ranks.size}
     calls = bound_calls.checked if check else bound_calls.unchecked
 
@@ -103,7 +103,7 @@ def test_calls_made_ready(ranks, taken, check, times):
 @pytest.mark.parametrize("taken", ["native", "direct", "ring"])
 def test_what_was_made_ready_is_compared_again(ranks, taken):
     """Arrays that one rank has changed meanwhile, or made read-only, are refused on all."""
-    plan = Plan(((0, taken),), ((0, taken),), ((0, "ring"),), (), True)
+    plan = TuningPlan(((0, taken),), ((0, taken),), ((0, "ring"),), (), True)
     changes = {
         "read-only": (lambda x: x.setflags(write=False), "rank 1: .* read-only"),
         "shape": (lambda x: setattr(x, "shape", (2, 3)), r"rank 1 has .* \(2, 3\)"),

@@ -14,20 +14,20 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-HYSTERESIS = 1.05
+MIN_GAIN = 1.05
 
 Times = dict[int, dict[str, float]]  #: {bytes, ascending: {candidate: seconds}}
-Steps = tuple[tuple[int, str], ...]  #: ((min bytes, candidate), ...), ascending, the first from 0
+Thresholds = tuple[tuple[int, str], ...]  #: ((min bytes, candidate), ...), ascending from 0
 
 
-def at(thresholds: Steps, nbytes: int) -> str:
+def lookup(thresholds: Thresholds, nbytes: int) -> str:
     """Return the candidate for a message of `nbytes` bytes."""
     return [candidate for min_bytes, candidate in thresholds if min_bytes <= nbytes][-1]
 
 
-def steps(times: Times, default: str) -> Steps:
+def thresholds_from(times: Times, default: str) -> Thresholds:
     """Return the sizes at which the choice changes; `default` if nothing was timed."""
-    chosen = taken_at(times)
+    chosen = choices_at(times)
     result = [(0, chosen[min(chosen)] if chosen else default)]
     for small, large in pairwise(chosen):
         if chosen[small] != chosen[large]:
@@ -37,13 +37,13 @@ def steps(times: Times, default: str) -> Steps:
     return tuple(result)
 
 
-def taken_at(times: Times) -> dict[int, str]:
+def choices_at(times: Times) -> dict[int, str]:
     """Return the candidate chosen at each size: the previous one unless another is 5 % faster."""
     chosen: dict[int, str] = {}
     current = ""
     for nbytes, seconds in times.items():
         fastest = min(seconds, key=seconds.__getitem__)
-        if seconds.get(current, math.inf) > HYSTERESIS * seconds[fastest]:
+        if seconds.get(current, math.inf) > MIN_GAIN * seconds[fastest]:
             current = fastest
         chosen[nbytes] = current
     return chosen

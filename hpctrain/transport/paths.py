@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from hpctrain.core import thresholds
-from hpctrain.core.thresholds import Steps
+from hpctrain.core.thresholds import Thresholds
 
 Path = Literal["gdr", "cuda-aware", "ipc", "staged"]
 #: The paths on which MPI is given device pointers.
@@ -47,7 +47,7 @@ class Verdict:
     across: Path
     reason: str
     #: by class, where pointers may be given: from how many bytes on "staged" or "pointer" is faster
-    by_size: Mapping[str, Steps] = field(default_factory=dict)
+    by_size: Mapping[str, Thresholds] = field(default_factory=dict)
     #: by class: seconds of messages of some lengths, the faster way: ((bytes, seconds), ...)
     seconds: Mapping[str, Seconds] = field(default_factory=dict)
     #: by class: of copies out of memory that a neighbour maps
@@ -97,11 +97,11 @@ def path_to(verdict: Verdict, local: Place, remote: Place) -> Path:
     return path
 
 
-def steps_to(verdict: Verdict, local: Place, remote: Place) -> Steps:
+def thresholds_to(verdict: Verdict, local: Place, remote: Place) -> Thresholds:
     """Return the size thresholds between two places; (): the verdict's path at every length."""
     return verdict.by_size.get(class_of(local, remote), ())
 
 
-def by_pointer(path: Path, steps: Steps, nbytes: int) -> bool:
+def by_pointer(path: Path, by_size: Thresholds, nbytes: int) -> bool:
     """Return whether MPI is given pointers for messages of `nbytes`, the same on both sides."""
-    return path in BY_POINTER and (not steps or thresholds.at(steps, nbytes) == POINTER)
+    return path in BY_POINTER and (not by_size or thresholds.lookup(by_size, nbytes) == POINTER)

@@ -1,7 +1,7 @@
 """Turn times of algorithms over lengths, measured or predicted, into the thresholds of `auto`.
 
-Plain arrays, arrays in node memory and dtypes that MPI cannot reduce have a table of thresholds
-each (core/thresholds.py); the three are merged in the end.
+Private arrays, arrays in node memory and dtypes that MPI cannot reduce have thresholds of their own
+(core/thresholds.py); the three tables are merged in the end.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Annotated
 import pydantic
 
 from hpctrain.collectives import ALLREDUCE
-from hpctrain.collectives.dispatch import Choices, Pick
-from hpctrain.core.thresholds import Steps, Times, at, steps, taken_at
+from hpctrain.collectives.dispatch import Choice, Choices
+from hpctrain.core.thresholds import Thresholds, Times, choices_at, lookup, thresholds_from
 
 NOISY = 0.25  #: interquartile range over the median: the machine was busy
 FALLBACK = "recursive-doubling"  #: any dtype, any layout: without other times
@@ -28,8 +28,8 @@ Buckets = tuple[tuple[int, float], ...]  #: ((bytes of a bucket, seconds per byt
 
 
 @dataclass(frozen=True)
-class Row:
-    """The median seconds of an algorithm with arrays of `bytes`, in node memory or plain."""
+class AlgorithmTime:
+    """The median seconds of an algorithm with arrays of `bytes`, in node memory or private."""
 
     algorithm: str
     in_memory: bool
@@ -39,35 +39,35 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The choices of a group in a form that can be sent: algorithms by name."""
+class TuningPlan:
+    """The choices of a group as a message between ranks: algorithms by name."""
 
-    plain: Steps
-    kept: Steps
-    ours: Steps
+    default: Thresholds
+    in_node_memory: Thresholds
+    non_mpi: Thresholds
     buckets: Buckets
     measured: bool
 
 
-def plan(rows: Iterable[Row], buckets: Buckets, measured: bool) -> Plan:
+def plan(rows: Iterable[AlgorithmTime], buckets: Buckets, measured: bool) -> TuningPlan:
     """Return the plan with the fastest algorithms of `rows`."""
     usable = [row for row in rows if row.algorithm in ALLREDUCE and row.algorithm not in NEVER]
-    plain = [row for row in usable if not row.in_memory]
-    node_rows = [row for row in usable if row.in_memory] or plain
-    stairs = (plain, node_rows, _non_mpi(plain))
-    plain_steps, node_steps, non_mpi_steps = (steps(times(subset), FALLBACK) for subset in stairs)
-    return Plan(plain_steps, node_steps, non_mpi_steps, buckets, measured)
+    private = [row for row in usable if not row.in_memory]
+    in_node_memory = [row for row in usable if row.in_memory] or private
+    kinds = (private, in_node_memory, _non_mpi(private))
+    default, node_memory, non_mpi = (thresholds_from(times(kind), FALLBACK) for kind in kinds)
+    return TuningPlan(default, node_memory, non_mpi, buckets, measured)
 
 
-def choices(plan: Plan) -> Choices:
+def choices(plan: TuningPlan) -> Choices:
     """Return the three tables of thresholds in `plan`, merged."""
-    stairs = (plan.plain, plan.kept, plan.ours)
-    starts = sorted({start for stair in stairs for start, _ in stair})
-    picks = [Pick(*(ALLREDUCE[at(stair, start)] for stair in stairs)) for start in starts]
-    return Choices(tuple(starts[1:]), tuple(picks), plan.buckets, plan.measured)
+    tables = (plan.default, plan.in_node_memory, plan.non_mpi)
+    starts = sorted({start for table in tables for start, _ in table})
+    merged = [Choice(*(ALLREDUCE[lookup(table, start)] for table in tables)) for start in starts]
+    return Choices(tuple(starts[1:]), tuple(merged), plan.buckets, plan.measured)
 
 
-def times(rows: Iterable[Row]) -> Times:
+def times(rows: Iterable[AlgorithmTime]) -> Times:
     """Return the seconds of `rows` by length, ascending, and algorithm."""
     result: Times = {}
     for row in sorted(rows, key=lambda row: row.bytes):
@@ -75,29 +75,29 @@ def times(rows: Iterable[Row]) -> Times:
     return result
 
 
-def changes(rows: Sequence[Row]) -> list[tuple[int, int, set[str]]]:
-    """Return the pairs of neighbouring lengths between which the choice changes, with both choices.
+def changes(rows: Sequence[AlgorithmTime]) -> list[tuple[int, int, set[str]]]:
+    """Return the pairs of neighbouring lengths between which the choice changes, with all choices.
 
-    Include the choice for dtypes MPI cannot reduce; it has thresholds of its own.
+    These include the choices for dtypes that MPI cannot reduce, which have their own thresholds.
     """
-    stairs = [taken_at(times(subset)) for subset in (rows, _non_mpi(rows))]
+    chosen, non_mpi = choices_at(times(rows)), choices_at(times(_non_mpi(rows)))
     return [
-        (a, b, {stair[n] for stair in stairs for n in (a, b) if n in stair})
-        for a, b in pairwise(stairs[0])
-        if stairs[0][a] != stairs[0][b]
+        (a, b, {table[n] for table in (chosen, non_mpi) for n in (a, b) if n in table})
+        for a, b in pairwise(chosen)
+        if chosen[a] != chosen[b]
     ]
 
 
-def _non_mpi(rows: Iterable[Row]) -> list[Row]:
+def _non_mpi(rows: Iterable[AlgorithmTime]) -> list[AlgorithmTime]:
     return [row for row in rows if row.algorithm != "native"]
 
 
-def noisy(rows: Iterable[Row]) -> float | None:
+def noisy(rows: Iterable[AlgorithmTime]) -> float | None:
     """Return the spread of the fastest's repeats if it exceeds NOISY, else None.
 
     The upper quartile of the spreads of the fastest at each size and kind of array.
     """
-    fastest: dict[tuple[int, bool], Row] = {}
+    fastest: dict[tuple[int, bool], AlgorithmTime] = {}
     for row in rows:
         best = fastest.setdefault((row.bytes, row.in_memory), row)
         if row.seconds < best.seconds:

@@ -15,9 +15,9 @@ from hpctrain import machine
 from hpctrain.collectives import Group
 from hpctrain.collectives.direct import ANYWHERE_BYTES
 from hpctrain.collectives.node_buffers import SHORT_BYTES, WIDE_BYTES
-from hpctrain.core.thresholds import at
+from hpctrain.core.thresholds import lookup
 from hpctrain.cost_model import cost
-from hpctrain.tuning.choose import Plan, Row, plan
+from hpctrain.tuning.choose import AlgorithmTime, TuningPlan, plan
 
 #: Lengths at which the model is evaluated, in bytes.
 SIZES = [1 << i for i in range(2, 31)]
@@ -40,7 +40,7 @@ DIRECT_S, PER_RANK_S, PER_BYTE = 0.9e-6, 0.3e-6, 1.5e-11
 
 
 @dataclass(frozen=True)
-class Layout:
+class NodeLayout:
     """Ranks of each node; whether they use MPI; whether node neighbours share memory.
 
     Without known nodes, all ranks are assumed to be on one.
@@ -56,43 +56,44 @@ class Layout:
         return sum(self.nodes)
 
 
-def layout_of(group: Group, mpi: bool) -> Layout:
+def layout_of(group: Group, mpi: bool) -> NodeLayout:
     """Return the placement of `group`'s ranks; `mpi` if they use MPI."""
     nodes = tuple(map(len, group.nodes)) or (group.link.size,)
     memory = group.memory is not None and group.memory.kind is not None
-    return Layout(nodes, mpi, memory, machine.mpi().rsplit(maxsplit=1)[0] if mpi else "")
+    return NodeLayout(nodes, mpi, memory, machine.mpi().rsplit(maxsplit=1)[0] if mpi else "")
 
 
 @cache
-def guessed(layout: Layout) -> Plan:
+def default_plan(layout: NodeLayout) -> TuningPlan:
     """Return the model's plan for `layout`, the same on every rank."""
     return planned(partial(predicted, layout))
 
 
-def planned(predict: Callable[[int], Iterable[Row]]) -> Plan:
+def planned(predict: Callable[[int], Iterable[AlgorithmTime]]) -> TuningPlan:
     """Return the plan with the fastest predicted algorithm at each length."""
     rows = [row for n in SIZES for row in predict(n)]
     first = plan(rows, (), measured=False)
     seconds = {(row.algorithm, row.bytes): row.seconds for row in rows if row.in_memory}
-    buckets = tuple((n, seconds[at(first.kept, n), n] / n) for n in BUCKETS)
+    buckets = tuple((n, seconds[lookup(first.in_node_memory, n), n] / n) for n in BUCKETS)
     return replace(first, buckets=buckets)
 
 
-def predicted(layout: Layout, n: int) -> Iterator[Row]:
+def predicted(layout: NodeLayout, n: int) -> Iterator[AlgorithmTime]:
     """Yield the predicted time of each applicable algorithm for arrays of `n` bytes."""
     for in_memory in (False, True):
         for name in cost.ALLREDUCE:
             if name != "hierarchical":
-                yield Row(name, in_memory, n, _flat(layout, name, n))
+                yield AlgorithmTime(name, in_memory, n, _flat(layout, name, n))
         if len(layout.nodes) > 1 and max(layout.nodes) > 1:
-            yield Row("hierarchical", in_memory, n, _hierarchical(layout, in_memory, n))
+            yield AlgorithmTime("hierarchical", in_memory, n, _hierarchical(layout, in_memory, n))
         if layout.mpi:
-            yield Row("native", in_memory, n, _native(layout, n))
+            yield AlgorithmTime("native", in_memory, n, _native(layout, n))
         if layout.memory and len(layout.nodes) == 1:
-            yield Row("direct", in_memory, n, _direct(layout.ranks, n, in_memory=in_memory))
+            seconds = _direct(layout.ranks, n, in_memory=in_memory)
+            yield AlgorithmTime("direct", in_memory, n, seconds)
 
 
-def _flat(layout: Layout, name: str, n: int) -> float:
+def _flat(layout: NodeLayout, name: str, n: int) -> float:
     """Ranks of a node share its wire to other nodes; in a ring only one of them uses it."""
     if len(layout.nodes) == 1:
         return NODE.seconds(cost.ALLREDUCE[name](n, layout.ranks))
@@ -101,7 +102,7 @@ def _flat(layout: Layout, name: str, n: int) -> float:
     return replace(ACROSS, beta=beta).seconds(cost.ALLREDUCE[name](n, layout.ranks))
 
 
-def _hierarchical(layout: Layout, in_memory: bool, n: int) -> float:
+def _hierarchical(layout: NodeLayout, in_memory: bool, n: int) -> float:
     """Inside as in `direct` or a ring; between nodes a ring of the whole vector, on all rails."""
     node_ranks = max(layout.nodes)
     shares = in_memory and layout.memory
@@ -110,7 +111,7 @@ def _hierarchical(layout: Layout, in_memory: bool, n: int) -> float:
     return inside + ACROSS.seconds(cost.ring(n, len(layout.nodes)))
 
 
-def _native(layout: Layout, n: int) -> float:
+def _native(layout: NodeLayout, n: int) -> float:
     """Libraries use recursive doubling or Rabenseifner's halving-doubling."""
     if len(layout.nodes) == 1:
         alpha = NODE_ALPHAS.get(layout.mpi_name, NODE_NATIVE.alpha)

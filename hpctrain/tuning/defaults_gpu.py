@@ -14,7 +14,7 @@ from functools import partial
 from hpctrain.collectives import Group
 from hpctrain.cost_model import cost, fit
 from hpctrain.transport.paths import BY_POINTER
-from hpctrain.tuning.choose import Plan, Row
+from hpctrain.tuning.choose import AlgorithmTime, TuningPlan
 from hpctrain.tuning.defaults import planned
 from hpctrain.tuning.gpu_layout import Gpus
 
@@ -29,7 +29,7 @@ DIRECT_S, ONE_GPU_RATE, BETWEEN_RATE = 4e-5, 1e12, 5e10
 
 
 @dataclass(frozen=True)
-class Layout:
+class GpuNetwork:
     """Ranks of each node, wires inside and between them, and the rate of mapped memory."""
 
     nodes: tuple[int, ...]
@@ -39,24 +39,24 @@ class Layout:
     rate: float | None  #: bytes per second out of mapped memory; None if none is mapped
 
 
-def guessed(group: Group, gpus: Gpus) -> Plan:
+def default_plan(group: Group, gpus: Gpus) -> TuningPlan:
     """Return the model's plan for arrays of `group` on `gpus`."""
     return planned(partial(predicted, layout_of(group, gpus)))
 
 
-def layout_of(group: Group, gpus: Gpus) -> Layout:
+def layout_of(group: Group, gpus: Gpus) -> GpuNetwork:
     """Return the placement of `group`'s ranks and the cost of their paths."""
     nodes = group.nodes or (tuple(range(group.link.size)),)
-    one_gpu = all(map(gpus.one_in, nodes))
+    one_gpu = all(map(gpus.share_one_gpu, nodes))
     name = "same_gpu" if one_gpu else "same_node"
     rate = gpus.verdict.mapped_gb_s.get(name, 0.0) * 1e9
     rate = rate or (ONE_GPU_RATE if one_gpu else BETWEEN_RATE)
-    return Layout(
+    return GpuNetwork(
         tuple(map(len, nodes)),
         _wire(gpus, name, "node"),
         _wire(gpus, "across", "across"),
         one_gpu,
-        rate if gpus.seen else None,
+        rate if gpus.mapped else None,
     )
 
 
@@ -66,10 +66,10 @@ def _wire(gpus: Gpus, name: str, scope: str) -> cost.Machine:
     wire = POINTER[scope] if pointer else STAGED[scope]
     if times := gpus.verdict.seconds.get(name):
         wire = cost.Machine(*fit.line(times), GAMMA)
-    return wire if pointer else replace(wire, beta=wire.beta * max(map(len, gpus.of_each)))
+    return wire if pointer else replace(wire, beta=wire.beta * max(map(len, gpus.ranks_by_gpu)))
 
 
-def predicted(layout: Layout, n: int) -> Iterator[Row]:
+def predicted(layout: GpuNetwork, n: int) -> Iterator[AlgorithmTime]:
     """Yield the predicted time of each applicable algorithm for arrays of `n` bytes.
 
     MPI's own is not among them: it would reduce on the host.
@@ -77,14 +77,15 @@ def predicted(layout: Layout, n: int) -> Iterator[Row]:
     several = len(layout.nodes) > 1
     for in_memory in (False, True):
         for name in cost.ALLREDUCE:
-            yield Row(name, in_memory, n, _flat(layout, name, n))
+            yield AlgorithmTime(name, in_memory, n, _flat(layout, name, n))
         if several and max(layout.nodes) > 1:
-            yield Row("hierarchical", in_memory, n, _hierarchical(layout, in_memory, n))
+            yield AlgorithmTime("hierarchical", in_memory, n, _hierarchical(layout, in_memory, n))
         if not several and in_memory and layout.rate:
-            yield Row("direct", in_memory, n, _direct(layout, layout.nodes[0], layout.rate, n))
+            seconds = _direct(layout, layout.nodes[0], layout.rate, n)
+            yield AlgorithmTime("direct", in_memory, n, seconds)
 
 
-def _flat(layout: Layout, name: str, n: int) -> float:
+def _flat(layout: GpuNetwork, name: str, n: int) -> float:
     """Ranks of a node share its wire to other nodes; in a ring only one of them uses it."""
     of = cost.ALLREDUCE[name](n, sum(layout.nodes))
     if len(layout.nodes) == 1:
@@ -93,7 +94,7 @@ def _flat(layout: Layout, name: str, n: int) -> float:
     return replace(layout.across, beta=layout.across.beta * sharing).seconds(of)
 
 
-def _hierarchical(layout: Layout, in_memory: bool, n: int) -> float:
+def _hierarchical(layout: GpuNetwork, in_memory: bool, n: int) -> float:
     """Inside as in `direct` or a ring; between nodes a ring of the whole vector, on all rails."""
     node_ranks = max(layout.nodes)
     rate = layout.rate if in_memory else None
@@ -102,7 +103,7 @@ def _hierarchical(layout: Layout, in_memory: bool, n: int) -> float:
     return inside + layout.across.seconds(cost.ring(n, len(layout.nodes)))
 
 
-def _direct(layout: Layout, ranks: int, rate: float, n: int) -> float:
+def _direct(layout: GpuNetwork, ranks: int, rate: float, n: int) -> float:
     """On one GPU P arrays are read and written; else each rank reads and writes 2n (P-1)/P abroad.
 
     A copy at `rate` reads each byte and writes it.

@@ -15,22 +15,22 @@ class Gpus:
     model: str  #: of rank 0's
     places: tuple[Place, ...]
     verdict: Verdict
-    seen: bool  #: whether neighbours may map each other's arrays by CUDA IPC
+    mapped: bool  #: whether neighbours may map each other's arrays by CUDA IPC
 
     @property
-    def of_each(self) -> list[list[int]]:
+    def ranks_by_gpu(self) -> list[list[int]]:
         """The ranks on each GPU, in the order of first ranks."""
         by_place: dict[Place, list[int]] = {}
         for rank, place in enumerate(self.places):
             by_place.setdefault(place, []).append(rank)
         return list(by_place.values())
 
-    def one_in(self, node: Sequence[int]) -> bool:
+    def share_one_gpu(self, node: Sequence[int]) -> bool:
         """Return whether the ranks of `node` share one GPU."""
         return len({self.places[rank] for rank in node}) == 1
 
     @property
     def paths(self) -> str:
         """The verdict in words."""
-        way = self.verdict
-        return f"same GPU {way.same_gpu}, same node {way.same_node}, across {way.across}"
+        path = self.verdict
+        return f"same GPU {path.same_gpu}, same node {path.same_node}, across {path.across}"

@@ -33,8 +33,8 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, on_device
 from hpctrain.transport.device.nccl import libraries
 from hpctrain.tuning import defaults_gpu, table
-from hpctrain.tuning.choose import Plan, choices
-from hpctrain.tuning.defaults import Layout, guessed, layout_of
+from hpctrain.tuning.choose import TuningPlan, choices
+from hpctrain.tuning.defaults import NodeLayout, default_plan, layout_of
 from hpctrain.tuning.gpu_layout import Gpus
 
 #: The names of all-reduces for users.
@@ -51,16 +51,16 @@ def auto(group: Group, x: np.ndarray, op: Operation) -> None:
 
 def algorithm_for(group: Group, x: np.ndarray, op: Operation) -> AllReduceFunction:
     """Return the algorithm of `auto` for `x`, the same on all ranks; collective."""
-    pick = _choices(group, x).at(x.nbytes)
-    function = pick.plain
-    if pick.kept is not function and _in_node_memory_everywhere(group, x):
-        function = pick.kept
-    return pick.ours if function is native and not reduced_by_mpi(x, op) else function
+    choice = _choices(group, x).lookup(x.nbytes)
+    function = choice.default
+    if choice.in_node_memory is not function and _in_node_memory_everywhere(group, x):
+        function = choice.in_node_memory
+    return choice.non_mpi if function is native and not reduced_by_mpi(x, op) else function
 
 
 def _choices(group: Group, x: Array) -> Choices:
-    group_choices = group.choices or _guess(group.link.size)
-    return group_choices if type(x) is np.ndarray else group_choices.of(on_device(x))
+    group_choices = group.choices or _default_choices(group.link.size)
+    return group_choices if type(x) is np.ndarray else group_choices.for_memory(on_device(x))
 
 
 def _in_node_memory_everywhere(group: Group, x: np.ndarray) -> bool:
@@ -91,8 +91,8 @@ def prepared(
     neighbour's (`direct_shared`).
     """
     if allreduce is auto:
-        pick = _choices(group, x).at(x.nbytes)
-        allreduce = algorithm_for(group, x, op) if pick.plain is pick.kept else auto
+        choice = _choices(group, x).lookup(x.nbytes)
+        allreduce = algorithm_for(group, x, op) if choice.default is choice.in_node_memory else auto
     if allreduce is direct:
         return direct_prepared(group, x, op, call, shared)
     by_mpi = allreduce is native and reduced_by_mpi(x, op)
@@ -180,23 +180,23 @@ def with_choices(group: Group, mpi: bool, gpus: Gpus | None = None) -> Group:
     that does not fit, and ignores it.
     """
     if group.link.size == 1:
-        return replace(group, choices=choices(guessed(layout_of(group, mpi))))
+        return replace(group, choices=choices(default_plan(layout_of(group, mpi))))
     message = json.dumps(_decided(group, mpi, gpus)).encode() if group.link.rank == 0 else b""
     host, *gpu_choices = (
-        choices(Plan(**plan)) for plan in json.loads(_from_rank_0(group, message))
+        choices(TuningPlan(**plan)) for plan in json.loads(_from_rank_0(group, message))
     )
     return replace(group, choices=replace(host, gpus=next(iter(gpu_choices), None)))
 
 
 def _decided(group: Group, mpi: bool, gpus: Gpus | None) -> list[dict[str, Any]]:
     """Return the plans of fitting tables, else of the model: for the host, then for `gpus`."""
-    plans = [_measured(group, mpi, None) or guessed(layout_of(group, mpi))]
+    plans = [_measured(group, mpi, None) or default_plan(layout_of(group, mpi))]
     if gpus is not None:
-        plans.append(_measured(group, mpi, gpus) or defaults_gpu.guessed(group, gpus))
+        plans.append(_measured(group, mpi, gpus) or defaults_gpu.default_plan(group, gpus))
     return list(map(asdict, plans))
 
 
-def _measured(group: Group, mpi: bool, gpus: Gpus | None) -> Plan | None:
+def _measured(group: Group, mpi: bool, gpus: Gpus | None) -> TuningPlan | None:
     tuning_table = table.of_group(group, mpi, gpus)
     return None if tuning_table is None else table.plan_of(tuning_table)
 
@@ -211,6 +211,6 @@ def _from_rank_0(group: Group, message: bytes) -> bytes:
 
 
 @cache
-def _guess(ranks: int) -> Choices:
+def _default_choices(ranks: int) -> Choices:
     """Return the choices for a group without a World."""
-    return choices(guessed(Layout((ranks,))))
+    return choices(default_plan(NodeLayout((ranks,))))

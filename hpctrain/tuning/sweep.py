@@ -1,11 +1,11 @@
-"""The sweep of `hpctrain tune`: all all-reduces over sizes, in node memory and plain arrays.
+"""The sweep of `hpctrain tune`: all all-reduces over sizes, in node memory and outside of it.
 
     round   4 B              8 B              ...    64 MiB
     1..3    A B C D E F      A B C D E F             A B C D E F
     4       A B . D . .      A . . D . .             . . C D . .     twice as slow as the best: out
     5       A B . D . .      A . . D . .             . . C D . .
     ...
-            2 KiB: A         3 KiB: A or C?          4 KiB: C     then once more between two picks
+            2 KiB: A         3 KiB: A or C?          4 KiB: C     then once more between two choices
 
 Algorithms take turns at a size, and rounds go over all sizes: other load on the machine hits all
 algorithms alike, and each of them in few rounds. No round starts without enough time left. All
@@ -30,28 +30,28 @@ from hpctrain.collectives import ALLREDUCE, Group, all_gather_short
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array
 from hpctrain.tuning import choose, select
-from hpctrain.tuning.choose import Buckets, Row
+from hpctrain.tuning.choose import AlgorithmTime, Buckets
 from hpctrain.tuning.measure import timed
 
 #: Bytes reduced between two readings of the clock, in as many calls, but 32 at most.
 BATCH_BYTES, MOST_CALLS = 1 << 20, 32
 LEAST_ROUNDS = 3  #: before an algorithm is dropped: one slow round may be due to another process
 SLOW = 2.0  #: times the fastest: dropped
-AGAIN = 0.2  #: of the time is reserved for the sizes between two choices
+REFINEMENT_SHARE = 0.2  #: of the time is reserved for the sizes between two choices
 BUCKET_BYTES = [1 << i for i in range(16, 27)]
 #: A plane is too long for the caches, so each bucket comes from memory.
 PLANE_BYTES = 64 << 20
 
 
 @dataclass
-class Clock:
+class TimeLimit:
     """The time limit of a measurement, the same on all ranks."""
 
     group: Group
     limit_s: float
     start: float = field(default_factory=lambda: perf_counter())
 
-    def left(self) -> float:
+    def remaining(self) -> float:
         """Return the remaining seconds; collective."""
         spent = np.array([perf_counter() - self.start])
         everyones = all_gather_short(self.group.link, spent.view(np.uint8)).view(np.float64)
@@ -62,27 +62,29 @@ class Clock:
 class Arrays:
     """Operands: float32 zeros, so that no sum overflows, as long as the longest size."""
 
-    plain: Array
-    kept: Array | None  #: in node memory; None if there is none
+    private: Array
+    in_node_memory: Array | None  #: in node memory; None if there is none
 
     @property
     def kinds(self) -> list[tuple[bool, Array]]:
         """(in memory?, array)."""
-        return [(False, self.plain)] + ([] if self.kept is None else [(True, self.kept)])
+        return [(False, self.private)] + (
+            [] if self.in_node_memory is None else [(True, self.in_node_memory)]
+        )
 
 
 def arrays(group: Group, nbytes: int, xp: ModuleType = np) -> Arrays:
     """Return arrays of `nbytes`, of NumPy or CuPy; collective."""
-    plain, shared = xp.empty(-(-nbytes // 4), np.float32), None
-    plain.fill(0)  # untouched pages all map to one page of zeros
+    private, shared = xp.empty(-(-nbytes // 4), np.float32), None
+    private.fill(0)  # untouched pages all map to one page of zeros
     memory = group.memory
     if memory is not None and (memory.kind if xp is np else memory.gpu) is not None:
-        shared = memory.zeros_like(plain)
+        shared = memory.zeros_like(private)
         shared = shared if memory.place(shared) else None  # sharing failed
-    return Arrays(plain, shared)
+    return Arrays(private, shared)
 
 
-def able(group: Group, xp: ModuleType = np) -> list[str]:
+def applicable(group: Group, xp: ModuleType = np) -> list[str]:
     """Return the names of the algorithms that support the layout of `group`; collective."""
     not_these = [*choose.NEVER]
     not_these += ["hierarchical"] if len(group.nodes) < 2 else []  # equals `direct` there
@@ -101,64 +103,66 @@ def able(group: Group, xp: ModuleType = np) -> list[str]:
 
 def sweep(
     group: Group, sizes: Sequence[int], rounds: int, limit_s: float, xp: ModuleType = np
-) -> Iterator[list[Row]]:
+) -> Iterator[list[AlgorithmTime]]:
     """Yield, after each round, the rows of all rounds so far, of arrays of `xp`; collective.
 
     At most `rounds`, as many as `limit_s` seconds allow, at least three; then as many at the sizes
     between two choices.
     """
-    names, operands = able(group, xp), arrays(group, max(sizes), xp)
-    clock = Clock(group, limit_s)
-    places = [
-        Place(group, nbytes, in_memory, x[: -(-nbytes // 4)], names)
+    names, operands = applicable(group, xp), arrays(group, max(sizes), xp)
+    limit = TimeLimit(group, limit_s)
+    cells = [
+        Candidates(group, nbytes, in_memory, x[: -(-nbytes // 4)], names)
         for nbytes in sizes
         for in_memory, x in operands.kinds
     ]
     count = 0
-    for count in _rounds(places, rounds, clock, AGAIN * limit_s):  # noqa: B007
-        yield _rows(places)
+    for count in _rounds(cells, rounds, limit, REFINEMENT_SHARE * limit_s):  # noqa: B007
+        yield _rows(cells)
     middles = [
-        place
+        candidates
         for in_memory, x in operands.kinds
-        for place in _between(group, x, [p for p in places if p.in_memory == in_memory])
+        for candidates in _between(group, x, [c for c in cells if c.in_memory == in_memory])
     ]
-    for _ in _rounds(middles, count if middles else 0, clock, 0.0):
-        yield _rows([*places, *middles])
+    for _ in _rounds(middles, count if middles else 0, limit, 0.0):
+        yield _rows([*cells, *middles])
 
 
-def _rounds(places: Sequence[Place], rounds: int, clock: Clock, spare_s: float) -> Iterator[int]:
+def _rounds(
+    cells: Sequence[Candidates], rounds: int, limit: TimeLimit, spare_s: float
+) -> Iterator[int]:
     """Measure in rounds and yield their number while more than `spare_s` seconds remain."""
     for count in range(1, rounds + 1):
-        before = clock.left()
-        for place in places:
-            place.measure()
+        before = limit.remaining()
+        for candidates in cells:
+            candidates.measure()
         yield count
-        left = clock.left()
+        remaining = limit.remaining()
         if count >= LEAST_ROUNDS:
-            for place in places:
-                place.drop()
-            if left - spare_s < before - left:  # the next round may take as long
+            for candidates in cells:
+                candidates.drop()
+            if remaining - spare_s < before - remaining:  # the next round may take as long
                 return
 
 
-def _rows(places: Iterable[Place]) -> list[Row]:
-    return [row for place in places for row in place.rows]
+def _rows(cells: Iterable[Candidates]) -> list[AlgorithmTime]:
+    return [row for candidates in cells for row in candidates.rows]
 
 
-def _between(group: Group, x: Array, places: Sequence[Place]) -> Iterator[Place]:
-    """Yield the middle of each two neighbours in `places`, of one kind, with different choices.
+def _between(group: Group, x: Array, cells: Sequence[Candidates]) -> Iterator[Candidates]:
+    """Yield the middle of each two neighbours in `cells`, of one kind, with different choices.
 
     In whole elements of `x`. Collective: names in one order on all ranks.
     """
-    at = {place.bytes: place for place in places}
-    for a, b, picks in choose.changes(_rows(places)):
+    at = {candidates.bytes: candidates for candidates in cells}
+    for a, b, names_chosen in choose.changes(_rows(cells)):
         middle = (a + b) // 2 // x.itemsize * x.itemsize
         if a < middle:
-            names = sorted(picks | (at[a].running & at[b].running))
-            yield Place(group, middle, at[a].in_memory, x[: middle // x.itemsize], names)
+            names = sorted(names_chosen | (at[a].running & at[b].running))
+            yield Candidates(group, middle, at[a].in_memory, x[: middle // x.itemsize], names)
 
 
-class Place:
+class Candidates:
     """The algorithms at one size and kind of array, and their times so far."""
 
     def __init__(
@@ -196,7 +200,7 @@ class Place:
         return set(self._running)
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[AlgorithmTime]:
         """The medians so far; for a dropped algorithm the fastest's median times its slowdown.
 
         Its own median is one of earlier rounds: since then the machine may have become slower.
@@ -209,7 +213,7 @@ class Place:
             for name, times in self._seconds.items()
         }
         return [
-            Row(name, self.in_memory, self.bytes, s, self._spread(name))
+            AlgorithmTime(name, self.in_memory, self.bytes, s, self._spread(name))
             for name, s in medians.items()
         ]
 
@@ -228,7 +232,7 @@ def slower(times: Mapping[str, Sequence[float]], factor: float) -> set[str]:
 
 
 def buckets(
-    group: Group, rows: Sequence[Row], longest: int, rounds: int, xp: ModuleType = np
+    group: Group, rows: Sequence[AlgorithmTime], longest: int, rounds: int, xp: ModuleType = np
 ) -> Buckets:
     """Return the seconds per byte of several bucket lengths, with the fastest of `rows`.
 

@@ -84,7 +84,7 @@ class Table:
     """All measurements of one run of `hpctrain tune`."""
 
     fingerprint: Fingerprint
-    rows: list[choose.Row]
+    rows: list[choose.AlgorithmTime]
     buckets: list[tuple[choose.Bytes, choose.Positive]]  #: (bytes, seconds per byte)
     node: cost.Machine | None = None  #: between two ranks of a node
     across: cost.Machine | None = None  #: between two ranks of different nodes
@@ -115,7 +115,7 @@ def fingerprint(group: Group, mpi: bool, gpus: Gpus | None = None) -> Fingerprin
     nodes = group.nodes or (tuple(range(group.link.size)),)
     joined = machine.mpi() if mpi else "threads none"
     cores = os.cpu_count() or 1
-    on = (f"{gpus.model}, {layout(gpus.of_each, 'GPU')}", gpus.paths) if gpus else ()
+    on = (f"{gpus.model}, {layout(gpus.ranks_by_gpu, 'GPU')}", gpus.paths) if gpus else ()
     return Fingerprint(_cpu(), cores, len(os.sched_getaffinity(0)), joined, layout(nodes), *on)
 
 
@@ -258,7 +258,7 @@ def must_be_writable(path: Path) -> None:
         raise UsageError(f"the table cannot be written to {path}: {error.strerror}") from None
 
 
-def plan_of(table: Table) -> choose.Plan:
+def plan_of(table: Table) -> choose.TuningPlan:
     """Return the plan of `table`: thresholds and buckets."""
     return choose.plan(table.rows, tuple(table.buckets), measured=True)
 

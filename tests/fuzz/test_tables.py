@@ -23,7 +23,9 @@ def tables_case(rng: Generator, folder: Path) -> None:
     path, names = folder / "t.json", [name for name in ALLREDUCE if name != "null"]
     here = table.Fingerprint("cpu", 8, 2, "Open MPI 5.0.8", "4 ranks on 2 nodes: 0 1, 2 3")
     rows = [
-        choose.Row(rng.choice(names), rng.random() < 0.5, 4 << i, rng.random() + 1e-9, 0.1)
+        choose.AlgorithmTime(
+            rng.choice(names), rng.random() < 0.5, 4 << i, rng.random() + 1e-9, 0.1
+        )
         for i in range(rng.randint(1, 6))
     ]
     made = table.Table(here, rows, [(1 << 20, 1e-9)], Machine(), None, 0.5)
@@ -41,8 +43,8 @@ def tables_case(rng: Generator, folder: Path) -> None:
     assert kind != "whole" or found == made
     table.write(found, path)
     assert table.read(path) == found
-    picks = choose.choices(table.plan_of(found)).picks
-    assert {one for pick in picks for one in pick} <= set(ALLREDUCE.values())
+    picks = choose.choices(table.plan_of(found)).choices
+    assert {one for choice in picks for one in choice} <= set(ALLREDUCE.values())
 
 
 def studies_case(rng: Generator, folder: Path) -> None:

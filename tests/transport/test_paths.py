@@ -11,7 +11,7 @@ from hpctrain.transport.paths import (
     Verdict,
     by_pointer,
     path_to,
-    steps_to,
+    thresholds_to,
 )
 
 HERE = Place("n1", "GPU-a")
@@ -60,4 +60,4 @@ def test_which_way_a_length_takes(path, steps, lengths):
 @pytest.mark.parametrize(("other", "steps"), [(ROWS[0][0], ()), (ROWS[2][0], STEPS)])
 def test_each_class_has_its_own_lengths(other, steps):
     verdict = Verdict("cuda-aware", "cuda-aware", "gdr", "", {"across": STEPS})
-    assert steps_to(verdict, HERE, other) == steps
+    assert thresholds_to(verdict, HERE, other) == steps

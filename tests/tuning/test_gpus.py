@@ -16,7 +16,7 @@ from hpctrain.core import thresholds
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.paths import Place, Verdict
 from hpctrain.tuning import choose, defaults_gpu, select, table
-from hpctrain.tuning.choose import Row
+from hpctrain.tuning.choose import AlgorithmTime
 from hpctrain.tuning.gpu_layout import Gpus
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -35,10 +35,13 @@ def made(world, on_gpu: bool) -> table.Table:
     """Return a table that fits `world`: on GPUs trees, from 3 KiB on rings, else double trees."""
     here = table.fingerprint(world.main, False, world.gpus if on_gpu else None)
     if on_gpu:
-        rows = [Row("tree", False, KIB, 1e-6), Row("ring", False, KIB, 1e-4)]
-        rows += [Row("tree", False, 9 * KIB, 1e-4), Row("ring", False, 9 * KIB, 1e-6)]
+        rows = [AlgorithmTime("tree", False, KIB, 1e-6), AlgorithmTime("ring", False, KIB, 1e-4)]
+        rows += [
+            AlgorithmTime("tree", False, 9 * KIB, 1e-4),
+            AlgorithmTime("ring", False, 9 * KIB, 1e-6),
+        ]
     else:
-        rows = [Row("double-tree", False, KIB, 1e-6)]
+        rows = [AlgorithmTime("double-tree", False, KIB, 1e-6)]
     buckets = [(MIB, 1e-9 if on_gpu else 1e-6), (8 * MIB, 2e-9)]
     return table.Table(here, rows, buckets)
 
@@ -136,22 +139,24 @@ def guess(nodes: str, cards: str, verdict: Verdict, seen=True, **figures):
     ranks = range(len(nodes))
     of = tuple(tuple(r for r in ranks if nodes[r] == n) for n in dict.fromkeys(nodes))
     gpus = Gpus("X", places, replace(verdict, **figures), seen)
-    return defaults_gpu.guessed(Group(None, nodes=of), gpus)
+    return defaults_gpu.default_plan(Group(None, nodes=of), gpus)
 
 
 def test_neighbours_memory_is_read_where_it_is_seen():
     for cards in ("0000", "0123"):
-        assert thresholds.at(guess("aaaa", cards, STAGED).kept, 16 * MIB) == "direct"
+        assert thresholds.lookup(guess("aaaa", cards, STAGED).in_node_memory, 16 * MIB) == "direct"
         for plan in (guess("aaaa", cards, STAGED, seen=False), guess("aaaa", cards, POINTER)):
-            assert thresholds.at(plan.plain, 16 * MIB) != "direct"
+            assert thresholds.lookup(plan.default, 16 * MIB) != "direct"
     slow = guess("aaaa", "0123", POINTER, mapped_gb_s={"same_node": 0.1})
-    assert thresholds.at(slow.kept, 16 * MIB) != "direct"
+    assert thresholds.lookup(slow.in_node_memory, 16 * MIB) != "direct"
 
 
 def test_nothing_is_reduced_by_the_library_or_where_it_cannot_be():
     for nodes, cards in (("aaaa", "0000"), ("aabb", "0101"), ("abcd", "0000")):
         plan = guess(nodes, cards, POINTER)
-        names = {name for stair in (plan.plain, plan.kept, plan.ours) for _, name in stair}
+        names = {
+            name for stair in (plan.default, plan.in_node_memory, plan.non_mpi) for _, name in stair
+        }
         assert "native" not in names and ("direct" in names) == (nodes == "aaaa")
         assert ("hierarchical" in names) == (nodes == "aabb")
         assert [b for b, _ in plan.buckets] == sorted(b for b, _ in plan.buckets)
@@ -162,7 +167,10 @@ def test_figures_of_the_trial_go_before_those_of_common_machines():
     usual, other, slow = (guess("aaaa", "0123", POINTER, False, seconds=one) for one in known)
     assert other == usual != slow
     assert per_byte(slow) > 10 * per_byte(usual)
-    assert thresholds.at(slow.plain, 64 * MIB) in ("ring", "halving-doubling")  # the fewest bytes
+    assert thresholds.lookup(slow.default, 64 * MIB) in (
+        "ring",
+        "halving-doubling",
+    )  # the fewest bytes
 
 
 def per_byte(plan) -> float:
@@ -226,8 +234,8 @@ def test_what_auto_takes_goes_the_way_of_its_length(ranks, lazy_gpu):
     def body(plain):
         world = on_gpus(plain)
         world.link.take(["cuda-aware"] * 2, [STEPS] * 2)
-        doubling = choose.Plan(*(((0, "recursive-doubling"),),) * 3, (), True)
-        ring = choose.Plan(*(((0, "ring"),),) * 3, (), True)
+        doubling = choose.TuningPlan(*(((0, "recursive-doubling"),),) * 3, (), True)
+        ring = choose.TuningPlan(*(((0, "ring"),),) * 3, (), True)
         kinds = replace(choose.choices(ring), gpus=choose.choices(doubling))
         group = replace(world.main, choices=kinds)
         for nbytes, staged in ((4 * KIB, True), (200 * KIB, False)):

@@ -1,4 +1,4 @@
-"""`auto`: from times to a staircase, the same on every rank, whatever file each of them sees."""
+"""`auto`: from times to size thresholds, the same on every rank, whatever file a rank has."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ranks import on_ranks, run_on
 from hpctrain.collectives import ALLREDUCE, Group, operation
 from hpctrain.core import thresholds
 from hpctrain.tuning import choose, defaults, select
-from hpctrain.tuning.choose import Row
+from hpctrain.tuning.choose import AlgorithmTime
 
 
-def rows(in_memory: bool = False, **microseconds: dict[int, float]) -> list[Row]:
+def rows(in_memory: bool = False, **microseconds: dict[int, float]) -> list[AlgorithmTime]:
     """Return rows of algorithms, `_` standing for `-`: {bytes: us}."""
     return [
-        Row(name.replace("_", "-"), in_memory, n, t * 1e-6)
+        AlgorithmTime(name.replace("_", "-"), in_memory, n, t * 1e-6)
         for name, times in microseconds.items()
         for n, t in times.items()
     ]
 
 
-# What was measured -> where the staircase steps.
+# What was measured -> the thresholds.
 STAIRS = [
     (rows(ring={8: 5}), ((0, "ring"),)),
     (rows(tree={4: 1, 16: 1}, ring={4: 9, 16: 9}), ((0, "tree"),)),
@@ -42,7 +42,7 @@ STAIRS = [
 
 @pytest.mark.parametrize(("measured", "steps"), STAIRS)
 def test_steps(measured, steps):
-    assert choose.plan(measured, (), True).plain == steps
+    assert choose.plan(measured, (), True).default == steps
 
 
 def test_arrays_in_memory_and_dtypes_of_ours_have_their_own_steps():
@@ -54,10 +54,10 @@ def test_arrays_in_memory_and_dtypes_of_ours_have_their_own_steps():
     found = choose.choices(plan)
     told = ("native native tree", "tree native tree", "tree ring tree")
     named = [[ALLREDUCE[name] for name in row.split()] for row in told]
-    assert [list(pick) for pick in found.picks] == named
-    assert found.at(found.starts[0] - 1) == tuple(named[0])
-    assert found.at(found.starts[0]) == tuple(named[1])
-    assert found.at(1 << 40) == tuple(named[2])
+    assert [list(choice) for choice in found.choices] == named
+    assert found.lookup(found.starts[0] - 1) == tuple(named[0])
+    assert found.lookup(found.starts[0]) == tuple(named[1])
+    assert found.lookup(1 << 40) == tuple(named[2])
 
 
 @pytest.mark.parametrize(
@@ -70,23 +70,34 @@ def test_arrays_in_memory_and_dtypes_of_ours_have_their_own_steps():
     ],
 )
 def test_without_a_table_the_model_chooses(nbytes, ranks, name):
-    plan = defaults.guessed(defaults.Layout((ranks,)))
-    assert thresholds.at(plan.plain, nbytes) == thresholds.at(plan.ours, nbytes) == name
-    assert thresholds.at(defaults.guessed(defaults.Layout((ranks,), mpi=True)).ours, nbytes) == name
+    plan = defaults.default_plan(defaults.NodeLayout((ranks,)))
+    assert (
+        thresholds.lookup(plan.default, nbytes) == thresholds.lookup(plan.non_mpi, nbytes) == name
+    )
+    assert (
+        thresholds.lookup(
+            defaults.default_plan(defaults.NodeLayout((ranks,), mpi=True)).non_mpi, nbytes
+        )
+        == name
+    )
 
 
 def test_the_library_is_taken_for_short_arrays_only():
     for nodes in ((2,), (4,), (2, 2)):
-        plan = defaults.guessed(defaults.Layout(nodes, mpi=True))
-        assert thresholds.at(plan.plain, 4) == "native" != thresholds.at(plan.plain, 64 << 20)
+        plan = defaults.default_plan(defaults.NodeLayout(nodes, mpi=True))
+        assert (
+            thresholds.lookup(plan.default, 4)
+            == "native"
+            != thresholds.lookup(plan.default, 64 << 20)
+        )
 
 
 @on_ranks(1, 2, 3, mpi=(1, 3))
 def test_auto_and_a_bound_call_reduce(ranks):
-    """Of every kind of array, also where the pick is one that the dtype does not allow."""
+    """Of every kind of array, also where the choice is one that the dtype does not allow."""
 
     def body(world):
-        plan = choose.Plan(((0, "native"),), ((0, "ring"),), ((0, "tree"),), (), True)
+        plan = choose.TuningPlan(((0, "native"),), ((0, "ring"),), ((0, "tree"),), (), True)
         group = Group(world.link, memory=world.memory, choices=choose.choices(plan))
         for dtype, kept, name in [
             ("float32", False, "native"),
@@ -116,7 +127,7 @@ def test_auto_and_a_bound_call_reduce(ranks):
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_ranks_with_arrays_in_different_memory_take_the_same(ranks, nodes):
     def body(world):
-        plan = choose.Plan(((0, "tree"),), ((0, "ring"),), ((0, "tree"),), (), True)
+        plan = choose.TuningPlan(((0, "tree"),), ((0, "ring"),), ((0, "tree"),), (), True)
         group = replace(world.main, choices=choose.choices(plan))
         # Those of another node see no flags of ours.
         group = replace(group, nodes=group.nodes if nodes == 1 else (*group.nodes, ()))
@@ -146,7 +157,9 @@ def of(nbytes: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("costs", "plane", "wanted"), BUCKETS)
 def test_bucket_bytes(costs, plane, wanted):
-    plan = choose.Plan(((0, "ring"),), ((0, "ring"),), ((0, "ring"),), tuple(costs.items()), True)
+    plan = choose.TuningPlan(
+        ((0, "ring"),), ((0, "ring"),), ((0, "ring"),), tuple(costs.items()), True
+    )
     assert select.bucket_bytes(Group(None, choices=choose.choices(plan)), of(plane)) == wanted
 
 
@@ -172,6 +185,8 @@ NOISE = [
 
 @pytest.mark.parametrize(("spreads", "told"), NOISE)
 def test_a_table_of_a_busy_machine_is_noisy(spreads, told):
-    fastest = [Row("ring", False, 4 << i, 1e-6, spread) for i, spread in enumerate(spreads)]
-    others = [Row("tree", False, row.bytes, 2e-6, 5.0) for row in fastest]
+    fastest = [
+        AlgorithmTime("ring", False, 4 << i, 1e-6, spread) for i, spread in enumerate(spreads)
+    ]
+    others = [AlgorithmTime("tree", False, row.bytes, 2e-6, 5.0) for row in fastest]
     assert choose.noisy(others + fastest) == told

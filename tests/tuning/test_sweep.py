@@ -10,7 +10,7 @@ from ranks import on_ranks, run_on
 
 from hpctrain.tuning import choose, select, sweep
 from hpctrain.tuning.alpha_beta import constants, pairs
-from hpctrain.tuning.choose import Row
+from hpctrain.tuning.choose import AlgorithmTime
 
 KIB, MIB = 1 << 10, 1 << 20
 #: Seconds of a call, made up: native is best, ring good, tree slow, double-tree hopeless.
@@ -56,7 +56,9 @@ def test_who_is_slow_leaves(monkeypatch):
     for size in (KIB, 2 * MIB):
         assert counts["native", size] == counts["ring", size] == 5
         assert counts["tree", size] == counts["double-tree", size] == 3
-    assert Row("ring", False, KIB, 1.5 * KIB * 1e-9, spread=0.0) in rows  # one slow round of five
+    assert (
+        AlgorithmTime("ring", False, KIB, 1.5 * KIB * 1e-9, spread=0.0) in rows
+    )  # one slow round of five
     assert {row.algorithm for row in rows if row.spread is None} == {"tree", "double-tree"}
     assert sum(row.bytes == KIB for row in rows) == 4
 
@@ -107,8 +109,8 @@ def test_between_two_picks_the_middle_is_measured_too(monkeypatch, took, rounds,
     assert {name: counts[name, 3 * KIB] for name in rounds} == rounds
     assert {row.algorithm for row in rows if row.bytes == 3 * KIB} == set(rounds)
     plan = choose.plan(rows, (), measured=True)
-    assert plan.plain == ((0, "native"), *([(step, "ring")] if step else []))
-    assert plan.ours[0] == (0, "tree" if took is trees else "ring")
+    assert plan.default == ((0, "native"), *([(step, "ring")] if step else []))
+    assert plan.non_mpi[0] == (0, "tree" if took is trees else "ring")
 
 
 def test_the_middle_is_measured_in_the_time_that_was_kept(monkeypatch):

@@ -14,7 +14,7 @@ from ranks import on_ranks, run_on
 from hpctrain.core.errors import UsageError
 from hpctrain.cost_model.cost import Machine
 from hpctrain.tuning import select, table
-from hpctrain.tuning.choose import Row
+from hpctrain.tuning.choose import AlgorithmTime
 
 RANKS = 3
 
@@ -22,7 +22,7 @@ RANKS = 3
 def made(world, name: str = "tree") -> table.Table:
     """Return a table that fits `world` and makes `auto` take `name`."""
     here = table.fingerprint(world.main, mpi=world.transport == "mpi")
-    rows = [Row(name, False, 4, 1e-6), Row("native", False, 4, 1e-3)]
+    rows = [AlgorithmTime(name, False, 4, 1e-6), AlgorithmTime("native", False, 4, 1e-3)]
     return table.Table(here, rows, [(1 << 20, 1e-9)], Machine())
 
 

@@ -20,7 +20,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.transport.device import gpus
 from hpctrain.tuning import choose, sweep, table
 from hpctrain.tuning.alpha_beta import constants
-from hpctrain.tuning.choose import Row
+from hpctrain.tuning.choose import AlgorithmTime
 from hpctrain.tuning.table import Table
 from hpctrain.world import World
 
@@ -77,7 +77,7 @@ def run(world: World, options: Asked) -> None:
     path = options.out or table.place(fingerprint)
     memory_check.check(world, max(options.sizes), rivals=False)
     world.together(lambda: _must_be_writable(world, path, options.plot))
-    rows: list[Row] = []
+    rows: list[AlgorithmTime] = []
     with _bar(world, 2 * options.rounds + 1) as bar:
         node, across = constants(group, CONSTANT_ROUNDS, xp)
         for rows in sweep.sweep(group, options.sizes, options.rounds, options.limit_s, xp):  # noqa: B007

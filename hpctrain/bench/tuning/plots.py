@@ -38,7 +38,7 @@ def _lines(axes: Axes, times: thresholds.Times, names: list[str]) -> None:
         own = [times[nbytes][name] for nbytes in sizes]
         color, mark = COLORS[number % 8], MARKS[number % 8]
         axes.plot(sizes, own, label=name, color=color, marker=mark, linewidth=1.3, markersize=3.5)
-    picks = thresholds.taken_at(times)
-    seconds = [times[nbytes][name] for nbytes, name in picks.items()]
-    axes.plot(list(picks), seconds, "o", markersize=9, markerfacecolor="none",
+    choices = thresholds.choices_at(times)
+    seconds = [times[nbytes][name] for nbytes, name in choices.items()]
+    axes.plot(list(choices), seconds, "o", markersize=9, markerfacecolor="none",
               markeredgecolor="black", label="taken by auto")  # fmt: skip

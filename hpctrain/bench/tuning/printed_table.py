@@ -73,9 +73,9 @@ def _table(table: Table) -> rich.table.Table:
         result.add_column("us", justify="right")
         if by_mpi:
             result.add_column("x native", justify="right")
-    picks = {kind: thresholds.taken_at(times) for kind, times in by.items()}
+    choices = {kind: thresholds.choices_at(times) for kind, times in by.items()}
     for nbytes in sorted({row.bytes for row in table.rows}):
-        words = [_words(by[kind].get(nbytes, {}), picks[kind].get(nbytes, "")) for kind in by]
+        words = [_words(by[kind].get(nbytes, {}), choices[kind].get(nbytes, "")) for kind in by]
         result.add_row(shown(nbytes), *(word for three in words for word in three[: 2 + by_mpi]))
     return result
 

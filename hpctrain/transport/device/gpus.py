@@ -40,7 +40,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Choice:
+class GpuChoice:
     """The number of the GPU a rank takes, as CUDA counts here, and the reason in a few words."""
 
     ordinal: int
@@ -56,7 +56,7 @@ class Near:
     count: int
 
 
-def gpu_for(launched: Launched, visible: int, listed: Sequence[str] = ()) -> Choice:
+def gpu_for(launched: Launched, visible: int, listed: Sequence[str] = ()) -> GpuChoice:
     """Return the choice among `visible` GPUs; `listed` is CUDA_VISIBLE_DEVICES, split.
 
     Raises UsageError where there is none.
@@ -64,13 +64,13 @@ def gpu_for(launched: Launched, visible: int, listed: Sequence[str] = ()) -> Cho
     if visible < 1:
         raise HereError(f"no GPU is visible{_as_listed(listed)}; {_LOOK}")
     if visible == 1:
-        return Choice(0, "the only one visible" + _one_slice(listed))
+        return GpuChoice(0, "the only one visible" + _one_slice(listed))
     rank, unsure = launched.local_rank, ""
     if rank is None:
         rank, unsure = launched.rank, ", by its rank: the launcher does not tell the local rank"
     if launched.local_size is not None and launched.local_size > visible:
         unsure += f"; {launched.local_size} ranks share {visible} GPUs"
-    return Choice(rank % visible, f"one of {visible} visible, taken in turn{unsure}")
+    return GpuChoice(rank % visible, f"one of {visible} visible, taken in turn{unsure}")
 
 
 def listed(environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.thresholds import Steps
+from hpctrain.core.thresholds import Thresholds
 from hpctrain.core.xp import Array, namespace
 from hpctrain.transport.device.staging import Posted, Receiving, Sending, spans
 from hpctrain.transport.paths import Path, by_pointer
@@ -47,7 +47,7 @@ class Wire(Protocol):
     host: type | None
     host_bytes: int
     paths: tuple[Path, ...]
-    by_size: tuple[Steps, ...]
+    by_size: tuple[Thresholds, ...]
     lanes: Lanes | None
 
     def count(self, nbytes: int) -> None: ...

@@ -24,7 +24,7 @@ from typing import Any, get_args
 
 from hpctrain.core import thresholds
 from hpctrain.core.errors import UsageError
-from hpctrain.core.thresholds import Steps
+from hpctrain.core.thresholds import Thresholds
 from hpctrain.hardware import gdr, nics, nvidia, pci
 from hpctrain.transport import paths
 from hpctrain.transport.device import gpus
@@ -192,12 +192,12 @@ def judged(results: Mapping[str, Trial], adapter: gdr.Gdr, environ: Mapping[str,
                         mapped_gb_s=mapped), remedy, results)  # fmt: skip
 
 
-def _steps(path: paths.Path, trial: Trial) -> Steps:
+def _steps(path: paths.Path, trial: Trial) -> Thresholds:
     """Return the size thresholds between staged and pointer; () where there is no choice."""
     if not _timed(path, trial):
         return ()
     times = {n: {paths.POINTER: by, paths.HOST: staged} for n, staged, by in trial.sizes}
-    steps = thresholds.steps(times, paths.POINTER)
+    steps = thresholds.thresholds_from(times, paths.POINTER)
     return () if steps == ((0, paths.POINTER),) else steps
 
 
@@ -213,7 +213,7 @@ def _best(path: paths.Path, trial: Trial) -> paths.Seconds:
     return trial.staged
 
 
-def _in_words(name: str, steps: Steps) -> str:
+def _in_words(name: str, steps: Thresholds) -> str:
     text = ", ".join(f"from {start:,} bytes on {way}" if start else way for start, way in steps)
     return f"{name.replace('_', ' ')} by size: {text}"
 

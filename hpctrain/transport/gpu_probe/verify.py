@@ -20,7 +20,7 @@ import numpy as np
 from hpctrain.core.xp import Array, to_host
 from hpctrain.transport.device import gpus
 from hpctrain.transport.link import Link
-from hpctrain.transport.paths import BY_POINTER, Path, Place, Verdict, path_to, steps_to
+from hpctrain.transport.paths import BY_POINTER, Path, Place, Verdict, path_to, thresholds_to
 
 logger = logging.getLogger("hpctrain")
 Gather = Callable[[bytes], list[bytes]]  #: from this rank's bytes to those of all ranks
@@ -39,7 +39,7 @@ def verified(link: Link, gather: Gather, places: Sequence[Place], verdict: Verdi
         verdict = _without(verdict, wrong)
         if link.rank == 0:
             logger.warning("%s; run `hpctrain doctor`", verdict.reason)
-    steps = [steps_to(verdict, places[link.rank], place) for place in places]
+    steps = [thresholds_to(verdict, places[link.rank], place) for place in places]
     link.take(_paths(verdict, places, link.rank), steps)
     return verdict
 

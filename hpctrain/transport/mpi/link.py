@@ -24,7 +24,7 @@ mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402  (the settings above must come first)
 
 from hpctrain.core.errors import TransportError  # noqa: E402
-from hpctrain.core.thresholds import Steps  # noqa: E402
+from hpctrain.core.thresholds import Thresholds  # noqa: E402
 from hpctrain.core.xp import Array, namespace  # noqa: E402
 from hpctrain.transport.device import transfers  # noqa: E402
 from hpctrain.transport.link import NativeCall, Request  # noqa: E402
@@ -56,7 +56,7 @@ class MpiLink:
             np.ndarray
         )  #: needs no lane; None: all types do, see device/transfers.py
         self.paths: tuple[Path, ...] = ()  #: to each rank; none where no rank has a GPU
-        self.by_size: tuple[Steps, ...] = ()
+        self.by_size: tuple[Thresholds, ...] = ()
         self.lanes: transfers.Lanes | None = None
         self._comm = comm
         self.status = MPI.Status()
@@ -110,7 +110,7 @@ class MpiLink:
         """Return this link for a second thread: of the two, one may only send, one only receive."""
         return self._like(self._comm)
 
-    def take(self, paths: Sequence[Path], by_size: Sequence[Steps] = ()) -> None:
+    def take(self, paths: Sequence[Path], by_size: Sequence[Thresholds] = ()) -> None:
         """Give GPUs' arrays to MPI only where `paths` allow it; see Link; all must call."""
         self.paths, self.host = tuple(paths), None
         self.by_size = tuple(by_size) or ((),) * len(self.paths)

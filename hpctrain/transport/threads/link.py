@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hpctrain.core.errors import HungError, TransportError
-from hpctrain.core.thresholds import Steps
+from hpctrain.core.thresholds import Thresholds
 from hpctrain.transport.device import transfers
 from hpctrain.transport.link import NativeCall, Request
 from hpctrain.transport.paths import Path
@@ -38,7 +38,7 @@ class LocalLink:
         self.patient = True  # a thread that waits sleeps
         self.host: type | None = np.ndarray
         self.paths: tuple[Path, ...] = ()
-        self.by_size: tuple[Steps, ...] = ()
+        self.by_size: tuple[Thresholds, ...] = ()
         self.lanes: transfers.Lanes | None = None
         self.hub = hub
         self.pending: dict[int, deque[_Receive]] = defaultdict(deque)
@@ -88,7 +88,7 @@ class LocalLink:
         """Return this link for a second thread: of the two, one may only send, one only receive."""
         return self._like(self.hub, self.rank, range(self.size))
 
-    def take(self, paths: Sequence[Path], by_size: Sequence[Steps] = ()) -> None:
+    def take(self, paths: Sequence[Path], by_size: Sequence[Thresholds] = ()) -> None:
         """Cut all messages as staged ones, whatever the `paths`: threads have no MPI."""
         staged: Path = "staged"
         self.paths, self.host = (staged,) * len(paths), None
