@@ -25,11 +25,11 @@ from hpctrain.core import launchers
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.transport.device import gpus
 from hpctrain.transport.link import Link
-from hpctrain.transport.paths import STAGED, Place, Verdict
+from hpctrain.transport.paths import STAGED, RankPlace, Verdict
 from hpctrain.transport.placement import rank_placement, shm_warning
 from hpctrain.transport.placement.check import Seated
 from hpctrain.transport.shared_memory import segments
-from hpctrain.transport.shared_memory.cuda_ipc import arenas_of
+from hpctrain.transport.shared_memory.cuda_ipc import shared_gpu_memory
 from hpctrain.transport.shared_memory.host import Memory
 from hpctrain.tuning.gpu_layout import Gpus
 from hpctrain.tuning.select import with_choices
@@ -52,7 +52,7 @@ class World:
     transport: str = "local"
     record: Record | None = None  #: of the link operations that wait; None among threads
     gpu: gpus.Gpu | None = None  #: the one this rank computes on; None: on its cores
-    places: tuple[Place, ...] = ()  #: of each rank: its node, and its GPU where it has one
+    places: tuple[RankPlace, ...] = ()  #: of each rank: its node, and its GPU where it has one
     verdict: Verdict = STAGED  #: the path of GPU memory between ranks
     seats: tuple[Seated, ...] = ()  #: of each rank, as bound at the start; none among threads
     trace: Trace = field(default_factory=Trace)  #: of the spans of all threads
@@ -65,16 +65,15 @@ class World:
 
     def __post_init__(self) -> None:
         """Find the node's ranks, and let rank 0 decide the choices of `auto`; collective."""
-        self.places = self.places or tuple(Place(host, "") for host in self.hosts)
-        main = over_nodes(self.link, self.host)
-        node = main.links[1]
-        gather = partial(collectives.all_gather_bytes, node)
-        self.memory = Memory(node, gather)
-        gpus_here = [place.gpu for place in self.places if place.node == self.host]
-        self.memory.gpu = arenas_of(node, gather, gpus_here)
+        self.places = self.places or tuple(RankPlace(host, "") for host in self.hosts)
+        self.main = over_nodes(self.link, self.host)
+        gather = partial(collectives.all_gather_bytes, self.node)
+        self.memory = Memory(self.node, gather)
+        node_gpus = [place.gpu for place in self.places if place.node == self.host]
+        self.memory.gpu = shared_gpu_memory(self.node, gather, node_gpus)
         # Ranks that are threads of one process must yield to each other.
         over_mpi = self.transport == "mpi"
-        main = replace(main, memory=self.memory, spins=over_mpi)
+        main = replace(self.main, memory=self.memory, spins=over_mpi)
         self.main = with_choices(main, over_mpi, self.gpus)
 
     @property
@@ -84,6 +83,18 @@ class World:
     @property
     def size(self) -> int:
         return self.link.size
+
+    @property
+    def node(self) -> Link:
+        """The main thread's link to the ranks of this node."""
+        assert self.main.node is not None  # made by `over_nodes`
+        return self.main.node
+
+    @property
+    def across(self) -> Link:
+        """The main thread's link to the ranks with the same local rank, one of each node."""
+        assert self.main.across is not None
+        return self.main.across
 
     @property
     def host(self) -> str:

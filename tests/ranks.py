@@ -18,7 +18,7 @@ import pytest
 
 from hpctrain import world as worlds
 from hpctrain.transport.device.gpus import Gpu
-from hpctrain.transport.paths import Place, Verdict
+from hpctrain.transport.paths import RankPlace, Verdict
 from hpctrain.transport.threads.link import LocalLink, run_ranks
 from hpctrain.world import World
 
@@ -52,8 +52,8 @@ def on_gpus(world: World, nodes: str = "", gpus: str = "", verdict: Verdict = ST
 
     cupy.cuda.Stream(non_blocking=True).use()  # not one that other threads wait for, too
     nodes, gpus = nodes or "a" * world.size, gpus or "0" * world.size
-    places = tuple(Place(node, f"GPU-{gpu}") for node, gpu in zip(nodes, gpus, strict=True))
-    world.link.take([verdict.across] * world.size)
+    places = tuple(RankPlace(node, f"GPU-{gpu}") for node, gpu in zip(nodes, gpus, strict=True))
+    world.link.set_paths([verdict.across] * world.size)
     local = nodes[: world.rank].count(nodes[world.rank])
     return World(
         world.link, tuple(nodes), local, transport=world.transport, verdict=verdict,

@@ -7,13 +7,13 @@ import pytest
 from hpctrain.core.launchers import (
     ALONE,
     Launched,
+    allocated_tasks,
     launched,
     mismatch,
     nodes,
     of_daemons,
     pmix_alone,
     scrubbed,
-    slots,
     unstartable,
 )
 
@@ -116,7 +116,7 @@ def test_launched(case):
 
 @pytest.mark.parametrize("told, number", [("4", 4), ("2(x3),1", 7), ("", None)])
 def test_slots(told, number):
-    assert slots({"SLURM_TASKS_PER_NODE": told}) == number
+    assert allocated_tasks({"SLURM_TASKS_PER_NODE": told}) == number
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ world = hpctrain.init("gpu")
 for n in (1, 1000, 1 << 20):
     for call in (direct, direct_shared):
         x = world.memory.gpu.zeros(n, np.float32)
-        assert world.memory.place(x) is not None, "no handle opens"
+        assert world.memory.locate(x) is not None, "no handle opens"
         x[...] = xp.like(x, np.arange(n) % 7 + world.rank)
         told = call(world.main, x, np.add)
         seen = xp.to_host(x if told is None else told)

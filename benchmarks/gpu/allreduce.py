@@ -66,10 +66,10 @@ def measured(
     world: World, groups: Mapping[str, Group | None], nbytes: int, rounds: int
 ) -> list[dict[str, Any]]:
     """Return a row for each contender at this size."""
-    arenas = world.memory.gpu
+    gpu_memory = world.memory.gpu
     x = (
-        arenas.zeros(nbytes // 4, np.float32)
-        if arenas
+        gpu_memory.zeros(nbytes // 4, np.float32)
+        if gpu_memory
         else gpus.cupy_module().zeros(nbytes // 4, "f4")
     )
     calls = contenders(world, groups, x)
@@ -124,7 +124,7 @@ def through_host(world: World) -> Group:
     """Return a group in which GPUs' arrays go through pinned memory of the host."""
     group = world.group_for("staged")
     for link in group.links:
-        link.take(["staged"] * link.size)
+        link.set_paths(["staged"] * link.size)
     return group
 
 
@@ -156,7 +156,7 @@ def alone(world: World, work: Callable[[], Any]) -> Callable[[], Any]:
 
 def flags_of(world: World) -> Callable[[], Any]:
     """Return an exchange of flags of the node, or a barrier where it has none."""
-    near = world.main.near
+    near = world.main.node_buffers
     return world.link.barrier if near is None else near.flags.agree
 
 

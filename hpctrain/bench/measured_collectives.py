@@ -140,8 +140,8 @@ def _ring_all_gather(group: Group, x: np.ndarray, op: Operation) -> None:
 def _direct_reduce_scatter(group: Group, x: np.ndarray, op: Operation) -> np.ndarray:
     """Reduce our chunk; nobody may change its array before all have read it."""
     own = direct_reduce_scatter(group, x, op, bounds(x.size, group.link.size))
-    if group.near is not None:
-        group.near.flags.exchange()
+    if group.node_buffers is not None:
+        group.node_buffers.flags.exchange()
     return own
 
 

@@ -50,7 +50,7 @@ class Mapped:
         """Start to fill `x` from rank `source`."""
         if not xp.on_device(x):
             return self._link.irecv(x, source)
-        place = self._memory.place(x)
+        place = self._memory.locate(x)
         assert place is not None, "looked at before"
         remote = place.arrays[self._neighbours.index(source)]
         return _Copy(self._link.irecv(self._word, source), x, remote)
@@ -94,7 +94,7 @@ def ends(world: World, source: int, to: int, x: xp.Array) -> list[Ends]:
 
 
 def _mapped(world: World, source: int, to: int, x: xp.Array) -> list[Ends]:
-    answers = world.gather("y" if world.memory.place(x) is not None else "")
+    answers = world.gather("y" if world.memory.locate(x) is not None else "")
     link = world.link_for("p2p ipc")
     if world.hosts[source] != world.hosts[to] or not (answers[source] and answers[to]):
         return []
@@ -116,5 +116,5 @@ def nic_rate(world: World, source: int, to: int, root: File = pci.ROOT) -> float
 
 def _end(world: World, source: int, to: int, path: Path) -> Ends:
     link = world.link_for(f"p2p {path}")
-    link.take([path] * world.size)
+    link.set_paths([path] * world.size)
     return Ends(link, source, to, path)

@@ -70,8 +70,8 @@ def launch_argv(n: int, argv: Sequence[str]) -> int:
 
 def _launched(n: int, argv: Sequence[str]) -> int:
     mpi, started = find_mpi(), time.time()
-    slots = launchers.slots(os.environ) or _physical_cores()
-    line, extra = command(mpi, n, argv, oversubscribed=n > slots, root=os.geteuid() == 0)
+    tasks = launchers.allocated_tasks(os.environ) or _physical_cores()
+    line, extra = command(mpi, n, argv, oversubscribed=n > tasks, root=os.geteuid() == 0)
     job = uuid.uuid4().hex
     with open(os.memfd_create(run_folder.NOTE), "rb") as note, _guarded(job) as job_environ:
         job_environ |= _for_ranks(_proc_path(note.fileno()))

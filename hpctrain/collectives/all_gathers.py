@@ -62,7 +62,7 @@ def through_memory(group: Group, x: np.ndarray) -> None:
         raise UsageError(
             f"algorithm direct works inside one node, seen {len(group.nodes)}; use auto"
         )
-    if group.near is None:
+    if group.node_buffers is None:
         round_the_ring(group, x)
     else:
         from_neighbours(group, x, bounds(x.size, group.link.size))
@@ -91,7 +91,7 @@ def auto(group: Group, x: np.ndarray) -> None:
 
 def shares_all(group: Group) -> bool:
     """Return whether all ranks of `group` are on one node and share memory."""
-    return len(group.nodes) == 1 and group.near is not None
+    return len(group.nodes) == 1 and group.node_buffers is not None
 
 
 #: The all-gathers that are the second half of an all-reduce, by its name.

@@ -13,8 +13,8 @@ SEGMENT_BYTES = 1 << 20
 
 def bounds(length: int, parts: int, align: int = 1) -> list[int]:
     """Return `parts + 1` offsets that cut `length` elements evenly, at multiples of `align`."""
-    blocks = -(-length // align)
-    return [min(length, i * blocks // parts * align) for i in range(parts + 1)]
+    units = -(-length // align)
+    return [min(length, i * units // parts * align) for i in range(parts + 1)]
 
 
 def chunks(x: np.ndarray, parts: int) -> list[np.ndarray]:

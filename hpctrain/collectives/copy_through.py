@@ -1,20 +1,20 @@
-"""Slots: short arrays, and arrays outside of node memory, are copied through node memory.
+"""Copy buffers: short arrays, and arrays outside of node memory, are copied through node memory.
 
 Short ones are copied as a whole, and every rank adds all of them: one exchange (`|`) is enough, in
-which no rank waits for another's sum. Two short slots alternate.
+which no rank waits for another's sum. Two short buffers alternate.
 
-    rank 0    [ copy x0 ] | [ slot 0 + slot 1 ]
-    rank 1    [ copy x1 ] | [ slot 0 + slot 1 ]
+    rank 0    [ copy x0 ] | [ copy 0 + copy 1 ]
+    rank 1    [ copy x1 ] | [ copy 0 + copy 1 ]
 
-Long ones travel in segments that fit a slot of P rows, one for each part as in direct.py. Rank r
-sums part r of all ranks and leaves the sum in row r of its own slot, from which the others copy it:
+Long ones travel in segments that fit a buffer of P rows, one for each part as in direct.py. Rank r
+sums part r of all ranks and leaves the sum in row r of its own buffer; the others copy it:
 
     rank 0    [ copy 1, 2, 3 ] | [ sum 0 of all ] | [ take 1, 2, 3 ]    next segment
     rank 1    [ copy 0, 2, 3 ] | [ sum 1 of all ] | [ take 0, 2, 3 ]
 
-One slot is enough: with the next segment, row r of rank r's slot is not written before the first
-exchange, by which all have copied it. A part is summed by one rank. The short ones are summed by
-all in the order of ranks and out of slots alone, since NumPy does not always add in place as it
+One buffer is enough: with the next segment, row r of rank r's buffer is first written after the
+exchange by which all have copied it. A part is summed by one rank. The short ones are summed by
+all in the order of ranks and out of buffers alone, since NumPy does not always add in place as it
 adds into another array: all ranks end with the same bytes.
 
 Cost: short, one exchange, nP read and n (P-1) added per rank; long, two exchanges per segment,
@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hpctrain.collectives.chunks import bounds, segments, slices
-from hpctrain.collectives.node_buffers import SHORT_BYTES, Near
+from hpctrain.collectives.node_buffers import SHORT_BYTES, NodeBuffers
 from hpctrain.collectives.reductions.operations import Operation
 from hpctrain.collectives.signature import Signature, must_match_in_node, of_length
 from hpctrain.transport.shared_memory.host import ALIGN_BYTES
@@ -47,7 +47,7 @@ def add(arrays: Sequence[np.ndarray], op: Operation, out: np.ndarray) -> None:
 
 
 def short_call(
-    buffers: Near, x: np.ndarray, op: Operation, call: Signature
+    buffers: NodeBuffers, x: np.ndarray, op: Operation, call: Signature
 ) -> Callable[[], np.ndarray]:
     """Return a call that reduces flat `x`, no longer than SHORT_BYTES, in place, and returns it.
 
@@ -69,34 +69,34 @@ def short_call(
     return reduce
 
 
-def long(buffers: Near, x: np.ndarray, op: Operation) -> None:
+def long(buffers: NodeBuffers, x: np.ndarray, op: Operation) -> None:
     """Reduce flat `x` in place; the same length on all ranks is already agreed."""
     if x.nbytes <= SHORT_BYTES:
         short_call(buffers, x, op, of_length(x.nbytes))()
         return
-    slots = buffers.wide(x.dtype)
-    for segment in segments(x, slots[0].nbytes):
-        _segment(buffers, slots, segment, op)
+    copies = buffers.wide(x.dtype)
+    for segment in segments(x, copies[0].nbytes):
+        _segment(buffers, copies, segment, op)
 
 
 def _turn(
-    slots: list[np.ndarray], rank: int
+    copies: list[np.ndarray], rank: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Return this rank's slot, then the first, second and remaining operands."""
-    return slots[rank], slots[0], slots[1], slots[2:]
+    """Return this rank's buffer, then the first, second and remaining operands."""
+    return copies[rank], copies[0], copies[1], copies[2:]
 
 
-def _segment(buffers: Near, slots: list[np.ndarray], x: np.ndarray, op: Operation) -> None:
-    rank, chunks = buffers.link.rank, slices(x, parts(x, len(slots)))
-    peers, total = [i for i in range(len(slots)) if i != rank], chunks[rank]
+def _segment(buffers: NodeBuffers, copies: list[np.ndarray], x: np.ndarray, op: Operation) -> None:
+    rank, chunks = buffers.link.rank, slices(x, parts(x, len(copies)))
+    peers, total = [i for i in range(len(copies)) if i != rank], chunks[rank]
     for i in peers:
-        slots[rank][i, : chunks[i].size] = chunks[i]
+        copies[rank][i, : chunks[i].size] = chunks[i]
     buffers.flags.agree()
     # Added in private memory, then copied: a copy overwrites whole cache lines without fetching
     # them from the neighbour that read them last, an addition does not.
     for i in peers:
-        op(total, slots[i][rank, : total.size], out=total)
-    slots[rank][rank, : total.size] = total
+        op(total, copies[i][rank, : total.size], out=total)
+    copies[rank][rank, : total.size] = total
     buffers.flags.agree()
     for i in peers:
-        chunks[i][:] = slots[i][i, : chunks[i].size]
+        chunks[i][:] = copies[i][i, : chunks[i].size]

@@ -13,15 +13,15 @@ into P parts; rank r works on part r. Four ranks, parts a b c d; `4b` means "the
     `direct_shared` writes the sum into rank 0's array alone, and all ranks read that one.
 
 Index rule: part r is elements r n/P .. (r + 1) n/P, cut at cache lines. A part is processed in
-blocks that stay in the core's cache from the sum to the write-back. Always in the order of ranks:
+tiles that stay in the core's cache from the sum to the write-back. Always in the order of ranks:
 ((x0 + x1) + x2) + x3, added once and copied: all ranks end with the same bytes.
 
 Cost: two exchanges of flags; 2n bytes through memory per rank (2Pn in all), n (P-1)/P added;
 `direct_shared` n (P+1)/P per rank. Whatever the sizes, no bytes are sent.
 
-Arrays outside of node memory, and all short ones, go through slots (copy_through.py). Ranks agree
+Arrays outside of node memory, and all short ones, go through buffers (copy_through.py). Ranks agree
 on this in the first exchange, whose payload is a digest of the call and of the place of the array.
-If any rank's array lies at another place than the others', all go through slots; if calls differ,
+If any rank's array lies at another place than the others', all go through buffers; if calls differ,
 all ranks raise (signature.py).
 
 Arrays of GPUs lie in memory that CUDA IPC maps (`cuda_ipc.py`); a part is one kernel, which reads
@@ -46,17 +46,17 @@ from hpctrain.collectives import ring as messages
 from hpctrain.collectives.chunks import parts_of
 from hpctrain.collectives.copy_through import parts
 from hpctrain.collectives.group import Group
-from hpctrain.collectives.node_buffers import Near
+from hpctrain.collectives.node_buffers import NodeBuffers
 from hpctrain.collectives.reductions.operations import Operation, combine
 from hpctrain.collectives.signature import Signature, must_match, must_match_in_node, of_length
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, finish, on_device
-from hpctrain.transport.shared_memory.host import Place
+from hpctrain.transport.shared_memory.host import SharedArrays
 
 log = logging.getLogger(__name__)
-BLOCK_BYTES = 128 << 10
+TILE_BYTES = 128 << 10
 ANYWHERE_BYTES = 8 << 10  # up to here one exchange and copies are faster than two and none
-_PLACE = struct.Struct("<qq")
+_LOCATION = struct.Struct("<qq")
 
 
 def direct(group: Group, x: np.ndarray, op: Operation) -> None:
@@ -94,17 +94,17 @@ def prepared(
     call = call or of_length(x.nbytes)
     if x.nbytes <= ANYWHERE_BYTES:
         return copy_through.short_call(buffers, x, op, call)
-    place = None if group.memory is None else group.memory.place(x)
-    arrays = None if place is None else place.arrays
-    blocks = None if arrays is None else _our_blocks(buffers, arrays)
+    location = None if group.memory is None else group.memory.locate(x)
+    arrays = None if location is None else location.arrays
+    tiles = None if arrays is None else _own_tiles(buffers, arrays)
     work, result = (_sum_into_first, arrays) if shared and arrays else (_sum_and_write_back, [x])
-    payload, agree = call.payload ^ _place_number(place), buffers.flags.agree
+    payload, agree = call.payload ^ _location_number(location), buffers.flags.agree
 
     def reduce() -> np.ndarray:
         if not agree(payload):
             must_match_in_node(buffers, call)
-        elif blocks is not None:
-            work(blocks, op)
+        elif tiles is not None:
+            work(tiles, op)
             agree()
             return result[0]
         copy_through.long(buffers, x, op)
@@ -121,7 +121,7 @@ def reduce_scatter(
     Local rank r's part is `offsets[r]:offsets[r + 1]`, by default an even one at cache lines
     (`parts`); the rest of `x` must stay unchanged until `all_gather`.
     """
-    buffers, node = group.near, _of_node(group)
+    buffers, node = group.node_buffers, _of_node(group)
     offsets, rank = offsets or parts(x, node.link.size), node.link.rank
     arrays = None if buffers is None else agreed(group, buffers, x)
     if arrays is None:
@@ -130,17 +130,17 @@ def reduce_scatter(
         views = parts_of(arrays, offsets, rank)
         combine(views, op, [views[rank]])
         return views[rank]
-    total = group.scratch.beside(x, BLOCK_BYTES // x.itemsize)
-    for block in _blocks([array[offsets[rank] : offsets[rank + 1]] for array in arrays]):
-        out = total[: block[0].size]
-        copy_through.add(block, op, out)
-        block[rank][:] = out
+    total = group.scratch.beside(x, TILE_BYTES // x.itemsize)
+    for tile in _tiles([array[offsets[rank] : offsets[rank + 1]] for array in arrays]):
+        out = total[: tile[0].size]
+        copy_through.add(tile, op, out)
+        tile[rank][:] = out
     return x[offsets[rank] : offsets[rank + 1]]
 
 
 def all_gather(group: Group, x: np.ndarray, offsets: Sequence[int] | None = None) -> None:
     """Fill flat `x` with the parts of all ranks of the node; this rank's own is in place."""
-    buffers, node = group.near, _of_node(group)
+    buffers, node = group.node_buffers, _of_node(group)
     offsets = offsets or parts(x, node.link.size)
     arrays = None if buffers is None else agreed(group, buffers, x)
     if buffers is None or arrays is None:
@@ -161,10 +161,10 @@ def must_be_one_node(nodes: int) -> None:
         )
 
 
-def _node_buffers(group: Group) -> Near | None:
+def _node_buffers(group: Group) -> NodeBuffers | None:
     """Return the node buffers of `group`, all on one node; None without shared memory."""
     must_be_one_node(len(group.nodes))
-    buffers = group.near
+    buffers = group.node_buffers
     if buffers is None and group.link.size > 1 and group.link.rank == 0:
         _warn_of_messages()
     return buffers
@@ -181,7 +181,7 @@ def _of_node(group: Group) -> Group:
     return Group(group.node, group.scratch)
 
 
-Blocks = list[list[np.ndarray]]  #: of each block, the arrays of all ranks
+Tiles = list[list[np.ndarray]]  #: of each tile, the arrays of all ranks
 
 
 def _by_messages(
@@ -194,7 +194,12 @@ def _by_messages(
 
 
 def _on_gpus(
-    group: Group, buffers: Near, x: Array, op: Operation, call: Signature | None, shared: bool
+    group: Group,
+    buffers: NodeBuffers,
+    x: Array,
+    op: Operation,
+    call: Signature | None,
+    shared: bool,
 ) -> Array:
     """Reduce `x` on GPUs; with `shared`, on one GPU, the sum is in the first array alone."""
     arrays, rank = agreed(group, buffers, x, call), buffers.link.rank
@@ -209,44 +214,44 @@ def _on_gpus(
 
 
 def agreed(
-    group: Group, buffers: Near, x: Array, call: Signature | None = None
+    group: Group, buffers: NodeBuffers, x: Array, call: Signature | None = None
 ) -> list[Array] | None:
     """Return all ranks' arrays, ready to read; None unless all lie at the same place."""
     on_gpu = type(x) is not np.ndarray and on_device(x)
-    place = None if group.memory is None else group.memory.place(x)
+    location = None if group.memory is None else group.memory.locate(x)
     call = call or of_length(x.nbytes, on_gpu)
     finish(x)
-    if buffers.flags.agree(call.payload ^ _place_number(place)):
-        return None if place is None else place.arrays
+    if buffers.flags.agree(call.payload ^ _location_number(location)):
+        return None if location is None else location.arrays
     must_match_in_node(buffers, call)
     return None
 
 
-def _place_number(place: Place | None) -> int:
-    """Return a number for `place`: equal on all ranks if their arrays lie at the same place."""
-    return 0 if place is None else crc32(_PLACE.pack(place.number, place.offset))
+def _location_number(location: SharedArrays | None) -> int:
+    """Return a number for `location`: equal on all ranks if their arrays lie at the same place."""
+    return 0 if location is None else crc32(_LOCATION.pack(location.number, location.offset))
 
 
-def _our_blocks(buffers: Near, arrays: list[np.ndarray]) -> Blocks:
-    """Return the blocks of this rank's part of all `arrays`."""
+def _own_tiles(buffers: NodeBuffers, arrays: list[np.ndarray]) -> Tiles:
+    """Return the tiles of this rank's part of all `arrays`."""
     start, stop = parts(arrays[0], len(arrays))[buffers.link.rank :][:2]
-    return _blocks([array[start:stop] for array in arrays])
+    return _tiles([array[start:stop] for array in arrays])
 
 
-def _blocks(arrays: list[np.ndarray]) -> Blocks:
-    """Return equally long `arrays` in blocks, of which those of all arrays fit a core's cache."""
-    step = BLOCK_BYTES // arrays[0].itemsize
+def _tiles(arrays: list[np.ndarray]) -> Tiles:
+    """Return equally long `arrays` in tiles, of which those of all arrays fit a core's cache."""
+    step = TILE_BYTES // arrays[0].itemsize
     return [[a[at : at + step] for a in arrays] for at in range(0, arrays[0].size, step)]
 
 
-def _sum_into_first(blocks: Blocks, op: Operation) -> None:
-    for first, *rest in blocks:
+def _sum_into_first(tiles: Tiles, op: Operation) -> None:
+    for first, *rest in tiles:
         for other in rest:
             op(first, other, out=first)
 
 
-def _sum_and_write_back(blocks: Blocks, op: Operation) -> None:
-    for first, *rest in blocks:
+def _sum_and_write_back(tiles: Tiles, op: Operation) -> None:
+    for first, *rest in tiles:
         for other in rest:
             op(first, other, out=first)
         for other in rest:

@@ -59,7 +59,7 @@ def double_tree(group: Group, x: np.ndarray, op: Operation) -> None:
     """Reduce flat `x` in place over all ranks of `group`."""
     across = len(group.nodes) > 1
     segment_bytes, ahead = (STREAM_BYTES, 2 * AHEAD) if across else (SEGMENT_BYTES, AHEAD)
-    inboxes = group.scratch.slots(x, ahead, segment_bytes)
+    inboxes = group.scratch.rows(x, ahead, segment_bytes)
     halves = [(list(segments(h, segment_bytes)), f) for h, f in _leaf_first(group, x)]
     _reduce(group.link, halves, op, inboxes)
     _broadcast(group.link, halves, ahead)

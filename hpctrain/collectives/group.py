@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.collectives.dispatch import Choices
-from hpctrain.collectives.node_buffers import Near, node_buffers
+from hpctrain.collectives.node_buffers import NodeBuffers, make_node_buffers
 from hpctrain.collectives.small_messages import all_gather_bytes
 from hpctrain.core.xp import Array, finish, namespace
 from hpctrain.transport.link import Link
@@ -36,7 +36,7 @@ class Scratch:
             return self.take(length, dtype)
         device, nbytes = x.data.device_id, length * dtype.itemsize
         if device not in self._beyond or self._beyond[device].nbytes < nbytes:
-            # CuPy's pool may reuse the freed block on another stream while ours still reads it.
+            # CuPy's pool may reuse the freed memory on another stream while ours still reads it.
             finish(x)
             self._beyond[device] = namespace(x).empty(nbytes, np.uint8)
         return self._beyond[device][:nbytes].view(dtype)
@@ -45,9 +45,9 @@ class Scratch:
         """Return an array of `x`'s length and dtype; the next call hands out the same memory."""
         return self.beside(x, x.size)
 
-    def slots(self, x: Array, count: int, slot_bytes: int) -> Array:
+    def rows(self, x: Array, count: int, row_bytes: int) -> Array:
         """Return an array (count, n) of `x`'s dtype, n being the longest segment of `x`."""
-        length = min(x.size, max(1, slot_bytes // x.itemsize))
+        length = min(x.size, max(1, row_bytes // x.itemsize))
         return self.beside(x, count * length).reshape(count, length)
 
 
@@ -63,18 +63,17 @@ class Group:
     memory: Memory | None = None  #: shared by the ranks of `node`; None without sharing
     spins: bool = False  #: whether this thread may look for a flag without letting others run
     choices: Choices | None = None  #: of `auto`; None: by the cost model, anew
-    _near: list[Near | None] = field(default_factory=list, init=False, repr=False, compare=False)
+    _node_buffers: list[NodeBuffers | None] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     @property
-    def near(self) -> Near | None:
-        """Flags and slots of our node, made on first use: then collective; None without memory."""
-        if not self._near:
-            shares = self.memory is not None and self.memory.kind is not None
-            buffers = (
-                node_buffers(self.node, self.spins) if shares and self.node is not None else None
-            )
-            self._near.append(buffers)
-        return self._near[0]
+    def node_buffers(self) -> NodeBuffers | None:
+        """This node's flags and buffers, None without shared memory; first use is collective."""
+        if not self._node_buffers:
+            node = self.node if self.memory is not None and self.memory.kind is not None else None
+            self._node_buffers.append(None if node is None else make_node_buffers(node, self.spins))
+        return self._node_buffers[0]
 
     @property
     def links(self) -> list[Link]:

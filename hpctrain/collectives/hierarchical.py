@@ -41,7 +41,7 @@ from hpctrain.collectives.ring import ring
 def hierarchical(group: Group, x: np.ndarray, op: Operation) -> None:
     """Reduce flat `x` in place over all ranks of `group`; in one node as `direct`, or a ring."""
     if len(group.nodes) < 2:
-        (ring if group.near is None else direct)(group, x, op)
+        (ring if group.node_buffers is None else direct)(group, x, op)
         return
     rail = rails(x, group)
     part = _sum_inside(group, x, op, rail)

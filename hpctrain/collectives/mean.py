@@ -18,7 +18,7 @@ from collections.abc import Callable
 import numpy as np
 
 from hpctrain.collectives.group import Group
-from hpctrain.collectives.reductions.operations import BLOCK, Operation
+from hpctrain.collectives.reductions.operations import TILE, Operation
 from hpctrain.collectives.vote import largest
 from hpctrain.core.xp import Array, namespace, on_device, to_host, wide
 
@@ -72,7 +72,7 @@ def _limit(dtype: np.dtype) -> float:
 
 def _divide(total: Array, ranks: int) -> None:
     """Divide real `total` in place; 16-bit floats in float32."""
-    step = total.size if on_device(total) else BLOCK
+    step = total.size if on_device(total) else TILE
     for start in range(0, total.size, step):
         part = total[start : start + step]
         part[...] = wide(part) / ranks

@@ -1,4 +1,4 @@
-"""Node buffers: the flags shared by the ranks of a node, and slots to copy through.
+"""Node buffers: the flags shared by the ranks of a node, and buffers to copy through.
 
 Made on first use and kept by the group, over the group's own link: so they belong to the group's
 thread, as the link does.
@@ -12,46 +12,46 @@ import numpy as np
 
 from hpctrain.collectives.small_messages import all_gather_bytes
 from hpctrain.transport.link import Link
-from hpctrain.transport.shared_memory.flags import Flags, words_needed
+from hpctrain.transport.shared_memory.flags import NodeFlags, words_needed
 from hpctrain.transport.shared_memory.host import ALIGN_BYTES, Memory
 
 SHORT_BYTES = 128 << 10  # copied as a whole and added by every rank
-LENGTHS_KEPT = 256  # of short arrays, whose slot views are cached
-WIDE_BYTES = 1 << 20  # slot of longer arrays: own slot and parts of neighbours' fit the cache
+LENGTHS_KEPT = 256  # of short arrays, whose buffer views are cached
+WIDE_BYTES = 1 << 20  # buffer of longer arrays: own buffer and parts of neighbours' fit the cache
 
 
-class Near:
-    """The flags and the slots of the ranks of one node, as mapped by one of them."""
+class NodeBuffers:
+    """The flags and the copy buffers of the ranks of one node, as mapped by one of them."""
 
-    def __init__(self, node: Link, flags: Flags, slots: list[np.ndarray]):
-        """`slots`: (2 * SHORT_BYTES + WIDE_BYTES,) uint8 of each rank."""
+    def __init__(self, node: Link, flags: NodeFlags, buffers: list[np.ndarray]):
+        """`buffers`: (2 * SHORT_BYTES + WIDE_BYTES,) uint8 of each rank."""
         self.link, self.flags = node, flags
-        short = [[x[at : at + SHORT_BYTES] for x in slots] for at in (0, SHORT_BYTES)]
-        #: (bytes, dtype, odd) -> every rank's short slot, for rounds that are odd or not: see _cut
+        short = [[x[at : at + SHORT_BYTES] for x in buffers] for at in (0, SHORT_BYTES)]
+        #: (bytes, dtype, odd) -> every rank's short buffer in odd or even rounds: see _cut
         self.short = lru_cache(LENGTHS_KEPT)(partial(_cut, short))
-        self._wide = [x[2 * SHORT_BYTES :] for x in slots]
+        self._wide = [x[2 * SHORT_BYTES :] for x in buffers]
 
     def wide(self, dtype: np.dtype) -> list[np.ndarray]:
-        """Return every rank's wide slot as an array (P, n): a row for each part."""
+        """Return every rank's wide buffer as an array (P, n): a row for each part."""
         row = WIDE_BYTES // len(self._wide) // ALIGN_BYTES * ALIGN_BYTES
         used = row * len(self._wide)
-        return [slot[:used].view(dtype).reshape(len(self._wide), -1) for slot in self._wide]
+        return [buffer[:used].view(dtype).reshape(len(self._wide), -1) for buffer in self._wide]
 
 
 def _cut(short: list[list[np.ndarray]], nbytes: int, dtype: np.dtype, odd: int) -> list[np.ndarray]:
-    """Return every rank's short slot as an array of `nbytes`.
+    """Return every rank's short buffer as an array of `nbytes`.
 
-    Short slots alternate with the rounds of the flags: before one is written again, all ranks have
-    completed another round, and so have read it.
+    Short buffers alternate with the rounds of the flags: before one is written again, all ranks
+    have completed another round, and so have read it.
     """
-    return [slot[:nbytes].view(dtype) for slot in short[odd]]
+    return [buffer[:nbytes].view(dtype) for buffer in short[odd]]
 
 
-def node_buffers(node: Link, spins: bool) -> Near | None:
+def make_node_buffers(node: Link, spins: bool) -> NodeBuffers | None:
     """Return the buffers shared by the ranks of `node`, None without shared memory; collective."""
     memory = Memory(node, partial(all_gather_bytes, node))
-    words = memory.one_for_all(words_needed(node.size), np.uint64)
-    slots = memory.neighbours(memory.zeros(2 * SHORT_BYTES + WIDE_BYTES, np.uint8))
-    if words is None or slots is None:
+    words = memory.common_zeros(words_needed(node.size), np.uint64)
+    buffers = memory.neighbours(memory.zeros(2 * SHORT_BYTES + WIDE_BYTES, np.uint8))
+    if words is None or buffers is None:
         return None
-    return Near(node, Flags(node, words, spins), slots)
+    return NodeBuffers(node, NodeFlags(node, words, spins), buffers)

@@ -47,7 +47,7 @@ from hpctrain.collectives.ring import all_gather as round_the_ring
 from hpctrain.core.errors import UsageError
 
 SCRATCH_BYTES = 2 << 20
-BLOCK_BYTES = 256 << 10  # of all ranks together, added while in the cache
+TILE_BYTES = 256 << 10  # of all ranks together, added while in the cache
 
 #: Returns the array that holds the sum of a left and a right one; it may be one of them.
 Add = Callable[[Any, Any], Any]
@@ -167,20 +167,24 @@ def from_memory(
     This needs a single subtotal on each rank; else it sends messages.
     """
     one_each = all(len(held) == 1 for held in tree.held) and shares_all(group)
-    arrays = agreed(group, group.near, x) if one_each and group.near is not None else None
+    arrays = (
+        agreed(group, group.node_buffers, x)
+        if one_each and group.node_buffers is not None
+        else None
+    )
     if arrays is None:
         reduce_scatter(group, tree, own, x, op)
         return
     size, at = group.link.size, bounds(x.size, group.link.size)
     first, stop = at[group.link.rank], at[group.link.rank + 1]
-    step = max(1, BLOCK_BYTES // (size * x.itemsize))
+    step = max(1, TILE_BYTES // (size * x.itemsize))
     # A row for each addition: neighbours' arrays are read-only.
     rows = group.scratch.beside(x, (size - 1) * step).reshape(size - 1, step)
     for start in range(first, stop, step):
-        block = slice(start, min(start + step, stop))
-        free = iter(rows[:, : block.stop - start])
+        tile = slice(start, min(start + step, stop))
+        free = iter(rows[:, : tile.stop - start])
         into_a_row = partial(_into_next, op, free)
-        x[block] = tree.sum_of([array[block] for array in arrays], into_a_row)
+        x[tile] = tree.sum_of([array[tile] for array in arrays], into_a_row)
 
 
 def _into_next(

@@ -1,6 +1,6 @@
 """Recursive doubling: whole vectors, exchanged with partners at distance 1, 2, 4, ...
 
-Four ranks, each holding its own vector; after step k all ranks of a block of 2^(k+1) agree:
+Four ranks, each holding its own vector; after step k all ranks of a group of 2^(k+1) agree:
 
     rank   start   step 0 (xor 1)   step 1 (xor 2)
      0       a          ab               abcd

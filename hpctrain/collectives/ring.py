@@ -139,7 +139,7 @@ def _stream(
     # No more than a chunk has: a segment must arrive before it is forwarded, and its own partial
     # sum must have left before the next receive into its place.
     ahead = min(AHEAD, *map(len, cut))
-    inboxes = group.scratch.slots(max(chunk, key=len), ahead, STREAM_BYTES)
+    inboxes = group.scratch.rows(max(chunk, key=len), ahead, STREAM_BYTES)
     sends: deque[Request | None] = deque([None] * ahead)
     coming: deque[_Coming | None] = deque([None] * ahead)
     for k, (outgoing, target) in enumerate(zip_longest(out, into)):
@@ -180,7 +180,7 @@ def _exchange_in_segments(
 ) -> None:
     link = group.link
     left, right = _neighbours(link)
-    inboxes = group.scratch.slots(target, AHEAD, segment_bytes)
+    inboxes = group.scratch.rows(target, AHEAD, segment_bytes)
     sends: list[Request] = []
     coming: deque[_Coming] = deque()
     pairs = zip_longest(segments(outgoing, segment_bytes), segments(target, segment_bytes))

@@ -29,7 +29,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from hpctrain.collectives.group import Group
-from hpctrain.collectives.node_buffers import LENGTHS_KEPT, Near
+from hpctrain.collectives.node_buffers import LENGTHS_KEPT, NodeBuffers
 from hpctrain.collectives.small_messages import all_gather_bytes, maximum
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.link import Link
@@ -71,7 +71,7 @@ def of_length(nbytes: int, on_gpu: bool = False) -> Signature:
 
 def must_match(group: Group, call: Signature) -> None:
     """Raise UsageError on all ranks, naming those that differ, unless all make the same `call`."""
-    buffers = group.near
+    buffers = group.node_buffers
     if len(group.nodes) == 1 and buffers is not None:
         if not buffers.flags.agree(call.payload) or call.faulty:
             must_match_in_node(buffers, call)
@@ -84,7 +84,7 @@ def matched(group: Group, call: Signature, work: Callable[[], T]) -> Callable[[]
 
     The first match in `group` is collective.
     """
-    buffers = group.near
+    buffers = group.node_buffers
     if len(group.nodes) != 1 or buffers is None:
         return partial(_match_first, group, call, work)
     agree, payload = buffers.flags.agree, call.payload
@@ -102,13 +102,13 @@ def _match_first(group: Group, call: Signature, work: Callable[[], T]) -> T:
     return work()
 
 
-def must_match_in_node(buffers: Near, call: Signature) -> None:
+def must_match_in_node(buffers: NodeBuffers, call: Signature) -> None:
     """Raise as `must_match`, after an exchange of flags that may differ by place alone."""
     if not buffers.flags.agree(call.payload) or call.faulty:
         _explain(buffers.link, call)
 
 
-def _matches(group: Group, buffers: Near | None, digest: int) -> bool:
+def _matches(group: Group, buffers: NodeBuffers | None, digest: int) -> bool:
     """Return whether all ranks have the same `digest`: in each node, then among the leaders."""
     if group.node is None or group.across is None or len(group.nodes) < 2:
         return _equal(group.link, None, digest)
@@ -121,7 +121,7 @@ def _matches(group: Group, buffers: Near | None, digest: int) -> bool:
     return _equal(group.node, buffers, int(same)) and same
 
 
-def _equal(link: Link, buffers: Near | None, number: int) -> bool:
+def _equal(link: Link, buffers: NodeBuffers | None, number: int) -> bool:
     """Return whether all ranks of `link` have the same `number`."""
     if buffers is not None:
         return buffers.flags.agree(number & MASK)

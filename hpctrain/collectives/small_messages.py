@@ -10,16 +10,16 @@ import numpy as np
 from hpctrain.transport.link import Link
 
 
-def all_gather_short(link: Link, block: np.ndarray) -> np.ndarray:
-    """Return an array (P, n) uint8 of every rank's `block` (n,) uint8; ceil(log2 P) steps.
+def all_gather_short(link: Link, row: np.ndarray) -> np.ndarray:
+    """Return an array (P, n) uint8 of every rank's `row` (n,) uint8; ceil(log2 P) steps.
 
     Row i is filled relative to the own rank (row i is rank r + i), and rows are rotated at the end:
     after step k a rank holds 2^k rows and sends rank r - 2^k as many as that lacks.
     Source: Bruck et al., "Efficient algorithms for all-to-all communications", 1997.
     """
     rank, size = link.rank, link.size
-    rows = np.empty((size, block.size), np.uint8)
-    rows[0] = block
+    rows = np.empty((size, row.size), np.uint8)
+    rows[0] = row
     held = 1
     while held < size:
         count = min(held, size - held)

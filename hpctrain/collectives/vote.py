@@ -22,9 +22,9 @@ def largest(group: Group, pair: Sequence[int]) -> list[int]:
 
     Both are 0 .. 65535, or, on several nodes, up to 2^63 - 1.
     """
-    if len(group.nodes) == 1 and group.near is not None:
+    if len(group.nodes) == 1 and group.node_buffers is not None:
         first, second = pair
-        words = group.near.flags.exchange(first << BITS | second)
+        words = group.node_buffers.flags.exchange(first << BITS | second)
         return [max(words) >> BITS, max(word & ((1 << BITS) - 1) for word in words)]
     numbers = np.array(pair, np.int64)
     recursive_doubling(group, numbers, np.maximum)

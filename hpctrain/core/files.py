@@ -25,7 +25,7 @@ from hpctrain.core.errors import UsageError
 T = TypeVar("T")
 MIB = 1 << 20
 LINE_BYTES = 256 * MIB  #: of one line in a log: an epoch of events of many workers
-_BLOCK = MIB
+_PIECE_BYTES = MIB
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket",
           stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}  # fmt: skip
@@ -75,8 +75,8 @@ def open_regular(path: str | Path) -> BinaryIO:
 def read_bytes(path: str | Path, limit_bytes: int) -> bytes:
     """Return the contents of a file; raise FileError if they exceed `limit_bytes`."""
     with open_regular(path) as file:
-        blocks = list(_blocks(path, file, limit_bytes))
-    return b"".join(blocks)
+        pieces = list(_pieces(path, file, limit_bytes))
+    return b"".join(pieces)
 
 
 def read_text(path: str | Path, limit_bytes: int) -> str:
@@ -121,7 +121,7 @@ def append_lines(path: str | Path, text: str) -> None:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
         end, data = _end_of_lines(handle), text.encode()
-        if _is_object(os.pread(handle, _BLOCK, end)):  # all but its newline was written
+        if _is_object(os.pread(handle, _PIECE_BYTES, end)):  # all but its newline was written
             end, data = os.fstat(handle).st_size, b"\n" + data
         os.ftruncate(handle, end)
         try:
@@ -147,7 +147,7 @@ def _end_of_lines(handle: int) -> int:
     """Return the length of a file up to the end of its last whole line."""
     end = os.fstat(handle).st_size
     while end:
-        start = max(end - _BLOCK, 0)
+        start = max(end - _PIECE_BYTES, 0)
         newline = os.pread(handle, end - start, start).rfind(b"\n")
         if newline >= 0:
             return start + newline + 1
@@ -222,12 +222,12 @@ def _check_regular(path: str | Path, status: os.stat_result) -> None:
         raise FileError(f"{path}: expected a regular file, seen {kind}")
 
 
-def _blocks(path: str | Path, file: BinaryIO, limit_bytes: int) -> Iterator[bytes]:
+def _pieces(path: str | Path, file: BinaryIO, limit_bytes: int) -> Iterator[bytes]:
     size, total = os.fstat(file.fileno()).st_size, 0
     # A file may grow meanwhile, and those of /proc have no size.
-    while size <= limit_bytes and (block := _guarded(path, lambda: file.read(_BLOCK))):
-        yield block
-        size = total = total + len(block)
+    while size <= limit_bytes and (piece := _guarded(path, lambda: file.read(_PIECE_BYTES))):
+        yield piece
+        size = total = total + len(piece)
     if size > limit_bytes:
         raise FileError(f"{path}: expected at most {limit_bytes} bytes, seen {size}")
 

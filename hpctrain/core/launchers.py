@@ -96,7 +96,7 @@ def restarts(environ: Mapping[str, str]) -> int:
     return _integer(environ, "SLURM_RESTART_COUNT") or 0
 
 
-def slots(environ: Mapping[str, str]) -> int | None:
+def allocated_tasks(environ: Mapping[str, str]) -> int | None:
     """Return the number of tasks allocated on all nodes of this Slurm job; None outside of one."""
     return sum(_counts(environ.get("SLURM_TASKS_PER_NODE", ""))) or None
 

@@ -135,7 +135,7 @@ def direct(n: int, ranks: int) -> Cost:
 
 
 def all_gather_short(n: int, ranks: int) -> Cost:
-    """Return L steps, n(P-1)/P bytes, n those of all blocks together (Bruck et al., 1997)."""
+    """Return L steps, n(P-1)/P bytes, n those of all rows together (Bruck et al., 1997)."""
     return Cost((ranks - 1).bit_length(), n * (ranks - 1) / ranks, 0)
 
 

@@ -203,9 +203,9 @@ class Reducer:
 
     def release(self) -> None:
         """Wait until all ranks have read the sums: then gradients may be written; collective."""
-        if direct_shared in self._functions and self._group.near is not None:
+        if direct_shared in self._functions and self._group.node_buffers is not None:
             finish(self._grad)  # a kernel queued in our stream has read nothing yet
-            self._group.near.flags.exchange()
+            self._group.node_buffers.flags.exchange()
 
     def close(self) -> None:
         """End the communication thread."""

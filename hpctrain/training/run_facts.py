@@ -42,5 +42,5 @@ def _gpu_paths(world: World) -> dict[str, str] | None:
     """Return the path of GPU memory between ranks, and the reason for it; None on CPUs."""
     if not any(place.gpu for place in world.places):
         return None
-    arenas = world.memory.gpu
-    return paths.table(world.verdict, arenas is not None and arenas.refused)
+    gpu_memory = world.memory.gpu
+    return paths.table(world.verdict, gpu_memory is not None and gpu_memory.refused)

@@ -41,7 +41,7 @@ class Link(Protocol):
     host_bytes: int  #: of GPUs' arrays, copied to or from the host for its messages
     paths: tuple[Path, ...]  #: of GPU memory to each rank; none if there is no GPU
     by_size: tuple[Thresholds, ...]  #: to each rank: from which length on staged, or by pointer
-    patient: bool  #: whether waiting sleeps, and leaves the core to threads that compute
+    sleeps_while_waiting: bool  #: and leaves the core to threads that compute
 
     def isend(self, x: np.ndarray, to: int) -> Request:
         """Start to send `x` to rank `to`."""
@@ -61,7 +61,7 @@ class Link(Protocol):
     def view(self) -> Link:
         """Return this link for a second thread: of the two, one may only send, one only receive."""
 
-    def take(self, paths: Sequence[Path], by_size: Sequence[Thresholds] = ()) -> None:
+    def set_paths(self, paths: Sequence[Path], by_size: Sequence[Thresholds] = ()) -> None:
         """Give GPUs' arrays to MPI only where `paths`, one to each rank, allow it; all must call.
 
         `by_size`, also one for each rank, limits them to some lengths; () for all. Both also hold

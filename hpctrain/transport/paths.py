@@ -31,7 +31,7 @@ HOST, POINTER = "staged", "pointer"  #: the two paths that a trial times, in a v
 Seconds = tuple[tuple[int, float], ...]
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """The place of a rank's arrays: the node, and the GPU by a name that all processes share."""
 
     node: str
@@ -68,7 +68,7 @@ def _tuples(lists: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, Any]:
     return {name: tuple(map(tuple, rows)) for name, rows in lists.items()}
 
 
-def classes(places: Sequence[Place]) -> list[str]:
+def classes(places: Sequence[RankPlace]) -> list[str]:
     """Return the classes of pairs among `places`, which all have GPUs."""
     apart, nodes = len(set(places)), len({place.node for place in places})
     present = {"same_gpu": apart < len(places), "same_node": apart > nodes, "across": nodes > 1}
@@ -84,20 +84,20 @@ def table(verdict: Verdict, ipc_refused: bool) -> dict[str, str]:
     return rows
 
 
-def class_of(local: Place, remote: Place) -> str:
+def class_of(local: RankPlace, remote: RankPlace) -> str:
     """Return the class of a pair, the name of a field of `Verdict`."""
     if local.node != remote.node:
         return "across"
     return "same_gpu" if local.gpu == remote.gpu and local.gpu else "same_node"
 
 
-def path_to(verdict: Verdict, local: Place, remote: Place) -> Path:
+def path_to(verdict: Verdict, local: RankPlace, remote: RankPlace) -> Path:
     """Return the path between `local` and `remote`."""
     path: Path = getattr(verdict, class_of(local, remote))
     return path
 
 
-def thresholds_to(verdict: Verdict, local: Place, remote: Place) -> Thresholds:
+def thresholds_to(verdict: Verdict, local: RankPlace, remote: RankPlace) -> Thresholds:
     """Return the size thresholds between two places; (): the verdict's path at every length."""
     return verdict.by_size.get(class_of(local, remote), ())
 

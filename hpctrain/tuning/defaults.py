@@ -123,7 +123,7 @@ def _native(layout: NodeLayout, n: int) -> float:
 
 
 def _direct(ranks: int, n: int, *, in_memory: bool) -> float:
-    """In memory each byte of P arrays is read and written once; through slots twice as often.
+    """In memory each byte of P arrays is read and written once; through buffers twice as often.
 
     A node's ranks share the memory bandwidth: times P either way.
     """

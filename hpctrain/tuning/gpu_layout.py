@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.transport.paths import Place, Verdict
+from hpctrain.transport.paths import RankPlace, Verdict
 
 
 @dataclass(frozen=True)
@@ -13,14 +13,14 @@ class Gpus:
     """The GPUs of a group in which every rank has one."""
 
     model: str  #: of rank 0's
-    places: tuple[Place, ...]
+    places: tuple[RankPlace, ...]
     verdict: Verdict
     mapped: bool  #: whether neighbours may map each other's arrays by CUDA IPC
 
     @property
     def ranks_by_gpu(self) -> list[list[int]]:
         """The ranks on each GPU, in the order of first ranks."""
-        by_place: dict[Place, list[int]] = {}
+        by_place: dict[RankPlace, list[int]] = {}
         for rank, place in enumerate(self.places):
             by_place.setdefault(place, []).append(rank)
         return list(by_place.values())

@@ -68,9 +68,9 @@ def _in_node_memory_everywhere(group: Group, x: np.ndarray) -> bool:
 
     Ranks with different choices would deadlock. In a node, flags take 1 us.
     """
-    in_memory = group.memory is not None and group.memory.place(x) is not None
-    if len(group.nodes) == 1 and group.near is not None:
-        return all(group.near.flags.exchange(int(in_memory)))
+    in_memory = group.memory is not None and group.memory.locate(x) is not None
+    if len(group.nodes) == 1 and group.node_buffers is not None:
+        return all(group.node_buffers.flags.exchange(int(in_memory)))
     vote = np.array([in_memory], np.int32)
     recursive_doubling(group, vote, np.minimum)
     return bool(vote[0])

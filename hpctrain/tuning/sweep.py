@@ -80,7 +80,7 @@ def arrays(group: Group, nbytes: int, xp: ModuleType = np) -> Arrays:
     memory = group.memory
     if memory is not None and (memory.kind if xp is np else memory.gpu) is not None:
         shared = memory.zeros_like(private)
-        shared = shared if memory.place(shared) else None  # sharing failed
+        shared = shared if memory.locate(shared) else None  # sharing failed
     return Arrays(private, shared)
 
 

@@ -17,8 +17,8 @@ from hpctrain.core.errors import UsageError
 from hpctrain.hardware import nics
 from hpctrain.transport.device import gpus
 from hpctrain.transport.device.gpus import Gpu
-from hpctrain.transport.paths import Place, Verdict
-from hpctrain.transport.shared_memory.cuda_ipc import arenas_of
+from hpctrain.transport.paths import RankPlace, Verdict
+from hpctrain.transport.shared_memory.cuda_ipc import shared_gpu_memory
 
 ASKED = {"ranks": None, "iterations": 2, "warm_up": 0, "json": None, "plot": None}
 
@@ -79,12 +79,12 @@ def test_alone_there_is_no_link():
 def on_gpus(world, way="cuda-aware", apart=False):
     """Pretend that every rank has a GPU, and that such is the way between them."""
     nodes = [f"n{rank}" if apart else "n" for rank in range(world.size)]
-    world.places = tuple(Place(node, f"GPU-{rank}") for rank, node in enumerate(nodes))
+    world.places = tuple(RankPlace(node, f"GPU-{rank}") for rank, node in enumerate(nodes))
     world.hosts = tuple(nodes)
     world.gpu = Gpu(0, f"GPU-{world.rank}", "")
-    node = world.main.links[1]
+    node = world.node
     gather = lambda told: all_gather_bytes(node, told)  # noqa: E731
-    world.memory.gpu = None if apart else arenas_of(node, gather, ["G"] * world.size)
+    world.memory.gpu = None if apart else shared_gpu_memory(node, gather, ["G"] * world.size)
     world.verdict = Verdict(way, way, way if way != "ipc" else "staged", "so it was told")
     return world
 

@@ -27,7 +27,7 @@ from hpctrain.world import over_threads
 
 LENGTHS = ("0", "1", "P-1", "P", "P+1", "5003", "40003", "300007")
 OPS = [*OPERATIONS]
-LONG = 100_000  # elements, of float64 several slots
+LONG = 100_000  # elements, of float64 several buffers
 LONGEST = int(LENGTHS[-1])
 
 

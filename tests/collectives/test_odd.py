@@ -127,7 +127,7 @@ def test_all_reduce(ranks, name, nodes, dtype, step, checks):
             return must_be_right(plain, name, dtype, step)
         world = over_two_nodes(plain)
         counted = must_be_right(world, name, dtype, step)
-        for link in world.main.links[1:]:
+        for link in (world.node, world.across):
             link.free()
         return counted
 

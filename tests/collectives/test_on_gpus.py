@@ -296,7 +296,7 @@ def test_where_handles_are_refused_all_is_staged(refused, caplog):
                 told = vector(world.rank, 5003, "float32").copy()
                 for _ in range(2):
                     x, host = kept(world, told), told.copy()
-                    assert world.memory.place(x) is None
+                    assert world.memory.locate(x) is None
                     direct(world.main, x, np.add)
                     direct(world.main, host, np.add)
                     np.testing.assert_array_equal(x.get(), host)
@@ -358,6 +358,6 @@ def test_a_handle_that_leads_elsewhere_is_refused(monkeypatch):
             world = on_gpus(plain)
             if world.rank == 1:
                 world.memory.gpu._read = lambda pointer: b"another token..."
-            assert world.memory.place(kept(world, np.zeros(10))) is None
+            assert world.memory.locate(kept(world, np.zeros(10))) is None
 
         run_ranks(2, lambda link: body(over_threads(link)))

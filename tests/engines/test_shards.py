@@ -87,7 +87,7 @@ def test_the_update_is_that_of_one_rank(ranks, method, precision):
 def update_of_one_rank(world, engine, method: str, precision: str, hosts: str = ""):
     """Compare with one rank's update; `hosts` are those of ranks that share, a letter each."""
     world = World(world.link, tuple(hosts), concurrent=world.concurrent) if hosts else world
-    link = world.main.links[1] if hosts else world.link
+    link = world.node if hosts else world.link
     seen, state, param = sharded(world, method, precision, engine)
     names = [name for name in state if name != "step"]
     arena = ModelReplica(MODEL.build((8, 8), 10), 0, np.dtype(precision)).arena
@@ -137,7 +137,7 @@ def test_a_node_has_one_array_of_parameters(ranks):
 
 def test_where_no_memory_can_be_shared_all_ranks_say_so():
     def body(world):
-        world.memory = Memory(world.main.links[1], world.gather, kinds=())
+        world.memory = Memory(world.node, world.gather, kinds=())
         with pytest.raises(UsageError, match=r"share_parameters: expected \d+ bytes of memory"):
             trainer_of(world, METHODS["momentum"], SHARED)
 

@@ -263,7 +263,7 @@ def write(function, x: ndarray, *args, **kwargs) -> None:
 def _hosts(x, sources: list[ndarray]):
     """Return `x` with NumPy's arrays in the place of ours, noted in `sources`."""
     if isinstance(x, ndarray):
-        machine().must_be_here(x._device)
+        machine().must_be_on_current_device(x._device)
         sources.append(x)
         return x._host
     if isinstance(x, np.ndarray):

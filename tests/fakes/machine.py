@@ -158,7 +158,7 @@ class Machine:
         if not self.devices:
             raise CUDARuntimeError(100, "cudaErrorNoDevice: no CUDA-capable device is detected")
 
-    def must_be_here(self, device: int) -> None:
+    def must_be_on_current_device(self, device: int) -> None:
         """Raise unless work on the current device may touch memory of `device`."""
         if device != self.device and not self.peers:
             raise ValueError(

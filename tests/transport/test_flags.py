@@ -11,7 +11,7 @@ from ranks import on_ranks, run_on
 
 from hpctrain.core.errors import HungError
 from hpctrain.transport.shared_memory import flags
-from hpctrain.transport.shared_memory.flags import Flags, words_needed
+from hpctrain.transport.shared_memory.flags import NodeFlags, words_needed
 from hpctrain.transport.threads.link import run_ranks
 
 WAYS = list(itertools.product([True, False], [True, False]))  # spins, fenced
@@ -20,8 +20,8 @@ ROUNDS = 300
 
 def flags_of(world, spins=True, fenced=True):
     """Return flags in node memory; and an array of all ranks' beside them."""
-    words = world.memory.one_for_all(words_needed(world.size), np.uint64)
-    return Flags(world.main.node, words, spins, fenced)
+    words = world.memory.common_zeros(words_needed(world.size), np.uint64)
+    return NodeFlags(world.main.node, words, spins, fenced)
 
 
 @on_ranks(2, 3, 4, 9)
@@ -73,7 +73,7 @@ def test_words_are_cache_lines_of_their_own():
     def body(world):
         node_flags = flags_of(world)
         address = np.asarray(node_flags._words).ctypes.data
-        return address % 64, node_flags._places
+        return address % 64, node_flags._offsets
 
     (start, places), *rest = run_on("threads", 4, body)
     assert start == 0

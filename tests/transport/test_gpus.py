@@ -16,9 +16,9 @@ from hpctrain.core import xp
 from hpctrain.core.errors import UsageError
 from hpctrain.core.launchers import ALONE, Launched
 from hpctrain.transport.device import gpus
-from hpctrain.transport.device.gpus import Gpu, Near, cores_near, gpu_for
+from hpctrain.transport.device.gpus import Gpu, GpuCores, gpu_cores, gpu_for
 from hpctrain.transport.gpu_probe import verify
-from hpctrain.transport.paths import STAGED, Place, Verdict
+from hpctrain.transport.paths import STAGED, RankPlace, Verdict
 from hpctrain.transport.placement import core_binding, rank_placement
 from hpctrain.transport.placement.check import Seated
 
@@ -57,9 +57,9 @@ def test_no_gpu_to_choose():
 LEFT, RIGHT = frozenset(range(4)), frozenset(range(4, 8))
 # launched, number of the GPU, cores near each visible GPU -> what is near
 NEAR = {
-    "two sockets": (rank(3, 4), 3, [LEFT, LEFT, RIGHT, RIGHT], Near(RIGHT, 1, 2)),
-    "shared GPUs": (rank(2, 4), 0, [LEFT, RIGHT], Near(LEFT, 1, 2)),
-    "narrowed": (rank(2, 4), 0, [RIGHT], Near(RIGHT, None, 4)),
+    "two sockets": (rank(3, 4), 3, [LEFT, LEFT, RIGHT, RIGHT], GpuCores(RIGHT, 1, 2)),
+    "shared GPUs": (rank(2, 4), 0, [LEFT, RIGHT], GpuCores(LEFT, 1, 2)),
+    "narrowed": (rank(2, 4), 0, [RIGHT], GpuCores(RIGHT, None, 4)),
     "not told": (rank(1, 2), 1, [frozenset(), frozenset()], None),
     "local rank unknown": (rank(None, None), 0, [LEFT, RIGHT], None),
 }
@@ -68,18 +68,18 @@ NEAR = {
 @pytest.mark.parametrize("case", NEAR)
 def test_near(case):
     launched, ordinal, cores, expected = NEAR[case]
-    assert cores_near(launched, ordinal, cores) == expected
+    assert gpu_cores(launched, ordinal, cores) == expected
 
 
 EIGHT = tuple(range(8))
 # near, allowed -> cores, BLAS threads, a word
 BLOCKS = {
-    "first there": (Near(RIGHT, 0, 2), EIGHT, (4, 5), 2, "2 of 4 cores near its GPU"),
-    "second there": (Near(RIGHT, 1, 2), EIGHT, (6, 7), 2, "2 of 4 cores near its GPU"),
-    "place unknown": (Near(RIGHT, None, 4), EIGHT, (4, 5, 6, 7), 2, "all 4 cores near its GPU"),
-    "too many there": (Near(RIGHT, 4, 5), EIGHT, (2, 3), 2, "took 2 of 8"),
-    "bound": (Near(RIGHT, 0, 2), (1,), (1,), 1, "bound by the launcher"),
-    "cores of another cpuset": (Near(frozenset({9}), 0, 1), EIGHT, (2, 3), 2, "took 2 of 8"),
+    "first there": (GpuCores(RIGHT, 0, 2), EIGHT, (4, 5), 2, "2 of 4 cores near its GPU"),
+    "second there": (GpuCores(RIGHT, 1, 2), EIGHT, (6, 7), 2, "2 of 4 cores near its GPU"),
+    "place unknown": (GpuCores(RIGHT, None, 4), EIGHT, (4, 5, 6, 7), 2, "all 4 cores near its GPU"),
+    "too many there": (GpuCores(RIGHT, 4, 5), EIGHT, (2, 3), 2, "took 2 of 8"),
+    "bound": (GpuCores(RIGHT, 0, 2), (1,), (1,), 1, "bound by the launcher"),
+    "cores of another cpuset": (GpuCores(frozenset({9}), 0, 1), EIGHT, (2, 3), 2, "took 2 of 8"),
 }
 
 
@@ -149,7 +149,7 @@ def test_a_seat_has_a_gpu_and_cores_near_it(machine, monkeypatch, tmp_path):
         bound.append(gpu_cores) or SimpleNamespace(note=""))  # fmt: skip
     result = rank_placement.take(rank(1, 2), "auto")
     assert (str(result.gpu), result.gpus, cupy.used) == ("gpu 1, GPU-1", 2, [1])
-    assert bound == [Near(RIGHT, 0, 1)]
+    assert bound == [GpuCores(RIGHT, 0, 1)]
 
 
 def test_cpu_asks_for_no_gpu(machine):
@@ -214,7 +214,7 @@ def test_all_are_told_of_all(ranks, caplog, monkeypatch, gpu):
     with caplog.at_level(logging.WARNING, "hpctrain"):
         results = ranks(lambda world: (told_on(world), world.rank, world.link.paths))
     for (places, verdict, seats), rank, paths in results:
-        assert places == (Place("a", "GPU-x"),) * 2
+        assert places == (RankPlace("a", "GPU-x"),) * 2
         assert seats == (Seated("a", "srun", 0, "0", 2, 1, "GPU-x", 2),) * 2
         assert verdict.same_gpu == "cuda-aware"
         assert paths in (("cuda-aware",) * 2, ("staged",) * 2)  # threads have no MPI
@@ -259,7 +259,7 @@ def test_a_path_on_which_other_bytes_arrive_is_given_up(ranks, caplog, gpu):
 
     def body(world):
         gather = lambda data: all_gather_bytes(world.link, data)  # noqa: E731
-        places = [Place("a", f"G{rank}") for rank in range(world.size)]
+        places = [RankPlace("a", f"G{rank}") for rank in range(world.size)]
         assert verify.verified(world.link, gather, places, wrong) == wrong
         return (
             verify.verified(bitten(world.link), gather, places, wrong),

@@ -22,7 +22,7 @@ def numbers(*values: int) -> np.ndarray:
 def test_messages_arrive_in_order_whatever_is_awaited_first(ranks, patient):
     def body(world):
         link, size = world.link, world.size
-        link.patient = patient
+        link.sleeps_while_waiting = patient
         right, left = (link.rank + 1) % size, (link.rank - 1) % size
         first, second = numbers(0), numbers(0)
         receives = [link.irecv(first, left), link.irecv(second, left)]
@@ -72,7 +72,7 @@ def test_split_orders_by_key(ranks):
 def test_another_size_than_expected_is_an_error_that_names_both(ranks, sent, patient):
     def body(world):
         link, other = world.link, 1 - world.rank
-        link.patient = patient
+        link.sleeps_while_waiting = patient
         if link.rank == 0:
             request = link.isend(np.zeros(sent, np.uint8), other)
             if world.transport == "mpi":
@@ -89,7 +89,7 @@ def test_another_size_than_expected_is_an_error_that_names_both(ranks, sent, pat
 def test_long_messages_travel_in_pieces(ranks, patient):
     def body(world):
         link, other = world.link, 1 - world.rank
-        link.patient = patient
+        link.sleeps_while_waiting = patient
         link.cut_bytes = 1024
         x = np.arange(1000, dtype=np.float64) + link.rank
         # Each direction its own length: one side runs out of pieces before the other.

@@ -52,7 +52,7 @@ def test_neighbours_see_what_is_written(ranks, kind):
 def test_one_array_for_all(ranks, kind):
     def body(world):
         shared_memory, link = shared(world, kind)
-        x = shared_memory.one_for_all(100, np.float64)
+        x = shared_memory.common_zeros(100, np.float64)
         x[world.rank] = 1 + world.rank
         link.barrier()
         assert x.sum() == sum(range(world.size + 1))

@@ -7,20 +7,20 @@ import pytest
 from hpctrain.transport.paths import (
     BY_POINTER,
     STAGED,
-    Place,
+    RankPlace,
     Verdict,
     by_pointer,
     path_to,
     thresholds_to,
 )
 
-HERE = Place("n1", "GPU-a")
+HERE = RankPlace("n1", "GPU-a")
 ROWS = [
-    (Place("n1", "GPU-a"), "ipc"),
-    (Place("n1", "GPU-b"), "cuda-aware"),
-    (Place("n2", "GPU-a"), "gdr"),  # a MIG slice may bear one name on two nodes
-    (Place("n2", "GPU-b"), "gdr"),
-    (Place("n1", ""), "cuda-aware"),  # a rank on the CPU
+    (RankPlace("n1", "GPU-a"), "ipc"),
+    (RankPlace("n1", "GPU-b"), "cuda-aware"),
+    (RankPlace("n2", "GPU-a"), "gdr"),  # a MIG slice may bear one name on two nodes
+    (RankPlace("n2", "GPU-b"), "gdr"),
+    (RankPlace("n1", ""), "cuda-aware"),  # a rank on the CPU
 ]
 
 
@@ -31,7 +31,8 @@ def test_the_class_of_a_pair(other, path):
 
 def test_two_ranks_without_a_gpu_share_none():
     assert (
-        path_to(Verdict("ipc", "staged", "gdr", ""), Place("n1", ""), Place("n1", "")) == "staged"
+        path_to(Verdict("ipc", "staged", "gdr", ""), RankPlace("n1", ""), RankPlace("n1", ""))
+        == "staged"
     )
 
 

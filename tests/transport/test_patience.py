@@ -41,7 +41,7 @@ def clock(monkeypatch):
 
 
 def test_the_first_nap_is_a_quarter_of_the_last_wait(clock):
-    patience = requests.Patience()
+    patience = requests.SleepingWait()
     first = clock.naps_of(patience, 2 * MS)
     assert first == pytest.approx([0.05 * MS, 0.1 * MS, 0.2 * MS, 0.4 * MS, 0.8 * MS, MS])
     assert clock.naps_of(patience, 2 * MS) == pytest.approx([sum(first) / 4, MS, MS])
@@ -50,12 +50,12 @@ def test_the_first_nap_is_a_quarter_of_the_last_wait(clock):
 
 def test_after_a_nap_it_looks_several_times(clock):
     """A poll moves no more than a library takes from the kernel at once."""
-    naps = clock.naps_of(requests.Patience(), 2 * MS)
-    assert clock.looks == len(naps) * requests.LOOKS + 1
+    naps = clock.naps_of(requests.SleepingWait(), 2 * MS)
+    assert clock.looks == len(naps) * requests.POLLS + 1
 
 
 @pytest.mark.parametrize("last, nap", [(1000 * MS, MS), (0.01 * MS, 0.05 * MS)])
 def test_no_nap_is_longer_or_shorter_than_these(clock, last, nap):
-    patience = requests.Patience()
+    patience = requests.SleepingWait()
     clock.naps_of(patience, last)
     assert clock.naps_of(patience, 0.01 * MS) == pytest.approx([nap])

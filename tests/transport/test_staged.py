@@ -15,12 +15,12 @@ from ranks import on_ranks, run_on
 from hpctrain.core.errors import TransportError, UsageError
 from hpctrain.transport.device import transfers
 from hpctrain.transport.device.staging import (
-    SLOTS,
+    BUFFERS,
     Receiving,
     Sending,
     Staging,
     segment_bytes,
-    spans,
+    segments,
 )
 from hpctrain.transport.gpu_probe import child
 
@@ -49,18 +49,18 @@ def empty(n: int):
 
 
 def use(world, path: str) -> None:
-    world.link.take([path] * world.size)
+    world.link.set_paths([path] * world.size)
 
 
 @pytest.mark.parametrize(
     "n", [0, 1, 256 * KIB, 256 * KIB + 1, MIB, 64 * MIB, 100 * MIB, 2**31 + 16]
 )
 def test_segments_cover_a_message(n):
-    segments = list(spans(n))
-    assert segments[0].start == 0 and sum(s.nbytes for s in segments) == n
-    assert all(a.start + a.nbytes == b.start for a, b in pairwise(segments))
+    cuts = list(segments(n))
+    assert cuts[0].start == 0 and sum(s.nbytes for s in cuts) == n
+    assert all(a.start + a.nbytes == b.start for a, b in pairwise(cuts))
     step = segment_bytes(n)
-    assert {s.nbytes for s in segments[:-1]} <= {step} and 0 <= segments[-1].nbytes <= step
+    assert {s.nbytes for s in cuts[:-1]} <= {step} and 0 <= cuts[-1].nbytes <= step
     assert 256 * KIB <= step <= 4 * MIB and step & (step - 1) == 0
 
 
@@ -119,7 +119,7 @@ def test_the_way_depends_on_the_length(ranks, lazy_gpu, on_gpus):
     """Both sides know it, wherever their arrays lie, and so do links that are split off."""
 
     def body(world):
-        world.link.take(["cuda-aware"] * 2, [BY_SIZE] * 2)
+        world.link.set_paths(["cuda-aware"] * 2, [BY_SIZE] * 2)
         link, other = world.link.split(0, -world.rank), 1 - world.rank
         on_gpu = world.rank in on_gpus
         to = 1 - link.rank
@@ -260,13 +260,13 @@ def test_what_the_link_refuses():
     run_on("threads", 1, body)
 
 
-@pytest.mark.parametrize("forgotten", ["to_host", "to_device", "before_what_follows"])
+@pytest.mark.parametrize("forgotten", ["to_host", "to_device", "make_stream_wait"])
 def test_a_forgotten_event_is_seen(lazy_gpu, monkeypatch, forgotten):
     """Without one of the three orderings, a rank reads stale data."""
     whole = getattr(Staging, forgotten)
 
     def without(self, *args):
-        if forgotten == "before_what_follows":
+        if forgotten == "make_stream_wait":
             return None
         return whole(self, *args[:-1], self._cuda.Event())
 
@@ -324,19 +324,19 @@ def logged(monkeypatch, wire: ByHand) -> None:
 
 @pytest.mark.parametrize("transfer", [Sending, Receiving])
 def test_copies_and_wire_overlap(lazy_gpu, monkeypatch, transfer):
-    """While segment k is on the wire, k + 1 is copied; never are more than SLOTS between."""
+    """While segment k is on the wire, k + 1 is copied; never are more than BUFFERS between."""
     wire, n = ByHand(), 8 * MIB
     logged(monkeypatch, wire)
     moving = transfer(computed(0, n), wire.post)
-    count = len(list(spans(n)))
+    count = len(list(segments(n)))
     for k in range(count):
         for _ in range(50):  # all that can be done before segment k is through
             moving.advance(True)
         counts = dict.fromkeys(["wire", "to_host", "to_device"], 0)
         for event, number in wire.log:
             counts[event] = number + 1
-        ahead = min(count, k + SLOTS)
-        assert counts["wire"] == ahead  # k .. k + SLOTS - 1 are with the wire
+        ahead = min(count, k + BUFFERS)
+        assert counts["wire"] == ahead  # k .. k + BUFFERS - 1 are with the wire
         if transfer is Sending:
             assert counts["to_host"] == ahead
         else:
@@ -354,10 +354,10 @@ def test_a_transfer_whose_turn_has_not_come_is_copied_only(lazy_gpu):
     sending = Sending(computed(0, MIB), wire.post)
     for _ in range(50):
         sending.advance(False)
-    assert wire.log == [] and lazy_gpu.counts["D2H"] == SLOTS
+    assert wire.log == [] and lazy_gpu.counts["D2H"] == BUFFERS
     for _ in range(50):
         sending.advance(True)
-    assert len(wire.log) == SLOTS
+    assert len(wire.log) == BUFFERS
 
 
 def test_slots_are_used_again(lazy_gpu):

@@ -14,7 +14,7 @@ from hpctrain.bench.tuning import command
 from hpctrain.collectives import Group
 from hpctrain.core import thresholds
 from hpctrain.core.errors import UsageError
-from hpctrain.transport.paths import Place, Verdict
+from hpctrain.transport.paths import RankPlace, Verdict
 from hpctrain.tuning import choose, defaults_gpu, select, table
 from hpctrain.tuning.choose import AlgorithmTime
 from hpctrain.tuning.gpu_layout import Gpus
@@ -135,7 +135,7 @@ CRAWLS = tuple((n, 1e-6 + n * 1e-8) for n in (KIB, MIB, 32 * MIB))
 
 def guess(nodes: str, cards: str, verdict: Verdict, seen=True, **figures):
     """Return the plan for ranks on nodes and GPUs of these letters."""
-    places = tuple(Place(n, f"GPU-{c}") for n, c in zip(nodes, cards, strict=True))
+    places = tuple(RankPlace(n, f"GPU-{c}") for n, c in zip(nodes, cards, strict=True))
     ranks = range(len(nodes))
     of = tuple(tuple(r for r in ranks if nodes[r] == n) for n in dict.fromkeys(nodes))
     gpus = Gpus("X", places, replace(verdict, **figures), seen)
@@ -233,7 +233,7 @@ def test_what_auto_takes_goes_the_way_of_its_length(ranks, lazy_gpu):
 
     def body(plain):
         world = on_gpus(plain)
-        world.link.take(["cuda-aware"] * 2, [STEPS] * 2)
+        world.link.set_paths(["cuda-aware"] * 2, [STEPS] * 2)
         doubling = choose.TuningPlan(*(((0, "recursive-doubling"),),) * 3, (), True)
         ring = choose.TuningPlan(*(((0, "ring"),),) * 3, (), True)
         kinds = replace(choose.choices(ring), gpus=choose.choices(doubling))

@@ -43,7 +43,7 @@ def measured(monkeypatch, sizes, rounds=5, limit_s=1e9, steps=0.0, slower=1.0, t
     def body(world):
         monkeypatch.setattr(sweep, "timed", timed)
         monkeypatch.setattr(sweep, "perf_counter", lambda: float(next(now)))
-        monkeypatch.setattr(sweep, "able", lambda group, xp: list(FACTORS))
+        monkeypatch.setattr(sweep, "applicable", lambda group, xp: list(FACTORS))
         monkeypatch.setattr(select, "bound", bound)
         *_, rows = sweep.sweep(world.main, sizes, rounds, limit_s)
         return rows

@@ -16,7 +16,7 @@ from hpctrain.collectives.reductions import cuda_sum
 from hpctrain.core.kernels import launch, written
 from hpctrain.core.xp import Array, on_device
 
-BLOCK = 65_536  # elements held in float32 at once: they stay in the second-level cache
+TILE = 65_536  # elements held in float32 at once: they stay in the second-level cache
 NAN = 0x7FC0
 UPPER = 1 if np.little_endian else 0  # which half of a float32 that is
 
@@ -44,8 +44,8 @@ def narrow(x: Array, out: Array) -> None:
     if on_device(x):
         _convert("to_bfloat16", x, out, x.dtype)
         return
-    for start in range(0, x.size, BLOCK):
-        part = slice(start, start + BLOCK)
+    for start in range(0, x.size, TILE):
+        part = slice(start, start + TILE)
         _narrow(x[part].astype(np.float32, copy=False), out[part])
 
 
@@ -54,8 +54,8 @@ def widen(y: Array, out: Array) -> None:
     if on_device(y):
         _convert("from_bfloat16", y, out, out.dtype)
         return
-    for start in range(0, y.size, BLOCK):
-        part = slice(start, start + BLOCK)
+    for start in range(0, y.size, TILE):
+        part = slice(start, start + TILE)
         out[part] = _wide(y[part])
 
 
@@ -64,8 +64,8 @@ def add(a: Array, b: Array, out: Array) -> Array:
     if on_device(out):
         cuda_sum.combine([a, b], np.add, [out], "bfloat16")
         return out
-    for start in range(0, a.size, BLOCK):
-        part = slice(start, start + BLOCK)
+    for start in range(0, a.size, TILE):
+        part = slice(start, start + TILE)
         wide = _wide(a[part])
         wide += _wide(b[part])
         _narrow(wide, out[part])

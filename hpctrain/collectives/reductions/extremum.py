@@ -32,7 +32,7 @@ import numpy as np
 from hpctrain.collectives.reductions import cuda_sum
 from hpctrain.core.xp import Array, on_device
 
-BLOCK = 16_384  # elements whose keys are held at once: they stay in the cache
+TILE = 16_384  # elements whose keys are held at once: they stay in the cache
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Extremum:
             cuda_sum.combine([a, b], self.ufunc, [out])
             return out
         a, b, result = (x.view(self.integer) for x in (a, b, out))
-        for part in _blocks(a):
+        for part in _tiles(a):
             keys = self._keys(a[part])
             self.ufunc(keys, self._keys(b[part]), out=keys)
             result[part] = self._bits(keys)
@@ -58,13 +58,13 @@ class Extremum:
     def encode(self, x: Array) -> Array:
         """Replace flat `x` by its keys, and return them: the integers in the same memory."""
         keys = x.view(self.integer)
-        for part in _blocks(keys):
+        for part in _tiles(keys):
             keys[part] = self._keys(keys[part])
         return keys
 
     def decode(self, keys: Array) -> None:
         """Replace `keys` by the floats that they stand for."""
-        for part in _blocks(keys):
+        for part in _tiles(keys):
             keys[part] = self._bits(keys[part])
 
     def _keys(self, bits: Array) -> Array:
@@ -92,7 +92,7 @@ def _turned(bits: Array) -> Array:
     return turned
 
 
-def _blocks(x: Array) -> Iterator[slice]:
-    step = max(x.size, 1) if on_device(x) else BLOCK
+def _tiles(x: Array) -> Iterator[slice]:
+    step = max(x.size, 1) if on_device(x) else TILE
     for start in range(0, x.size, step):
         yield slice(start, start + step)

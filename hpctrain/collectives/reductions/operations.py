@@ -10,7 +10,7 @@
 Integer overflow wraps around, as in NumPy. The sum of bools is their logical or, as in NumPy and
 PyTorch. Minimum and maximum of floats are those of IEEE 754-2019: extremum.py. 16-bit
 floats have too few digits to add many of them, and NumPy adds them slowly: each hop computes in
-float32, block by block, and rounds once. The mean is a sum that is divided: mean.py.
+float32, tile by tile, and rounds once. The mean is a sum that is divided: mean.py.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ MEAN = "mean"
 DTYPES = tuple(_BY_DTYPE)
 #: The names of operations, beside the mean; not every dtype supports all of them.
 OPERATIONS = tuple(_INTEGER)
-BLOCK = 32_768  # elements computed at once: they stay in the cache
+TILE = 32_768  # elements computed at once: they stay in the cache
 
 
 def names(dtype: np.dtype) -> tuple[str, ...]:
@@ -133,8 +133,8 @@ class InFloat32:
         if on_device(out):
             cuda_sum.combine([a, b], self.ufunc, [out])
             return out
-        for start in range(0, a.size, BLOCK):
-            part = slice(start, start + BLOCK)
+        for start in range(0, a.size, TILE):
+            part = slice(start, start + TILE)
             out[part] = self.ufunc(a[part].astype(np.float32), b[part].astype(np.float32))
         return out
 
@@ -153,8 +153,8 @@ def complex_product(a: Array, b: Array, out: Array) -> Array:
     if on_device(out):
         cuda_sum.combine([a, b], np.multiply, [out])
         return out
-    for start in range(0, a.size, BLOCK):
-        x, y, z = (array[start : start + BLOCK] for array in (a, b, out))
+    for start in range(0, a.size, TILE):
+        x, y, z = (array[start : start + TILE] for array in (a, b, out))
         real = x.real * y.real - x.imag * y.imag
         z.imag = x.real * y.imag + x.imag * y.real
         z.real = real

@@ -63,7 +63,7 @@ class Ping:
 
 def all_pairs(world: World) -> list[Ping]:
     """Return the pings of the pairs in which this rank is the lower one; collective."""
-    node, across = world.main.links[1:3]
+    node, across = world.node, world.across
     nodes = world.main.nodes
     node_ranks = next(ranks for ranks in nodes if world.rank in ranks)
     max_ranks = max(map(len, nodes))
@@ -162,9 +162,9 @@ def _seconds(call: Callable[[], None]) -> float:
 
 def wait_quietly(link: Link) -> None:
     """Barrier whose waiting ranks sleep: they leave their cores to ranks that still measure."""
-    before, link.patient = link.patient, True
+    before, link.sleeps_while_waiting = link.sleeps_while_waiting, True
     all_gather_short(link, np.zeros(1, np.uint8))
-    link.patient = before
+    link.sleeps_while_waiting = before
 
 
 def _check(name: str, links: Sequence[Ping], hosts: Sequence[str], crowded: bool) -> Check:

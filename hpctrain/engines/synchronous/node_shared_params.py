@@ -66,8 +66,7 @@ class NodeSharedUpdate:
         be shared.
         """
         group = world.main
-        assert group.node is not None and group.across is not None
-        self._node, self._across = group.node, Group(group.across, group.scratch)
+        self._node, self._across = world.node, Group(world.across, group.scratch)
         self._link, self._allreduce, self._optimizer = group.link, allreduce, optimizer
         self._times, self._trace, self.wire_s = times, world.trace, 0.0
         _share(world, replica)
@@ -80,9 +79,9 @@ class NodeSharedUpdate:
         self._blocks = [[x[at] for x in grads] for at in cut]
         self._block_update = PartwiseUpdate(optimizer, self.state, self._param, self._slots, cut)
         self._sum = np.empty(min(PASS, self._param.size), self._param.dtype)
-        near = group.near
-        self._node_barrier = self._node.barrier if near is None else near.flags.exchange
-        self._single_pass = group.across.size == 1 and not optimizer.needs_norms
+        buffers = group.node_buffers
+        self._node_barrier = self._node.barrier if buffers is None else buffers.flags.exchange
+        self._single_pass = world.across.size == 1 and not optimizer.needs_norms
 
     def ready(self, name: str) -> None:
         """Do nothing: gradients are summed after backward."""
@@ -154,9 +153,8 @@ class NodeSharedUpdate:
 
 def _share(world: World, replica: Replica) -> None:
     """Move the parameters of a node's ranks to one array."""
-    param, node = replica.arena.param, world.main.node
-    alone = node is None or node.size == 1
-    array = None if alone else world.memory.one_for_all(param.size, param.dtype)
+    alone, param = world.node.size == 1, replica.arena.param
+    array = None if alone else world.memory.common_zeros(param.size, param.dtype)
     world.together(lambda: _must_be_shared(alone or array is not None, param.nbytes))
     if array is not None:
         replica.move(param=array)

@@ -53,7 +53,7 @@ def sleep_while_waiting(group: Group, concurrent: bool) -> None:
     """Let the links of a communication thread sleep while they wait for other nodes."""
     if concurrent and len(group.nodes) > 1:
         for link in group.links:
-            link.patient = True
+            link.sleeps_while_waiting = True
 
 
 def cores_to_spare(world: World) -> bool:

@@ -48,7 +48,7 @@ class GpuChoice:
 
 
 @dataclass(frozen=True)
-class Near:
+class GpuCores:
     """The cores near a rank's GPU; it is rank `index` of `count` near them, None: unknown."""
 
     cores: frozenset[int]
@@ -84,7 +84,7 @@ def of_job(environ: Mapping[str, str], visible: int) -> int:
     return max(visible, int(count) if count.isdigit() else 0)
 
 
-def cores_near(launched: Launched, ordinal: int, cores: Sequence[frozenset[int]]) -> Near | None:
+def gpu_cores(launched: Launched, ordinal: int, cores: Sequence[frozenset[int]]) -> GpuCores | None:
     """Return the cores near GPU `ordinal` of a rank; `cores`: those near each visible GPU.
 
     None where the machine does not report them. The index of this rank among the ranks near these
@@ -94,9 +94,9 @@ def cores_near(launched: Launched, ordinal: int, cores: Sequence[frozenset[int]]
     if not own or launched.local_rank is None or launched.local_size is None:
         return None
     if len(cores) == 1:
-        return Near(own, None, launched.local_size)
+        return GpuCores(own, None, launched.local_size)
     together = [r for r in range(launched.local_size) if cores[r % len(cores)] == own]
-    return Near(own, together.index(launched.local_rank), len(together))
+    return GpuCores(own, together.index(launched.local_rank), len(together))
 
 
 def visible(device: Device) -> tuple[Gpu, ...]:

@@ -149,7 +149,7 @@ def messages(
     x = cupy.zeros(max(sizes), np.uint8)
     turns = [(i, path) for i in range(ROUNDS) for path in paths]
     for i, path in turns:
-        link.take([path] * link.size)
+        link.set_paths([path] * link.size)
         fastest = ways[path]
         for nbytes in (n for n in sizes if n < LONG or i < LONG_ROUNDS):
             start = time.perf_counter()

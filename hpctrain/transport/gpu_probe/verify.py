@@ -20,18 +20,18 @@ import numpy as np
 from hpctrain.core.xp import Array, to_host
 from hpctrain.transport.device import gpus
 from hpctrain.transport.link import Link
-from hpctrain.transport.paths import BY_POINTER, Path, Place, Verdict, path_to, thresholds_to
+from hpctrain.transport.paths import BY_POINTER, Path, RankPlace, Verdict, path_to, thresholds_to
 
 logger = logging.getLogger("hpctrain")
 Gather = Callable[[bytes], list[bytes]]  #: from this rank's bytes to those of all ranks
 SIZES = (1 << 8, 1 << 20)  #: MPIs send short and long messages in different ways
 
 
-def verified(link: Link, gather: Gather, places: Sequence[Place], verdict: Verdict) -> Verdict:
+def verified(link: Link, gather: Gather, places: Sequence[RankPlace], verdict: Verdict) -> Verdict:
     """Give `link` the paths of `verdict` that pass; return them as a verdict; collective."""
     if not any(place.gpu for place in places):
         return verdict
-    link.take(_paths(verdict, places, link.rank))  # whatever the length
+    link.set_paths(_paths(verdict, places, link.rank))  # whatever the length
     if not any(path in BY_POINTER for r in range(link.size) for path in _paths(verdict, places, r)):
         return verdict
     wrong = {name.decode() for name in gather(_wrong(link, places, verdict).encode())} - {""}
@@ -40,15 +40,15 @@ def verified(link: Link, gather: Gather, places: Sequence[Place], verdict: Verdi
         if link.rank == 0:
             logger.warning("%s; run `hpctrain doctor`", verdict.reason)
     steps = [thresholds_to(verdict, places[link.rank], place) for place in places]
-    link.take(_paths(verdict, places, link.rank), steps)
+    link.set_paths(_paths(verdict, places, link.rank), steps)
     return verdict
 
 
-def _paths(verdict: Verdict, places: Sequence[Place], rank: int) -> list[Path]:
+def _paths(verdict: Verdict, places: Sequence[RankPlace], rank: int) -> list[Path]:
     return [path_to(verdict, places[rank], place) for place in places]
 
 
-def _wrong(link: Link, places: Sequence[Place], verdict: Verdict) -> str:
+def _wrong(link: Link, places: Sequence[RankPlace], verdict: Verdict) -> str:
     """Return a path on which this rank received corrupted bytes, "" if there is none."""
     wrong, step = "", 1
     while step < link.size:

@@ -38,7 +38,7 @@ CUT_BYTES = 1 << 30
 TAG = 0
 #: A rank that waits for a word in shared memory first yields its core in a loop; after YIELD_S it
 #: sleeps between polls: a nap is 1/100 of the time waited by then.
-YIELD_S, NAP_S, LOOKS_PER_PROBE = 0.05, 0.0005, 32
+YIELD_S, NAP_S, POLLS_PER_PROBE = 0.05, 0.0005, 32
 ALL = -1  # the peer, in the watch's record, of a call that waits for every rank
 
 
@@ -51,33 +51,33 @@ class MpiLink:
         self.bytes_sent = self.messages_sent = self.host_bytes = 0
         self.entry = entry
         self.cut_bytes = cut_bytes
-        self.patient, self.patience = False, requests.Patience()
-        self.host: type | None = (
+        self.sleeps_while_waiting, self.sleeping_wait = False, requests.SleepingWait()
+        self.unqueued_type: type | None = (
             np.ndarray
-        )  #: needs no lane; None: all types do, see device/transfers.py
+        )  #: needs no queue; None: all types do, see device/transfers.py
         self.paths: tuple[Path, ...] = ()  #: to each rank; none where no rank has a GPU
         self.by_size: tuple[Thresholds, ...] = ()
-        self.lanes: transfers.Lanes | None = None
+        self.queues: transfers.TransferQueues | None = None
         self._comm = comm
         self.status = MPI.Status()
 
     def isend(self, x: np.ndarray, to: int) -> Request:
         """Start to send `x` to rank `to`."""
-        if type(x) is not self.host:
-            return transfers.of(self).isend(x, to)
+        if type(x) is not self.unqueued_type:
+            return transfers.queues_of(self).isend(x, to)
         self.count(x.nbytes)
         return self.post_send([spec(piece) for piece in cuts(x, self.cut_bytes)], to)
 
     def irecv(self, x: np.ndarray, source: int) -> Request:
         """Start to fill `x` from rank `source`."""
-        if type(x) is not self.host:
-            return transfers.of(self).irecv(x, source)
+        if type(x) is not self.unqueued_type:
+            return transfers.queues_of(self).irecv(x, source)
         return self.post_receive([spec(piece) for piece in cuts(x, self.cut_bytes)], source)
 
     def sendrecv(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
         """Send `x` and fill `inbox`, both at once."""
-        if type(x) is not self.host or type(inbox) is not self.host:
-            return transfers.of(self).sendrecv(x, to, inbox, source)
+        if type(x) is not self.unqueued_type or type(inbox) is not self.unqueued_type:
+            return transfers.queues_of(self).sendrecv(x, to, inbox, source)
         self.count(x.nbytes)
         self.entry.enter(b"sendrecv", source, inbox.nbytes)
         try:
@@ -91,8 +91,8 @@ class MpiLink:
 
     def wait_any(self, requests: Sequence[Any]) -> int:
         """Return the index of one finished request, which needs no further `wait`."""
-        if self.lanes is not None:
-            return self.lanes.wait_any(requests)
+        if self.queues is not None:
+            return self.queues.wait_any(requests)
         self.entry.enter(b"wait_any", ALL, 0)
         index = MPI.Request.Waitany([request.last for request in requests], self.status)
         requests[index].wait(self.status.Get_count(MPI.BYTE))
@@ -110,9 +110,9 @@ class MpiLink:
         """Return this link for a second thread: of the two, one may only send, one only receive."""
         return self._like(self._comm)
 
-    def take(self, paths: Sequence[Path], by_size: Sequence[Thresholds] = ()) -> None:
+    def set_paths(self, paths: Sequence[Path], by_size: Sequence[Thresholds] = ()) -> None:
         """Give GPUs' arrays to MPI only where `paths` allow it; see Link; all must call."""
-        self.paths, self.host = tuple(paths), None
+        self.paths, self.unqueued_type = tuple(paths), None
         self.by_size = tuple(by_size) or ((),) * len(self.paths)
 
     def barrier(self) -> None:
@@ -130,13 +130,13 @@ class MpiLink:
 
         The other rank may itself wait for a message of ours that MPI has not sent yet.
         """
-        ready = transfers.kept_going(ready, self.patient)
+        ready = transfers.with_progress(ready, self.sleeps_while_waiting)
         self.entry.enter(call, peer, nbytes)
-        nap_at, looks = time.monotonic() + YIELD_S, 0
+        nap_at, polls = time.monotonic() + YIELD_S, 0
         while not ready():
             os.sched_yield()
-            looks += 1
-            if looks % LOOKS_PER_PROBE == 0:
+            polls += 1
+            if polls % POLLS_PER_PROBE == 0:
                 self._comm.Iprobe(self.rank, TAG)
                 if time.monotonic() > nap_at:
                     time.sleep(NAP_S)
@@ -218,10 +218,10 @@ class MpiLink:
     def _like(self, comm: MPI.Comm) -> MpiLink:
         """Return a link over `comm` whose ranks are among ours."""
         link = MpiLink(comm, self.entry, self.cut_bytes)
-        link.patient = self.patient
+        link.sleeps_while_waiting = self.sleeps_while_waiting
         if self.paths:
             ranks = comm.group.Translate_ranks(list(range(comm.size)), self._comm.group)
-            link.take([self.paths[r] for r in ranks], [self.by_size[r] for r in ranks])
+            link.set_paths([self.paths[r] for r in ranks], [self.by_size[r] for r in ranks])
         return link
 
     def _barrier_of_gpus(self) -> None:
@@ -231,11 +231,11 @@ class MpiLink:
 
     def _exchange(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
         status, size = self.status, inbox.nbytes
-        if self.patient:
-            patience = requests.Patience()  # waits for segments do not predict an exchange
+        if self.sleeps_while_waiting:
+            sleeping_wait = requests.SleepingWait()  # waits for segments do not predict an exchange
             receive = self._comm.Irecv(spec(inbox), source, TAG)
-            finish(self._comm.Isend(spec(x), to, TAG), status, patience)
-            came = finish(receive, status, patience)
+            finish(self._comm.Isend(spec(x), to, TAG), status, sleeping_wait)
+            came = finish(receive, status, sleeping_wait)
         else:
             self._comm.Sendrecv(spec(x), to, TAG, spec(inbox), source, TAG, status)
             came = status.Get_count(MPI.BYTE)

@@ -23,10 +23,10 @@ Spec = list[Any]  #: a buffer specification: buffer, bytes, MPI.BYTE
 #: hold meanwhile.
 SHORTEST_NAP_S, LONGEST_NAP_S = 50e-6, 1e-3
 #: Polls in a row: UCX, in MPICH, takes no more than 64 KiB out of the kernel at a poll.
-LOOKS = 4
+POLLS = 4
 
 
-class Patience:
+class SleepingWait:
     """Polling with sleeps: each wake-up takes some 20 us from the threads that compute.
 
     Segments arrive at the regular pace of the wire, so the first nap of a wait is a quarter of the
@@ -39,7 +39,7 @@ class Patience:
     def wait(self, piece: MPI.Request, status: MPI.Status) -> None:
         """Return once `piece` is complete."""
         nap_s, since = self._first_s, time.perf_counter()
-        while not any(piece.Test(status) for _ in range(LOOKS)):
+        while not any(piece.Test(status) for _ in range(POLLS)):
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, LONGEST_NAP_S)
             waited_s = time.perf_counter() - since
@@ -50,8 +50,8 @@ class Owner(Protocol):
     """The part of a link that its requests use."""
 
     entry: Entry
-    patient: bool
-    patience: Patience
+    sleeps_while_waiting: bool
+    sleeping_wait: SleepingWait
     status: MPI.Status
 
     def failure(self, call: str, peer: int, size: int, actual: object) -> TransportError: ...
@@ -66,7 +66,7 @@ class MpiRequest:
         self._link, self._pieces, self._peer, self._expected, self._call = (
             link, pieces, peer, expected, call,
         )  # fmt: skip
-        self._came = 0  # bytes of pieces that `done` has completed
+        self._received = 0  # bytes of pieces that `done` has completed
 
     @property
     def last(self) -> MPI.Request:
@@ -78,33 +78,33 @@ class MpiRequest:
         status = self._link.status
         try:
             while self._pieces and self._pieces[0].Test(status):
-                self._came += status.Get_count(MPI.BYTE)
+                self._received += status.Get_count(MPI.BYTE)
                 self._pieces.pop(0)
         except MPI.Exception as error:
             raise self._failure(self._call.decode(), error) from error
         if not self._pieces:
-            self._must_be_all(self._came)
+            self._must_be_complete(self._received)
         return not self._pieces
 
-    def wait(self, already: int = 0) -> None:
-        """Return when all pieces are complete; `already`: bytes of a piece completed elsewhere.
+    def wait(self, elsewhere: int = 0) -> None:
+        """Return when all pieces are complete; `elsewhere`: bytes completed by `wait_any`.
 
         One `Wait` per piece, never `Waitall`: where a peer was killed, Waitall can hang.
         """
         link = self._link
         link.entry.enter(self._call, self._peer, self._expected)
-        came = already + self._came
+        received = elsewhere + self._received
         try:
-            patience = link.patience if link.patient else None
-            came += sum(finish(piece, link.status, patience) for piece in self._pieces)
+            sleeping_wait = link.sleeping_wait if link.sleeps_while_waiting else None
+            received += sum(finish(piece, link.status, sleeping_wait) for piece in self._pieces)
         except MPI.Exception as error:
             raise self._failure(self._call.decode(), error) from error
-        self._must_be_all(came)
+        self._must_be_complete(received)
         link.entry.leave()
 
-    def _must_be_all(self, came: int) -> None:
-        if self._expected and came != self._expected:
-            raise self._failure("irecv", f"{came} came")
+    def _must_be_complete(self, received: int) -> None:
+        if self._expected and received != self._expected:
+            raise self._failure("irecv", f"{received} came")
 
     def _failure(self, call: str, actual: object) -> TransportError:
         return self._link.failure(call, self._peer, self._expected, actual)
@@ -131,12 +131,12 @@ def spec_of_gpu(pointer: int, nbytes: int) -> Spec:
     return [MPI.memory.fromaddress(pointer, nbytes), nbytes, MPI.BYTE]
 
 
-def finish(piece: MPI.Request, status: MPI.Status, patience: Patience | None) -> int:
+def finish(piece: MPI.Request, status: MPI.Status, sleeping_wait: SleepingWait | None) -> int:
     """Return the number of bytes received, or 0 if this piece was completed elsewhere."""
     if piece == MPI.REQUEST_NULL:
         return 0
-    if patience is None:
+    if sleeping_wait is None:
         piece.Wait(status)
     else:
-        patience.wait(piece, status)
+        sleeping_wait.wait(piece, status)
     return status.Get_count(MPI.BYTE)

@@ -1,6 +1,6 @@
 """Local rank -> cores and BLAS threads. Called before MPI starts; the one place that binds cores.
 
-The binding of a launcher is kept. Without one, each rank takes its own block of cores: otherwise
+The binding of a launcher is kept. Without one, each rank takes its own share of cores: otherwise
 P ranks with a BLAS pool of all cores each would take turns on every core.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import threadpoolctl
 
 from hpctrain.core.launchers import Launched
-from hpctrain.transport.device.gpus import Near
+from hpctrain.transport.device.gpus import GpuCores
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,13 @@ _limiters: list[threadpoolctl.threadpool_limits] = []  # references that keep th
 
 
 def bind(
-    launched: Launched, cores_available: Sequence[int] | None = None, gpu_cores: Near | None = None
+    launched: Launched,
+    cores_available: Sequence[int] | None = None,
+    gpu_cores: GpuCores | None = None,
 ) -> Binding:
     """Bind this process and limit its BLAS as `plan` says; return the plan.
 
-    `cores_available`, in the order in which blocks are cut from it, replaces the machine's cores.
+    `cores_available`, in the order in which shares are cut from it, replaces the machine's cores.
     """
     online = cores_available or by_place(_reachable())
     allowed = os.sched_getaffinity(0)
@@ -76,7 +78,7 @@ def unbound() -> Iterator[None]:
 
 @contextmanager
 def on_core(core: int) -> Iterator[None]:
-    """Bind this thread alone to one `core` in the block; raise OSError where that is refused."""
+    """Bind this thread alone to one `core` meanwhile; raise OSError where that is refused."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
@@ -90,11 +92,11 @@ def plan(
     allowed: Collection[int],
     online: Sequence[int],
     environ: Mapping[str, str],
-    gpu_cores: Near | None = None,
+    gpu_cores: GpuCores | None = None,
 ) -> Binding:
     """Return the cores and BLAS threads of a rank that may run on `allowed` of `online` cores.
 
-    `online` is in the order in which blocks are cut from it; a rank with a GPU takes its block of
+    `online` is in the order in which shares are cut from it; a rank with a GPU takes its share of
     `gpu_cores`. A user's OPENBLAS_NUM_THREADS, MKL_NUM_THREADS or OMP_NUM_THREADS overrides our
     count.
     """
@@ -102,14 +104,14 @@ def plan(
     neighbours = launched.local_size or launched.size
     cores, note = _cores(launched, neighbours, allowed, online)
     if gpu_cores is not None and launched.size > 1 and not set(online) - set(allowed):
-        cores, note = _cores_near(gpu_cores, online) or (cores, note)
+        cores, note = _cores_for_gpu(gpu_cores, online) or (cores, note)
     # Ranks bound to one socket share its cores, so even a bound rank may not use all of them.
     fair = min(len(cores), max(1, len(online) // neighbours))
     return Binding(cores, asked_threads(environ) or fair, note, len(online))
 
 
 def by_place(cores: Collection[int]) -> tuple[int, ...]:
-    """Return `cores` ordered by socket and physical core, so that a block keeps siblings."""
+    """Return `cores` ordered by socket and physical core, so that a share keeps siblings."""
     return tuple(sorted(cores, key=lambda core: (*_place(core), core)))
 
 
@@ -125,12 +127,14 @@ def _cores(
         return own, f"not bound: {neighbours} ranks share {count} cores"
     if rank is None or launched.local_size is None or rank >= neighbours:
         return own, "not bound: the launcher does not tell the local rank"
-    block = online[rank * count // neighbours : (rank + 1) * count // neighbours]
-    return tuple(sorted(block)), f"took {len(block)} of {count} cores as local rank {rank}"
+    share = online[rank * count // neighbours : (rank + 1) * count // neighbours]
+    return tuple(sorted(share)), f"took {len(share)} of {count} cores as local rank {rank}"
 
 
-def _cores_near(gpu_cores: Near, online: Sequence[int]) -> tuple[tuple[int, ...], str] | None:
-    """Return the block of a rank among the ranks whose GPUs are near the same cores.
+def _cores_for_gpu(
+    gpu_cores: GpuCores, online: Sequence[int]
+) -> tuple[tuple[int, ...], str] | None:
+    """Return the share of a rank among the ranks whose GPUs are near the same cores.
 
     None where these cores are too few. A rank of unknown index among them takes all.
     """
@@ -140,8 +144,8 @@ def _cores_near(gpu_cores: Near, online: Sequence[int]) -> tuple[tuple[int, ...]
     if gpu_cores.index is None:
         return tuple(sorted(cores)), f"took all {len(cores)} cores near its GPU"
     start, end = (i * len(cores) // gpu_cores.count for i in (gpu_cores.index, gpu_cores.index + 1))
-    block = cores[start:end]
-    return tuple(sorted(block)), f"took {len(block)} of {len(cores)} cores near its GPU"
+    share = cores[start:end]
+    return tuple(sorted(share)), f"took {len(share)} of {len(cores)} cores near its GPU"
 
 
 def asked_threads(environ: Mapping[str, str]) -> int | None:

@@ -25,7 +25,7 @@ from hpctrain.hardware import pci
 from hpctrain.transport.device import gpus
 from hpctrain.transport.gpu_probe import verdicts, verify
 from hpctrain.transport.link import Link
-from hpctrain.transport.paths import STAGED, Place, Verdict, classes, from_table
+from hpctrain.transport.paths import STAGED, RankPlace, Verdict, classes, from_table
 from hpctrain.transport.placement import nearest_nics
 from hpctrain.transport.placement.check import (
     Seated,
@@ -82,7 +82,7 @@ def take(launched: Launched, device: gpus.Device) -> Seat:
     choice = gpus.gpu_for(launched, len(visible), gpus.listed(os.environ))
     gpu = visible[choice.ordinal]
     cores = [pci.near_cores(g.pci) for g in visible]
-    binding = bind(launched, gpu_cores=gpus.cores_near(launched, choice.ordinal, cores))
+    binding = bind(launched, gpu_cores=gpus.gpu_cores(launched, choice.ordinal, cores))
     gpus.use(choice.ordinal)
     spot = Spot(tuple(g.pci for g in visible), choice.ordinal)
     nics = nearest_nics.take(launched, spot)
@@ -92,7 +92,7 @@ def take(launched: Launched, device: gpus.Device) -> Seat:
 
 def told(
     link: Link, gather: verify.Gather, host: str, seat: Seat
-) -> tuple[tuple[Place, ...], Verdict, tuple[Seated, ...]]:
+) -> tuple[tuple[RankPlace, ...], Verdict, tuple[Seated, ...]]:
     """Return the places of all ranks' arrays, the paths between them, and all seats; collective.
 
     They are the same on all ranks. `link` uses these paths once its first messages have arrived
@@ -110,7 +110,7 @@ def told(
             logger.warning("%s", "\n".join(": ".join(in_words(group)) for group in wrong))
         if line := ports(seats):
             logger.info("%s", line)
-    places = tuple(Place(s.host, s.gpu) for s in seats)
+    places = tuple(RankPlace(s.host, s.gpu) for s in seats)
     remembered, unproven = next(
         ((from_table(r["verdict"]), r["unproven"]) for r in reports if "verdict" in r),
         (STAGED, ()),
@@ -121,7 +121,7 @@ def told(
     return places, verdict, seats
 
 
-def _log_paths(places: Sequence[Place], verdict: Verdict, unproven: Sequence[str]) -> None:
+def _log_paths(places: Sequence[RankPlace], verdict: Verdict, unproven: Sequence[str]) -> None:
     """Log the path of memory between the GPUs at `places`, and whether ranks share GPUs."""
     present = classes(places)
     if lacking := [name.replace("_", " ") for name in present if name in unproven]:

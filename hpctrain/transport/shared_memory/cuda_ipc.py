@@ -34,30 +34,30 @@ import numpy.typing
 from hpctrain.core.errors import GpuMemoryError
 from hpctrain.core.xp import Array, shortage
 from hpctrain.transport.link import Link
-from hpctrain.transport.shared_memory.host import Gather, Place
+from hpctrain.transport.shared_memory.host import Gather, SharedArrays
 
 log = logging.getLogger(__name__)
 PAGE_BYTES, HEADER_BYTES, TOKEN_BYTES = 2 << 20, 512, 16
 FIRST_NUMBER = 1 << 40  # beyond those of memory.py: two places are alike only if their kinds are
-_INTRODUCTION = struct.Struct(f"<{TOKEN_BYTES}sq64s")  # token, bytes of the array, handle
+_DESCRIPTION = struct.Struct(f"<{TOKEN_BYTES}sq64s")  # token, bytes of the array, handle
 
 
-class _Keeper:
+class _Owner:
     """The owner of an array's memory: it lives as long as some array of the allocation."""
 
 
 @dataclass(frozen=True)
-class _Region:
+class _Allocation:
     """One allocation: local address, bytes of the array, and the arrays' addresses on all ranks."""
 
     address: int
     nbytes: int
-    theirs: list[int]  #: addresses of all ranks' arrays, in this rank's address space
+    addresses: list[int]  #: addresses of all ranks' arrays, in this rank's address space
     mapped: list[int] = field(default_factory=list)  #: pointers to close
 
 
-class Arenas:
-    """GPU memory shared by the ranks of one node; all methods but `place` are collective."""
+class SharedGpuMemory:
+    """GPU memory shared by the ranks of one node; all methods but `locate` are collective."""
 
     def __init__(self, link: Link, gather: Gather, one_gpu: bool):
         """Share among the ranks of `link`, all on one node; `gather` gathers over it.
@@ -68,9 +68,9 @@ class Arenas:
 
         self.one_gpu = one_gpu
         self._link, self._gather, self._xp = link, gather, cupy
-        self._regions: dict[int, _Region] = {}  # by number
+        self._allocations: dict[int, _Allocation] = {}  # by number
         self._dropped: set[int] = set()  # whose array is gone here
-        self._places: dict[tuple[int, int, str], Place] = {}
+        self._cached_arrays: dict[tuple[int, int, str], SharedArrays] = {}
         self._next_number = FIRST_NUMBER
         self.shares = link.size > 1  #: false once a handle was refused
         self.refused = False  #: whether one was
@@ -78,66 +78,66 @@ class Arenas:
     def zeros(self, length: int, dtype: np.typing.DTypeLike) -> Array:
         """Return zeros (length,) on this rank's GPU, mapped by all neighbours.
 
-        Without sharing they are private to this rank, and `place` returns None. Raises
+        Without sharing they are private to this rank, and `locate` returns None. Raises
         GpuMemoryError on all ranks if the memory of one of them does not suffice.
         """
         dtype = np.dtype(dtype)
         self._free_dropped()
-        address = self._allocated(length * dtype.itemsize)
-        region = self._shared(address, length * dtype.itemsize) if self.shares else None
-        keeper, number = _Keeper(), self._next_number
+        address = self._allocate(length * dtype.itemsize)
+        allocation = self._map_everywhere(address, length * dtype.itemsize) if self.shares else None
+        owner, number = _Owner(), self._next_number
         self._next_number += 1
-        if region is None:
-            at_the_end = weakref.finalize(keeper, self._xp.cuda.runtime.free, address)
+        if allocation is None:
+            finalizer = weakref.finalize(owner, self._xp.cuda.runtime.free, address)
         else:
-            self._regions[number] = region
-            at_the_end = weakref.finalize(keeper, self._dropped.add, number)
-        at_the_end.atexit = False  # CUDA may be gone by then, and frees all itself
-        return self._array(address + HEADER_BYTES, length, dtype, keeper)
+            self._allocations[number] = allocation
+            finalizer = weakref.finalize(owner, self._dropped.add, number)
+        finalizer.atexit = False  # CUDA may be gone by then, and frees all itself
+        return self._array(address + HEADER_BYTES, length, dtype, owner)
 
-    def place(self, x: Array) -> Place | None:
+    def locate(self, x: Array) -> SharedArrays | None:
         """Return the place of this rank's contiguous `x`, None if in no array of `zeros`."""
         name = (x.data.ptr, x.nbytes, x.dtype.name)
-        if name not in self._places:
+        if name not in self._cached_arrays:
             number = self._number(x.data.ptr, x.nbytes)
             if number is None:
                 return None
-            self._places[name] = self._place(number, x)
-        number, offset, arrays = self._places[name]
+            self._cached_arrays[name] = self._shared_arrays(number, x)
+        number, offset, arrays = self._cached_arrays[name]
         rank = self._link.rank
-        return Place(number, offset, [*arrays[:rank], x, *arrays[rank + 1 :]])
+        return SharedArrays(number, offset, [*arrays[:rank], x, *arrays[rank + 1 :]])
 
-    def _place(self, number: int, x: Array) -> Place:
+    def _shared_arrays(self, number: int, x: Array) -> SharedArrays:
         """Return a place to cache, without `x`, which would keep its own allocation alive."""
-        bases = self._regions[number].theirs
+        bases = self._allocations[number].addresses
         offset = x.data.ptr - bases[self._link.rank]
         arrays = [self._array(base + offset, x.size, x.dtype, None) for base in bases]
-        return Place(number, offset, arrays)
+        return SharedArrays(number, offset, arrays)
 
     def _number(self, pointer: int, nbytes: int) -> int | None:
         """Return the number of the allocation in which memory lies."""
-        for number, region in self._regions.items():
-            start = region.theirs[self._link.rank]
-            if start <= pointer and pointer + nbytes <= start + region.nbytes:
+        for number, allocation in self._allocations.items():
+            start = allocation.addresses[self._link.rank]
+            if start <= pointer and pointer + nbytes <= start + allocation.nbytes:
                 return number
         return None
 
-    def _array(self, pointer: int, length: int, dtype: np.dtype, keeper: Any) -> Array:
+    def _array(self, pointer: int, length: int, dtype: np.dtype, owner: Any) -> Array:
         cuda = self._xp.cuda
         # Declared as memory of our GPU even if it is a neighbour's: CuPy must not copy it first.
         device = cuda.runtime.getDevice()
-        memory = cuda.UnownedMemory(pointer, max(length * dtype.itemsize, 1), keeper, device)
+        memory = cuda.UnownedMemory(pointer, max(length * dtype.itemsize, 1), owner, device)
         return self._xp.ndarray((length,), dtype, cuda.MemoryPointer(memory, 0))
 
-    def _allocated(self, nbytes: int) -> int:
+    def _allocate(self, nbytes: int) -> int:
         """Return the address of zeros; raise GpuMemoryError on all ranks if one has too little."""
         runtime, size = self._xp.cuda.runtime, _pages(nbytes + HEADER_BYTES) * PAGE_BYTES
         address, short = self._malloc(size)
         problems = [problem.decode() for problem in self._gather(short.encode())]
         if any(problems):
             runtime.free(address)
-            named = [f"local rank {rank}: {text}" for rank, text in enumerate(problems) if text]
-            raise GpuMemoryError("; ".join(named))
+            texts = [f"local rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+            raise GpuMemoryError("; ".join(texts))
         runtime.memset(address, 0, size)
         runtime.deviceSynchronize()
         return int(address)
@@ -153,10 +153,10 @@ class Arenas:
                 raise
             return 0, str(short)
 
-    def _shared(self, address: int, nbytes: int) -> _Region | None:
+    def _map_everywhere(self, address: int, nbytes: int) -> _Allocation | None:
         """Return the allocation mapped by all ranks, None if one of them cannot map it."""
-        introductions = self._gather(self._introduced(address, nbytes))
-        mapped = list(self._mapped(introductions)) if all(introductions) else []
+        descriptions = self._gather(self._describe(address, nbytes))
+        mapped = list(self._map_all(descriptions)) if all(descriptions) else []
         problem = "" if len(mapped) == self._link.size else "a handle was refused"
         if any(self._gather(problem.encode())):
             self._close([pointer for pointer in mapped if pointer])
@@ -165,9 +165,9 @@ class Arenas:
                 _warn_of_refusal()
             return None
         bases = [(pointer or address) + HEADER_BYTES for pointer in mapped]
-        return _Region(address, nbytes, bases, [pointer for pointer in mapped if pointer])
+        return _Allocation(address, nbytes, bases, [pointer for pointer in mapped if pointer])
 
-    def _introduced(self, address: int, nbytes: int) -> bytes:
+    def _describe(self, address: int, nbytes: int) -> bytes:
         """Return the bytes by which neighbours map our memory; b"" where CUDA refuses."""
         runtime, token = self._xp.cuda.runtime, secrets.token_bytes(TOKEN_BYTES)
         try:
@@ -176,16 +176,16 @@ class Arenas:
             return b""
         runtime.memcpy(address, _address(token), TOKEN_BYTES, runtime.memcpyHostToDevice)
         runtime.deviceSynchronize()  # a copy from pageable memory may return before it arrived
-        return _INTRODUCTION.pack(token, nbytes, handle)
+        return _DESCRIPTION.pack(token, nbytes, handle)
 
-    def _mapped(self, introductions: Sequence[bytes]) -> Iterator[int]:
+    def _map_all(self, descriptions: Sequence[bytes]) -> Iterator[int]:
         """Yield the addresses of all ranks' memory, 0 for our own; stop at the first refusal."""
         runtime = self._xp.cuda.runtime
-        for rank, introduction in enumerate(introductions):
+        for rank, description in enumerate(descriptions):
             if rank == self._link.rank:
                 yield 0
                 continue
-            token, _, handle = _INTRODUCTION.unpack(introduction)
+            token, _, handle = _DESCRIPTION.unpack(description)
             try:
                 pointer = runtime.ipcOpenMemHandle(handle)
             except runtime.CUDARuntimeError:
@@ -213,23 +213,23 @@ class Arenas:
         numbers = drops[0].intersection(*drops)
         if not numbers:
             return
-        gone = [self._regions.pop(number) for number in sorted(numbers)]
+        unused = [self._allocations.pop(number) for number in sorted(numbers)]
         self._dropped -= numbers
-        self._places.clear()
-        for region in gone:
-            self._close(region.mapped)
+        self._cached_arrays.clear()
+        for allocation in unused:
+            self._close(allocation.mapped)
         self._link.barrier()
-        for region in gone:
-            self._xp.cuda.runtime.free(region.address)
+        for allocation in unused:
+            self._xp.cuda.runtime.free(allocation.address)
 
     def _close(self, pointers: Sequence[int]) -> None:
         for pointer in pointers:
             self._xp.cuda.runtime.ipcCloseMemHandle(pointer)
 
 
-def arenas_of(link: Link, gather: Gather, gpus: Sequence[str]) -> Arenas | None:
-    """Return the arenas of the ranks of `link`, whose GPUs are `gpus`; None if one has none."""
-    return Arenas(link, gather, len(set(gpus)) == 1) if all(gpus) else None
+def shared_gpu_memory(link: Link, gather: Gather, gpus: Sequence[str]) -> SharedGpuMemory | None:
+    """Return the shared memory of the ranks of `link` on `gpus`; None if a rank has no GPU."""
+    return SharedGpuMemory(link, gather, len(set(gpus)) == 1) if all(gpus) else None
 
 
 @cache

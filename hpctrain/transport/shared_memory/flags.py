@@ -47,7 +47,7 @@ def words_needed(ranks: int) -> int:
     return 2 * ranks * WORDS_PER_LINE
 
 
-class Flags:
+class NodeFlags:
     """One rank's view of the flags of its node; belongs to one thread, like its link."""
 
     def __init__(self, link: Link, words: np.ndarray, spins: bool, fenced: bool = FENCED):
@@ -57,9 +57,9 @@ class Flags:
         """
         self._link, self._words, self._spins = link, words.data, spins
         lines = [range(p * link.size, (p + 1) * link.size) for p in (0, 1)]
-        self._places = [[line * WORDS_PER_LINE for line in lines[p]] for p in (0, 1)]
-        self._own = [places[link.rank] for places in self._places]
-        self._others = [[at for at in self._places[p] if at != self._own[p]] for p in (0, 1)]
+        self._offsets = [[line * WORDS_PER_LINE for line in lines[p]] for p in (0, 1)]
+        self._own = [offsets[link.rank] for offsets in self._offsets]
+        self._peers = [[at for at in self._offsets[p] if at != self._own[p]] for p in (0, 1)]
         self.round = 0  #: of the last exchange; its lowest bit selects one of two copies
         self._lock = threading.Lock() if fenced else None
         if self._lock is not None:
@@ -80,8 +80,8 @@ class Flags:
             lock.release()
             lock.acquire()
         words[self._own[now & 1]] = word
-        for at in self._others[now & 1]:
-            if words[at] != word and self._awaited(at, now) != payload:
+        for at in self._peers[now & 1]:
+            if words[at] != word and self._wait_for_round(at, now) != payload:
                 same = False
         if lock is not None:
             lock.release()
@@ -94,15 +94,15 @@ class Flags:
             return self._exchange_by_barrier(payload)
         self.agree(payload)
         # No word can have changed yet: for that, this rank would have to be in the next round.
-        return [self._words[at] & MASK for at in self._places[self.round & 1]]
+        return [self._words[at] & MASK for at in self._offsets[self.round & 1]]
 
     def _exchange_by_barrier(self, payload: int) -> list[int]:
         now = self.round = (self.round + 1) & MASK
         self._words[self._own[now & 1]] = payload
         self._link.barrier()
-        return [self._words[at] for at in self._places[now & 1]]
+        return [self._words[at] for at in self._offsets[now & 1]]
 
-    def _awaited(self, at: int, now: int) -> int:
+    def _wait_for_round(self, at: int, now: int) -> int:
         """Return the payload at `at` once it is that of round `now`."""
         words = self._words
         for _ in range(SPINS):

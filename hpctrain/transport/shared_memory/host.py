@@ -30,7 +30,7 @@ from hpctrain.core.xp import Array, namespace, on_device
 from hpctrain.transport.link import Link
 
 if TYPE_CHECKING:
-    from hpctrain.transport.shared_memory.cuda_ipc import Arenas
+    from hpctrain.transport.shared_memory.cuda_ipc import SharedGpuMemory
 
 Gather = Callable[[bytes], list[bytes]]  #: from this rank's bytes to those of all of the node
 
@@ -57,7 +57,7 @@ class Region(NamedTuple):
     arrays: list[np.ndarray | None]
 
 
-class Place(NamedTuple):
+class SharedArrays(NamedTuple):
     """The place of an array: its allocation, its offset in bytes, and the arrays of all ranks.
 
     One operation may use the arrays of several ranks if their number and offset agree.
@@ -79,7 +79,7 @@ class Memory:
         `kinds` are tried in their order, until one works on every rank.
         """
         self._link, self._gather, self._kinds = link, gather, kinds if link.size > 1 else ()
-        self.gpu: Arenas | None = None  #: shared memory on the GPUs
+        self.gpu: SharedGpuMemory | None = None  #: shared memory on the GPUs
         self._regions: dict[int, Region] = {}  # by the address of our own array
         self._next_number = 0
 
@@ -116,7 +116,7 @@ class Memory:
             return self.gpu.zeros(x.size, x.dtype)
         return namespace(x).zeros_like(x) if on_device(x) else self.zeros(x.size, x.dtype)
 
-    def one_for_all(self, length: int, dtype: np.typing.DTypeLike) -> np.ndarray | None:
+    def common_zeros(self, length: int, dtype: np.typing.DTypeLike) -> np.ndarray | None:
         """Return zeros (length,), one array for all ranks of the node; None without sharing."""
         arrays = self._share(length * np.dtype(dtype).itemsize if self._link.rank == 0 else 0)
         return None if arrays is None else arrays[0].view(dtype)
@@ -126,20 +126,20 @@ class Memory:
 
         None if `x` is not part of an array of `zeros`, which all ranks call in the same order.
         """
-        place = self.place(x)
-        return None if place is None else place.arrays
+        shared = self.locate(x)
+        return None if shared is None else shared.arrays
 
-    def place(self, x: Array) -> Place | None:
+    def locate(self, x: Array) -> SharedArrays | None:
         """Return the place of our contiguous `x`, None if in no array of `zeros`."""
         if type(x) is not np.ndarray and on_device(x):
-            return None if self.gpu is None else self.gpu.place(x)
+            return None if self.gpu is None else self.gpu.locate(x)
         address = _address(x)
         for start, (number, nbytes, arrays) in self._regions.items():
             offset = address - start
             if offset >= 0 and offset + x.nbytes <= nbytes:
                 at = slice(offset, offset + x.nbytes)
                 same = [x if y is None else y[at].view(x.dtype) for y in arrays]
-                return Place(number, offset, same)
+                return SharedArrays(number, offset, same)
         return None
 
     def _share(self, nbytes: int) -> list[np.ndarray] | None:

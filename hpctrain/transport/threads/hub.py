@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 
-class Message:
+class SentMessage:
     """An array on its way; `done` once the receiver has copied it."""
 
     def __init__(self, x: np.ndarray):
@@ -25,10 +25,10 @@ class Hub:
         # One lock for all: a lock per rank would let two ranks that take from each other block.
         self.lock = threading.Lock()
         # But each rank is woken by its own messages only, not by those of all.
-        self.news = [threading.Condition(self.lock) for _ in range(size)]
-        self.boxes: dict[tuple[int, int], deque[Message]] = defaultdict(deque)  # (from, to)
+        self.wakeups = [threading.Condition(self.lock) for _ in range(size)]
+        self.mailboxes: dict[tuple[int, int], deque[SentMessage]] = defaultdict(deque)  # (from, to)
         self.barrier = threading.Barrier(size)
-        self.desk: list[Any] = [None] * size  # one item per rank, readable by all
+        self.items: list[Any] = [None] * size  # one item per rank, readable by all
         self.children: dict[tuple[int, int], Hub] = {}
 
     def child(self, name: tuple[int, int], size: int) -> Hub:
@@ -43,8 +43,8 @@ class Hub:
         with self.lock:
             self.failed.set()
             self.barrier.abort()
-            for news in self.news:
-                news.notify_all()
+            for wakeup in self.wakeups:
+                wakeup.notify_all()
             children = list(self.children.values())
         for child in children:
             child.fail()

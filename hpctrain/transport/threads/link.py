@@ -22,10 +22,10 @@ from hpctrain.core.thresholds import Thresholds
 from hpctrain.transport.device import transfers
 from hpctrain.transport.link import NativeCall, Request
 from hpctrain.transport.paths import Path
-from hpctrain.transport.threads.hub import Hub, Message
+from hpctrain.transport.threads.hub import Hub, SentMessage
 
 T = TypeVar("T")
-LOOK_S = 2e-5  # polling interval where no condition variable signals
+POLL_S = 2e-5  # polling interval where no condition variable signals
 GRACE_S = 0.5  # between the first rank that fails and the end of the others' waits
 
 
@@ -35,26 +35,26 @@ class LocalLink:
     def __init__(self, hub: Hub, rank: int):
         self.rank, self.size = rank, hub.size
         self.bytes_sent = self.messages_sent = self.host_bytes = 0
-        self.patient = True  # a thread that waits sleeps
-        self.host: type | None = np.ndarray
+        self.sleeps_while_waiting = True  # a thread that waits sleeps
+        self.unqueued_type: type | None = np.ndarray
         self.paths: tuple[Path, ...] = ()
         self.by_size: tuple[Thresholds, ...] = ()
-        self.lanes: transfers.Lanes | None = None
+        self.queues: transfers.TransferQueues | None = None
         self.hub = hub
         self.pending: dict[int, deque[_Receive]] = defaultdict(deque)
         self._splits = 0
 
     def isend(self, x: np.ndarray, to: int) -> Request:
         """Start to send `x` to rank `to`."""
-        if type(x) is not self.host:
-            return transfers.of(self).isend(x, to)
+        if type(x) is not self.unqueued_type:
+            return transfers.queues_of(self).isend(x, to)
         self.count(x.nbytes)
         return self.post_send(self.message(x), to)
 
     def irecv(self, x: np.ndarray, source: int) -> Request:
         """Start to fill `x` from rank `source`."""
-        if type(x) is not self.host:
-            return transfers.of(self).irecv(x, source)
+        if type(x) is not self.unqueued_type:
+            return transfers.queues_of(self).irecv(x, source)
         return self.post_receive(self.message(x), source)
 
     def sendrecv(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
@@ -65,8 +65,8 @@ class LocalLink:
 
     def wait_any(self, requests: Sequence[Any]) -> int:
         """Return the index of one finished request, which needs no further `wait`."""
-        if self.lanes is not None:
-            return self.lanes.wait_any(requests)
+        if self.queues is not None:
+            return self.queues.wait_any(requests)
         finished: list[int] = []
 
         def look() -> bool:
@@ -88,10 +88,10 @@ class LocalLink:
         """Return this link for a second thread: of the two, one may only send, one only receive."""
         return self._like(self.hub, self.rank, range(self.size))
 
-    def take(self, paths: Sequence[Path], by_size: Sequence[Thresholds] = ()) -> None:
+    def set_paths(self, paths: Sequence[Path], by_size: Sequence[Thresholds] = ()) -> None:
         """Cut all messages as staged ones, whatever the `paths`: threads have no MPI."""
         staged: Path = "staged"
-        self.paths, self.host = (staged,) * len(paths), None
+        self.paths, self.unqueued_type = (staged,) * len(paths), None
         self.by_size = ((),) * len(paths)
 
     def barrier(self) -> None:
@@ -105,12 +105,12 @@ class LocalLink:
         self, ready: Callable[[], bool], call: bytes, peer: int = -1, nbytes: int = 0
     ) -> None:
         """Return once `ready()`, which is polled, since no condition variable signals it."""
-        ready = transfers.kept_going(ready)
+        ready = transfers.with_progress(ready)
         limit = time.monotonic() + self.hub.timeout_s
         while not ready():
             if self.hub.failed.is_set() or time.monotonic() > limit:
                 raise self._wait_error(call.decode())
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
     def window(self, nbytes: int) -> list[np.ndarray]:
         """Return all ranks' arrays, ours of `nbytes`; threads share their memory anyway."""
@@ -165,10 +165,10 @@ class LocalLink:
 
     def post_send(self, message: np.ndarray, to: int) -> _Send:
         """Start to send bytes."""
-        sent = Message(message)
+        sent = SentMessage(message)
         with self.hub.lock:
-            self.hub.boxes[self.rank, to].append(sent)
-            self.hub.news[to].notify_all()
+            self.hub.mailboxes[self.rank, to].append(sent)
+            self.hub.wakeups[to].notify_all()
         return _Send(self, sent, to)
 
     def post_receive(self, message: np.ndarray, source: int) -> _Receive:
@@ -181,22 +181,22 @@ class LocalLink:
         """Return a link over `hub` of `ranks` of this link."""
         link = LocalLink(hub, rank)
         if self.paths:
-            link.take([self.paths[r] for r in ranks])
+            link.set_paths([self.paths[r] for r in ranks])
         return link
 
     def wait_until(self, ready: Callable[[], bool], call: str) -> None:
         """Wait for `ready()`; raise HungError after the time limit, or as soon as a rank failed."""
-        hub, news = self.hub, self.hub.news[self.rank]
+        hub, wakeup = self.hub, self.hub.wakeups[self.rank]
         with hub.lock:
-            news.wait_for(lambda: ready() or hub.failed.is_set(), hub.timeout_s)
+            wakeup.wait_for(lambda: ready() or hub.failed.is_set(), hub.timeout_s)
             if not ready():
                 raise self._wait_error(call)
 
     def _gather_items(self, item: T) -> list[T]:
         """Return the `item` of every rank, in rank order; collective."""
-        self.hub.desk[self.rank] = item
+        self.hub.items[self.rank] = item
         self.barrier()
-        items = list(self.hub.desk)
+        items = list(self.hub.items)
         self.barrier()
         return items
 
@@ -207,7 +207,7 @@ class LocalLink:
 
 
 class _Send:
-    def __init__(self, link: LocalLink, message: Message, peer: int):
+    def __init__(self, link: LocalLink, message: SentMessage, peer: int):
         self._link, self._message, self._peer = link, message, peer
 
     def finished(self) -> bool:
@@ -228,7 +228,7 @@ class _Receive:
     def finished(self) -> bool:
         """Complete receives from this source in the order in which they were posted."""
         link = self._link
-        box, pending = link.hub.boxes[self._source, link.rank], link.pending[self._source]
+        box, pending = link.hub.mailboxes[self._source, link.rank], link.pending[self._source]
         while box and pending and not self._done:
             pending.popleft()._take(box.popleft())
         return self._done
@@ -241,7 +241,7 @@ class _Receive:
         call = f"irecv of {self._x.nbytes} bytes from rank {self._source}"
         self._link.wait_until(self.finished, call)
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: SentMessage) -> None:
         if message.x.nbytes != self._x.nbytes:
             raise TransportError(
                 f"rank {self._link.rank}: irecv from rank {self._source} expected "
@@ -249,7 +249,7 @@ class _Receive:
             )
         self._x[...] = message.x
         self._done = message.done = True
-        self._link.hub.news[self._source].notify_all()
+        self._link.hub.wakeups[self._source].notify_all()
 
 
 def run_ranks(size: int, function: Callable[[LocalLink], T], timeout_s: float = 60.0) -> list[T]:
