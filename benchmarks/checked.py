@@ -56,7 +56,7 @@ def measured(world: World, x: np.ndarray, caches: str, rounds: int) -> list[dict
     contenders = {
         "checked": lambda: ht.allreduce(x),
         "unchecked": lambda: ht.allreduce(x, check=False),
-        "native": world.link.native_call("allreduce", x, np.add).call,
+        "native": world.link.native.bind("allreduce", x, np.add).call,
     }
     around = {name: partial(after_one, call) for name, call in contenders.items()}
     together = partial(interleaved, world.link, contenders, rounds, around=around)

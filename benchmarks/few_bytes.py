@@ -67,14 +67,14 @@ def main() -> None:
 def contenders(world: World, x: np.ndarray) -> dict[str, Callable[[], Any]]:
     """Return the calls, all of MPI's own all-reduce of `x` unless `auto` takes another."""
     link = world.link
-    given = link.native_call("allreduce", x, np.add).call
+    given = link.native.bind("allreduce", x, np.add).call
     return {
         "native": given,
         "in a frame": lambda: given(),
         "in notes": partial(noted, world, given, x.nbytes),
-        "noticed": link.bind_native(x, np.add),
+        "noticed": link.native.bind_allreduce(x, np.add),
         "bound": user_calls.bind(x, algorithm="native", world=world),
-        "native-plain": link.native_call("allreduce plain", x, np.add).call,
+        "native-plain": link.native.bind("allreduce plain", x, np.add).call,
         "plain": lambda: ht.allreduce(x, check=False),
         "checked": lambda: ht.allreduce(x),
         "chosen": partial(auto, world.main, x, np.add),

@@ -35,7 +35,7 @@ def main() -> None:
     votes = {
         "flags": lambda: largest(world.main, (0, 1)),
         "messages": lambda: recursive_doubling(world.main, said, np.maximum),
-        "native": lambda: world.link.native_allreduce(said, np.maximum),
+        "native": lambda: world.link.native.allreduce(said, np.maximum),
     }
     back_to_back = interleaved(world.link, votes, arguments.rounds, calls=50)
     late = {name: after_compute(world, vote, arguments.rounds) for name, vote in votes.items()}

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from hpctrain.core import launchers
 from hpctrain.core.errors import HereError, HungError, UsageError, notes, printable
+from hpctrain.core.launchers import Launched
 from hpctrain.core.xp import shortage
 from hpctrain.run_files import run_folder
 from hpctrain.run_files.last_lines import last_lines
@@ -26,11 +27,12 @@ from hpctrain.watch import dump_stacks, write_report
 
 log = logging.getLogger(__name__)
 #: The time given to the first rank that reports a hang, or a lack of memory.
-SPEAK_FIRST_S = 3.0
+FIRST_REPORT_S = 3.0
 SAME_FAULT_S = 0.5  #: in which every rank may print its error before one aborts the job
-#: The time that other ranks wait for the report of rank 0 before MPI starts.
-REFUSED_S, ALONE_S = 1.0, 10.0
-IN_TURN_S = 2.0  #: over which the reports of ranks short of memory are spread
+#: The time that other ranks wait for the report of rank 0 before MPI starts; the second where the
+#: launcher ends all ranks at the first error.
+RANK_0_S, LAUNCHER_S = 1.0, 10.0
+REPORTS_S = 2.0  #: over which the reports of ranks short of memory are spread
 
 
 def abort(code: int) -> None:
@@ -41,54 +43,74 @@ def abort(code: int) -> None:
 
 
 def refuse(error: BaseException, message: str, hint: str = "") -> int:
-    """Report an error before MPI starts; return the exit code."""
-    prefix = refuser(error)
-    if prefix is not None:
-        _print(signed("hpctrain" + f": {prefix}" * bool(prefix), message) + hint)
-        _let_others_speak()
+    """Report an error before MPI starts as `message`, from one rank; return the exit code."""
+    job = launchers.launched(os.environ)
+    _wait_for_rank_0(job)
+    if _reports(job, error):
+        _print(with_prefix(": ".join(["hpctrain", *_rank_name(job)]), message) + hint)
+        _let_others_fail(job)
     return UsageError.exit_code
 
 
-def signed(prefix: str, message: str) -> str:
+def report_before_mpi(error: BaseException) -> None:
+    """Print an error raised before MPI starts with its traceback; a UsageError from one rank."""
+    job, name = launchers.launched(os.environ), list[str]()
+    if isinstance(error, UsageError):
+        _wait_for_rank_0(job)
+        if not _reports(job, error):
+            return
+        name = _rank_name(job)
+    report(error, ", ".join([*name, "before MPI was started"]))
+
+
+def with_prefix(prefix: str, message: str) -> str:
     """Return `message` with `prefix` before each line, except indented continuation lines."""
     lines = printable(message).splitlines()
     return "\n".join(line if line.startswith(" ") else f"{prefix}: {line}" for line in lines)
 
 
-def refuser(error: BaseException) -> str | None:
-    """Return the prefix for an error raised before MPI_Init; None if another rank reports it.
+def _wait_for_rank_0(job: Launched) -> None:
+    """Give rank 0 the time to report an error that most likely all ranks have.
 
-    Rank 0 has an empty prefix. The other ranks wait for its report: Open MPI and `srun -K1` kill
-    all ranks when one ends with an error. A rank that Open MPI leaves running was the only one in
-    error. An error specific to a host is reported by the first rank there.
+    Open MPI and `srun -K1` kill all ranks when one ends with an error; SIGTERM ends this rank with
+    our own exit code.
     """
-    job = launchers.launched(os.environ)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(UsageError.exit_code))  # see below
-    if job.rank == 0:
-        return ""
-    time.sleep(ALONE_S if job.name in ("openmpi", "srun") else REFUSED_S)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(UsageError.exit_code))
+    if job.rank > 0:
+        time.sleep(LAUNCHER_S if job.name in ("openmpi", "srun") else RANK_0_S)
+
+
+def _reports(job: Launched, error: BaseException) -> bool:
+    """Return whether this rank reports an error raised before MPI_Init, after waiting for rank 0.
+
+    Rank 0 does. A rank that Open MPI leaves running was the only one in error. An error specific to
+    a host is reported by the first rank there.
+    """
     of_host = isinstance(error, HereError) or isinstance(error.__context__, OSError)
-    if job.name != "openmpi" and not (of_host and job.local_rank == 0):
-        return None
-    return f"rank {job.rank} on {socket.gethostname()}"
+    return job.rank == 0 or job.name == "openmpi" or (of_host and job.local_rank == 0)
 
 
-def _let_others_speak() -> None:
+def _rank_name(job: Launched) -> list[str]:
+    """Return the name of this rank for its report; none for rank 0, which speaks for all."""
+    return [f"rank {job.rank} on {socket.gethostname()}"] if job.rank > 0 else []
+
+
+def _let_others_fail(job: Launched) -> None:
     """Give other ranks the time to fail as well, after the report of this one.
 
     `srun -K1` exits with 143 if it had to kill a rank; a rank that has failed by itself exits with
     our own code.
     """
-    if launchers.launched(os.environ).name == "srun":
-        time.sleep(REFUSED_S)
+    if job.name == "srun":
+        time.sleep(RANK_0_S)
 
 
-def say(error: BaseException, prefix: str, rank: int = 0, size: int = 1) -> None:
+def report(error: BaseException, prefix: str, rank: int = 0, size: int = 1) -> None:
     """Print on stderr the error that ended `rank` of `size`; after that it may abort the job."""
-    short = shortage(error)
-    if short is not None:
-        time.sleep(IN_TURN_S * rank / size)
-        _print(f"hpctrain: {prefix}: {short}" if size > 1 else f"hpctrain: {short}")
+    memory_error = shortage(error)
+    if memory_error is not None:
+        time.sleep(REPORTS_S * rank / size)
+        _print(f"hpctrain: {prefix}: {memory_error}" if size > 1 else f"hpctrain: {memory_error}")
         log.debug("where it was asked for:", exc_info=error)
         return
     lines = "".join(traceback.format_exception(error)).splitlines()
@@ -97,7 +119,7 @@ def say(error: BaseException, prefix: str, rank: int = 0, size: int = 1) -> None
     time.sleep(SAME_FAULT_S if size > 1 else 0)
 
 
-def hung(rank: int, run: Path | None, report: str) -> None:
+def report_hang(rank: int, run: Path | None, text: str) -> None:
     """Report a hang, in folder `run` if there is one, and abort the job; called on every rank.
 
     The job is aborted even if the report fails: the other ranks wait for it.
@@ -105,17 +127,17 @@ def hung(rank: int, run: Path | None, report: str) -> None:
     try:
         if run is not None:
             dump_stacks(run / "watch" / f"stacks-{rank:05d}.txt")
-        if run is None or write_report(run / "watch", report):
-            _speak(run, report)
+        if run is None or write_report(run / "watch", text):
+            _write_hang(run, text)
         else:
-            time.sleep(SPEAK_FIRST_S)
+            time.sleep(FIRST_REPORT_S)
     finally:
         abort(HungError.exit_code)
 
 
-def _speak(run: Path | None, report: str) -> None:
-    _print(report)
-    summary = {"status": "hung", "exit_code": HungError.exit_code, "reason": report}
+def _write_hang(run: Path | None, text: str) -> None:
+    _print(text)
+    summary = {"status": "hung", "exit_code": HungError.exit_code, "reason": text}
     if run is not None:
         run_folder.write_summary(run, summary)
         _print("\n".join(last_lines(run)))

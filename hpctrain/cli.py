@@ -70,7 +70,7 @@ def _guarded() -> int:
     except AGREED as error:
         if world.current() is None:
             return abort.refuse(error, str(error))
-        _say(abort.signed("hpctrain", "\n".join([str(error), *notes(error)])))
+        _say(abort.with_prefix("hpctrain", "\n".join([str(error), *notes(error)])))
         return _leave(error.exit_code)
     except (Exception, SystemExit) as error:  # also sys.exit in a user's code, on this rank alone
         if world.current() is None and _reader_left(error):

@@ -27,7 +27,7 @@ from hpctrain.transport.device import gpus
 from hpctrain.transport.link import Link
 from hpctrain.transport.paths import STAGED, RankPlace, Verdict
 from hpctrain.transport.placement import rank_placement, shm_warning
-from hpctrain.transport.placement.check import Seated
+from hpctrain.transport.placement.check import RankBinding
 from hpctrain.transport.shared_memory import segments
 from hpctrain.transport.shared_memory.cuda_ipc import shared_gpu_memory
 from hpctrain.transport.shared_memory.host import Memory
@@ -54,17 +54,16 @@ class World:
     gpu: gpus.Gpu | None = None  #: the one this rank computes on; None: on its cores
     places: tuple[RankPlace, ...] = ()  #: of each rank: its node, and its GPU where it has one
     verdict: Verdict = STAGED  #: the path of GPU memory between ranks
-    seats: tuple[Seated, ...] = ()  #: of each rank, as bound at the start; none among threads
+    bindings: tuple[RankBinding, ...] = ()  #: of each rank at the start; none among threads
     trace: Trace = field(default_factory=Trace)  #: of the spans of all threads
-    last_words: Callable[[BaseException], Any] | None = (
-        None  #: records the reason why this rank ends
-    )
-    others: dict[str, list[Link]] = field(default_factory=dict)  #: by their purpose
+    #: records the reason why this rank ends
+    on_failure: Callable[[BaseException], Any] | None = None
+    purpose_links: dict[str, list[Link]] = field(default_factory=dict)  #: of other threads
     main: Group = field(init=False)  #: all ranks, for the main thread; its scratch is kept
     memory: Memory = field(init=False)  #: memory shared by the ranks of this node
 
     def __post_init__(self) -> None:
-        """Find the node's ranks, and let rank 0 decide the choices of `auto`; collective."""
+        """Split the ranks by node, share memory, and fix the choices of `auto`; collective."""
         self.places = self.places or tuple(RankPlace(host, "") for host in self.hosts)
         self.main = over_nodes(self.link, self.host)
         gather = partial(collectives.all_gather_bytes, self.node)
@@ -127,35 +126,33 @@ class World:
         `alone`: no other thread computes while this one communicates, so it may spin.
         """
         group = over_nodes(self.link.split(0, self.rank), self.host)
-        self._noted(purpose, *group.links)
+        self._register(purpose, *group.links)
         spins = alone and self.main.spins
         return replace(group, memory=self.memory, choices=self.main.choices, spins=spins)
 
     def link_for(self, purpose: str, color: int = 0) -> Link:
         """Return another link, to all ranks that give the same `color`; all ranks must call."""
-        return self._noted(purpose, self.link.split(color, self.rank))[0]
+        return self._register(purpose, self.link.split(color, self.rank))[0]
 
     def view_for(self, purpose: str, link: Link) -> Link:
         """Return a view of `link` for a second thread: one of the two sends, one receives."""
-        return self._noted(purpose, link.view())[0]
+        return self._register(purpose, link.view())[0]
 
     def fail(self, error: BaseException) -> None:
         """End the job because of an error in a thread other than the main one."""
         try:
-            if self.last_words is not None:
-                self.last_words(error)
+            if self.on_failure is not None:
+                self.on_failure(error)
         finally:
-            if self.transport == "local":
-                self.link.hub.fail()  # type: ignore[attr-defined]
-            else:
+            if not self.link.interrupt_others():
                 fail_alone(error)
 
-    def _noted(self, purpose: str, *links: Link) -> list[Link]:
-        """Return `links`, which from now on record the operations that a thread waits for."""
-        self.others[purpose] = list(links)
+    def _register(self, purpose: str, *links: Link) -> list[Link]:
+        """Return `links` of another thread, whose waiting calls are recorded from now on."""
+        self.purpose_links[purpose] = list(links)
         if self.record is not None:
-            self._write_into(self.record)
-        return self.others[purpose]
+            self._record_in(self.record)
+        return self.purpose_links[purpose]
 
     def gather(self, text: str) -> list[str]:
         """Return every rank's `text`."""
@@ -164,11 +161,11 @@ class World:
     def must_agree(self, text: str, subject: str) -> None:
         """Raise UsageError on every rank, naming those that differ, unless all texts are equal."""
         texts = self.gather(text)
-        wrong = [rank for rank, other in enumerate(texts) if other != texts[0]]
-        if wrong:
+        differing = [rank for rank, other in enumerate(texts) if other != texts[0]]
+        if differing:
             raise UsageError(
                 f"{subject} must be the same on all ranks; rank 0 has {texts[0]}, but "
-                + "; ".join(f"rank {rank} has {texts[rank]}" for rank in wrong[:8])
+                + "; ".join(f"rank {rank} has {texts[rank]}" for rank in differing[:8])
             )
 
     def together(self, function: Callable[[], T]) -> T:
@@ -199,30 +196,30 @@ class World:
             yield
             return
         directory = run / "watch"
-        record = self.together(lambda: self._record_in(directory))
-        tell = on_hang or partial(abort.hung, self.rank, run)
-        watch = Watch(record, directory, timeout_s, tell, 1 if on_hang else 10)
+        record = self.together(lambda: self._new_record(directory))
+        report = on_hang or partial(abort.report_hang, self.rank, run)
+        watch = Watch(record, directory, timeout_s, report, 1 if on_hang else 10)
         before = self.record
-        self._write_into(record)
+        self._record_in(record)
         try:
             yield
         finally:
             watch.stop()
-            self._write_into(before)
+            self._record_in(before)
             record.close()
 
-    def _record_in(self, directory: Path) -> Record:
+    def _new_record(self, directory: Path) -> Record:
         try:
             return Record(record_path(directory, self.rank), self.rank, self.size)
         except OSError as error:
             raise UsageError(f"nothing can be written in {directory}: {error.strerror}") from None
 
-    def _write_into(self, record: Record) -> None:
-        """Let every thread's link record in `record` the operation it waits for."""
+    def _record_in(self, record: Record) -> None:
+        """Let every thread's links record the calls that wait in `record`."""
         self.record = record
-        for thread, links in {"main": self.main.links, **self.others}.items():
+        for thread, links in {"main": self.main.links, **self.purpose_links}.items():
             for link in links:
-                link.entry = record.entry(thread)  # type: ignore[attr-defined]
+                link.record_in(record.entry(thread))
 
 
 _world: World | None = None
@@ -278,11 +275,9 @@ def finish() -> None:
 def fail_alone(error: BaseException) -> None:
     """Print this rank's error, and abort the job: the other ranks wait for this one."""
     if _world is None:
-        prefix = abort.refuser(error) if isinstance(error, UsageError) else ""
-        if prefix is not None:
-            abort.say(error, f"{prefix}, before MPI was started".removeprefix(", "))
+        abort.report_before_mpi(error)
         return
-    abort.say(error, f"rank {_world.rank} on {_world.host}", _world.rank, _world.size)
+    abort.report(error, f"rank {_world.rank} on {_world.host}", _world.rank, _world.size)
     if _world.size > 1:
         abort.abort(error.exit_code if isinstance(error, HpctrainError) else 1)
 
@@ -309,28 +304,38 @@ def _over_mpi(device: gpus.Device, timeout_s: float) -> World:
     from hpctrain.transport.mpi.library import knows_pmix, loaded_mpi
 
     launched = launchers.launched(os.environ)
-    own_seat = rank_placement.take(launched, device)
+    placement = rank_placement.place_rank(launched, device)
     mpi_is = loaded_mpi()  # its error names what is missing without MPI
     no_pmix = launchers.pmix_alone(os.environ) and not knows_pmix(mpi_is)
     daemons = launchers.of_daemons(os.environ)
-    if wrong := launchers.unstartable(launched, mpi_is.vendor, mpi_is.libmpi, no_pmix, daemons):
-        raise UsageError(wrong)
+    if fault := launchers.unstartable(launched, mpi_is.vendor, mpi_is.libmpi, no_pmix, daemons):
+        raise UsageError(fault)
     shm_warning.warn(launched)
     from hpctrain.transport.mpi import link as mpi_link
 
     record = Record(None, launched.rank, launched.size)
     link = mpi_link.start(record.entry("main"), timeout_s)
     segments.announce()
-    if wrong := launchers.mismatch(launched, link.size, mpi_is.vendor, mpi_is.libmpi):
+    if fault := launchers.mismatch(launched, link.size, mpi_is.vendor, mpi_is.libmpi):
         if link.size == 1:  # several ranks of different jobs would wait for each other for ever
             mpi_link.finalize()
-        raise UsageError(wrong)
+        raise UsageError(fault)
     gather = partial(collectives.all_gather_bytes, link)
-    host = rank_placement.node(gather, link.rank)
-    places, verdict, seats = rank_placement.told(link, gather, host, own_seat)
-    hosts, several = tuple(seated.host for seated in seats), mpi_link.concurrent()
-    local = hosts[: link.rank].count(host)
-    world = World(link, hosts, local, several, "mpi", record, own_seat.gpu, places, verdict, seats)
-    tell = partial(abort.hung, link.rank, None)
-    Watch(record, None, timeout_s, tell, first_step_factor=1)  # no steps are recorded yet
+    host = rank_placement.node_name(gather, link.rank)
+    places, verdict, bindings = rank_placement.exchange(link, gather, host, placement)
+    hosts = tuple(binding.host for binding in bindings)
+    world = World(
+        link,
+        hosts,
+        local_rank=hosts[: link.rank].count(host),
+        concurrent=mpi_link.concurrent(),
+        transport="mpi",
+        record=record,
+        gpu=placement.gpu,
+        places=places,
+        verdict=verdict,
+        bindings=bindings,
+    )
+    on_hang = partial(abort.report_hang, link.rank, None)
+    Watch(record, None, timeout_s, on_hang, first_step_factor=1)  # no steps are recorded yet
     return world

@@ -107,7 +107,7 @@ def nic_rate(world: World, source: int, to: int, root: File = pci.ROOT) -> float
 
     Collective.
     """
-    nearest = nics.near(nics.nics(root), world.gpu.pci if world.gpu else "", root)
+    nearest = nics.nearest_port(nics.nics(root), world.gpu.pci if world.gpu else "", root)
     rates = world.gather(str(nearest.gbit_s or "") if nearest else "")
     if world.hosts[source] == world.hosts[to] or not rates[source] or not rates[to]:
         return None

@@ -90,9 +90,9 @@ def contenders(
     name, op = plan.collective.name, operation(plan.op, plan.dtype)
     for algorithm in plan.algorithms:
         if algorithm == NATIVE:
-            by_name[algorithm] = Contender(*world.link.native_call(name, x, op))
+            by_name[algorithm] = Contender(*world.link.native.bind(name, x, op))
         elif algorithm == NATIVE_PLAIN:
-            by_name[algorithm] = Contender(*world.link.native_call(f"{name} plain", x, op))
+            by_name[algorithm] = Contender(*world.link.native.bind(f"{name} plain", x, op))
         elif algorithm in plan.collective.typed:  # `ht.allreduce` itself
             check = plan.collective.typed[algorithm]
             by_name[algorithm] = Contender(_typed(x, plan.op, world, check), x)

@@ -37,7 +37,7 @@ def _on_the_host(group: Group, x: np.ndarray, op: Operation) -> None:
         op.decode(keys)
     elif x.dtype.kind in "iu" and x.itemsize <= 2:
         wide = x.astype(np.int32)
-        group.link.native_allreduce(wide, op)
+        group.link.native.allreduce(wide, op)
         x[...] = wide
     else:
-        group.link.native_allreduce(x, np.multiply if op is complex_product else op)
+        group.link.native.allreduce(x, np.multiply if op is complex_product else op)

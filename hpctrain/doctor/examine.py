@@ -24,7 +24,7 @@ from hpctrain.doctor.topology import Picture, lines, picture
 from hpctrain.hardware import gdr, nics, nvidia, pci, quota
 from hpctrain.machine import version
 from hpctrain.transport.gpu_probe import verdicts
-from hpctrain.transport.gpu_probe.verdicts import Told
+from hpctrain.transport.gpu_probe.verdicts import ProbeResult
 from hpctrain.transport.placement import core_binding
 
 PACKAGES = ("hpctrain", "numpy", "mpi4py")
@@ -61,7 +61,7 @@ class Examined:
     host: str
     checks: list[Check]
     hardware: Hardware
-    told: Told | None
+    told: ProbeResult | None
 
     def table(self) -> dict[str, Any]:
         """Return the table that --json writes."""
@@ -85,7 +85,7 @@ def examine() -> Examined:
     return Examined(socket.gethostname(), checks, node_hardware, gpu_paths)
 
 
-def of_node(node_hardware: Hardware, gpu_paths: Told | None) -> list[Check]:
+def of_node(node_hardware: Hardware, gpu_paths: ProbeResult | None) -> list[Check]:
     """Return the checks of memory, GPUs and network, the same for all processes of a node."""
     rdma = any(nic.rdma for nic in node_hardware.nics)
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -132,7 +132,7 @@ def _of_mpi() -> list[Check]:
 
 def _blas(quota_cores: float | None) -> Check:
     cores = len(os.sched_getaffinity(0))
-    return node.blas(core_binding.asked_threads(os.environ) or cores, cores, quota_cores)
+    return node.blas(core_binding.user_threads(os.environ) or cores, cores, quota_cores)
 
 
 def cupy() -> str | None:
@@ -143,7 +143,7 @@ def cupy() -> str | None:
     return "version unknown" if find_spec("cupy") else None
 
 
-def _gpu_paths() -> Told | None:
+def _gpu_paths() -> ProbeResult | None:
     try:
         return verdicts.from_json(trying.verdict(again=True))
     except (ValueError, KeyError, TypeError, json.JSONDecodeError):

@@ -9,7 +9,7 @@ from hpctrain.doctor.check import Check
 from hpctrain.hardware.gdr import Gdr
 from hpctrain.hardware.nvidia import Card, Cards
 from hpctrain.transport.device.gpus import VISIBLE, listed
-from hpctrain.transport.gpu_probe.verdicts import Told
+from hpctrain.transport.gpu_probe.verdicts import ProbeResult
 
 ALL_IN_SIGHT = (
     "srun --gpus-per-node=N --ntasks-per-node=N, where the site binds tasks to GPUs also "
@@ -18,7 +18,11 @@ ALL_IN_SIGHT = (
 
 
 def checks(
-    cards: Cards, on_bus: int, cupy: str | None, gpu_paths: Told | None, environ: Mapping[str, str]
+    cards: Cards,
+    on_bus: int,
+    cupy: str | None,
+    gpu_paths: ProbeResult | None,
+    environ: Mapping[str, str],
 ) -> list[Check]:
     """Return the checks of the GPUs `cards`, of `on_bus` that the driver knows.
 
@@ -101,7 +105,7 @@ def _cupy(version: str | None) -> Check:
     return Check("CuPy", "bad", "not installed: GPUs cannot be used", remedy)
 
 
-def _path(gpu_paths: Told) -> Check:
+def _path(gpu_paths: ProbeResult) -> Check:
     way, reason = gpu_paths.verdict, gpu_paths.verdict.reason
     observed = (
         f"same GPU {way.same_gpu}, same node {way.same_node}, across nodes {way.across}: {reason}"

@@ -9,7 +9,7 @@ from hpctrain.doctor.check import Check
 from hpctrain.hardware.nics import Nic, fastest
 from hpctrain.hardware.pci import ROOT
 from hpctrain.transport.placement import nearest_nics
-from hpctrain.transport.placement.check import THERE_IS
+from hpctrain.transport.placement.check import EXISTING_PORTS
 
 
 def checks(nics: Sequence[Nic]) -> list[Check]:
@@ -32,17 +32,20 @@ def checks(nics: Sequence[Nic]) -> list[Check]:
 
 def named(nics: Sequence[Nic], environ: Mapping[str, str], root: Path = ROOT) -> list[Check]:
     """Return the check of the adapters that UCX_NET_DEVICES names; none if it is not set."""
-    value = environ.get(nearest_nics.NAMES, "")
-    if not nearest_nics.words(value):
+    value = environ.get(nearest_nics.UCX_DEVICES, "")
+    if not nearest_nics.device_names(value):
         return []
-    wrong = nearest_nics.wrong(value, nics, root)
+    wrong = nearest_nics.device_faults(value, nics, root)
     if wrong:
         return [
             Check(
-                "NICs named", "bad", f"{nearest_nics.NAMES}={value}: {', '.join(wrong)}", THERE_IS
+                "NICs named",
+                "bad",
+                f"{nearest_nics.UCX_DEVICES}={value}: {', '.join(wrong)}",
+                EXISTING_PORTS,
             )
         ]
-    return [Check("NICs named", "ok", f"{nearest_nics.NAMES}={value}")]
+    return [Check("NICs named", "ok", f"{nearest_nics.UCX_DEVICES}={value}")]
 
 
 def describe(nic: Nic) -> str:

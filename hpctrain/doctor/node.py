@@ -11,7 +11,7 @@ from pathlib import Path
 from hpctrain.doctor.check import Check
 from hpctrain.hardware import shm
 from hpctrain.hardware.shm import GIB, MIB, SHM
-from hpctrain.transport.placement.check import FEWER
+from hpctrain.transport.placement.check import FEWER_THREADS
 
 #: Files of MPI libraries and of hpctrain; those of a dead job stay until they are removed.
 LEFT_OVERS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*", "hpctrain-*")
@@ -25,11 +25,11 @@ def blas(threads: int, cores: int, quota: float | None = None) -> Check:
     """
     observed = f"{threads} BLAS threads on {cores} cores"
     if threads > cores:
-        return Check("BLAS", "bad", f"{observed}: they take turns", FEWER)
+        return Check("BLAS", "bad", f"{observed}: they take turns", FEWER_THREADS)
     if quota is not None and threads > max(1, quota):
         observed += f", and a quota gives the time of {quota:g}: "
         observed += "they are stopped when it is used up"
-        return Check("BLAS", "bad", observed, f"{FEWER}, or ask for more: {MORE_TIME}")
+        return Check("BLAS", "bad", observed, f"{FEWER_THREADS}, or ask for more: {MORE_TIME}")
     return Check("BLAS", "ok", observed)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpctrain.doctor import network
 from hpctrain.hardware import pci
-from hpctrain.hardware.nics import Nic, nearest_ports, rails
+from hpctrain.hardware.nics import Nic, fabric_ports, nearest_ports
 from hpctrain.hardware.nvidia import Card, Cards
 
 _KEY = "NV# that many NVLinks, PIX one PCIe switch, PXB several, PHB one host bridge, NODE one \
@@ -60,7 +60,7 @@ def lines(host: str, cards: Cards, nics: Sequence[Nic], drawn: Picture, root: Pa
 
 
 def _nearest(cards: Cards, nics: Sequence[Nic], root: Path) -> list[str]:
-    ports = rails(tuple(nics))
+    ports = fabric_ports(tuple(nics))
     if len(ports) < 2:
         return []
     nearest = [nearest_ports(card.pci, ports, root) for card in cards.cards]

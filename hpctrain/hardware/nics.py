@@ -48,7 +48,7 @@ def fastest(ports: tuple[Nic, ...]) -> Nic | None:
     return max(candidates, key=lambda nic: (nic.rdma, nic.gbit_s), default=None)
 
 
-def near(ports: tuple[Nic, ...], gpu: str, root: Path = ROOT) -> Nic | None:
+def nearest_port(ports: tuple[Nic, ...], gpu: str, root: Path = ROOT) -> Nic | None:
     """Return the fastest active port among those nearest to the device at address `gpu`.
 
     Without topology in sysfs, the fastest of all; RDMA counts before rate.
@@ -59,7 +59,7 @@ def near(ports: tuple[Nic, ...], gpu: str, root: Path = ROOT) -> Nic | None:
     return fastest(tuple(nic for nic in usable if nic.pci in close)) or fastest(tuple(usable))
 
 
-def rails(ports: tuple[Nic, ...]) -> tuple[Nic, ...]:
+def fabric_ports(ports: tuple[Nic, ...]) -> tuple[Nic, ...]:
     """Return the active ports of the kind and rate that together are the fastest: the fabric.
 
     RDMA counts before rate. Other ports serve files or services, or are damaged and trained down.

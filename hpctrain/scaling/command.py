@@ -139,7 +139,7 @@ def _gradient_bytes(spec: Recipe) -> int:
 def _threads(cores: int | None, largest: int) -> int | None:
     """Return the BLAS threads of a rank: its share of the cores when `largest` ranks run."""
     fair = None if cores is None else max(1, cores // largest)
-    return core_binding.asked_threads(os.environ) or fair
+    return core_binding.user_threads(os.environ) or fair
 
 
 def _facts(mpi: Mpi | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
-from hpctrain.abort import SPEAK_FIRST_S
+from hpctrain.abort import FIRST_REPORT_S
 from hpctrain.core.errors import (
     HpctrainError,
     SaveError,
@@ -28,7 +28,7 @@ E = TypeVar("E", bound=BaseException)
 @contextmanager
 def summary_on_exit(journal: Journal) -> Iterator[None]:
     """Write summary.json on every exit path, including failures."""
-    journal.world.last_words = partial(_fail_alone, journal)
+    journal.world.on_failure = partial(_fail_alone, journal)
     try:
         yield
     except Stopped as error:
@@ -48,10 +48,10 @@ def summary_on_exit(journal: Journal) -> Iterator[None]:
         if (short := shortage(error)) is None:
             raise
         if not first:  # ranks are often short of memory together: the first one reports
-            time.sleep(SPEAK_FIRST_S)
+            time.sleep(FIRST_REPORT_S)
         raise short from error
     finally:
-        journal.world.last_words = None
+        journal.world.on_failure = None
 
 
 def _fail_alone(journal: Journal, error: BaseException) -> bool:

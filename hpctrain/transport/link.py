@@ -15,6 +15,7 @@ import numpy as np
 
 from hpctrain.core.thresholds import Thresholds
 from hpctrain.transport.paths import Path
+from hpctrain.watch import Entry
 
 
 class Request(Protocol):
@@ -29,6 +30,26 @@ class NativeCall(NamedTuple):
 
     call: Callable[[], Any]
     result: np.ndarray
+
+
+class NativeCollectives(Protocol):
+    """The library's own collectives on the ranks of a link: yardstick and oracle of ours."""
+
+    def allreduce(self, x: np.ndarray, op: Any) -> None:
+        """Reduce `x` in place."""
+
+    def bind_allreduce(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
+        """Return a call that does `allreduce` to flat `x`, with all lookups done before.
+
+        It matches `allreduce` on other ranks.
+        """
+
+    def bind(self, collective: str, x: np.ndarray, op: Any) -> NativeCall:
+        """Return a call of `collective` on flat `x`, in place, unknown to the watch.
+
+        "allreduce", and "allreduce plain" with no explicit datatype; "reduce-scatter" and
+        "all-gather" of equal chunks; "broadcast" from rank 0.
+        """
 
 
 class Link(Protocol):
@@ -77,21 +98,15 @@ class Link(Protocol):
     def window(self, nbytes: int) -> Sequence[np.ndarray]:
         """Return all ranks' arrays of zeros, uint8, ours of `nbytes`; all on one node must call."""
 
-    def native_allreduce(self, x: np.ndarray, op: Any) -> None:
-        """Reduce `x` in place by the library's own all-reduce: yardstick and oracle."""
+    @property
+    def native(self) -> NativeCollectives:
+        """The library's own collectives on these ranks."""
 
-    def bind_native(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
-        """Return a call that does `native_allreduce` to flat `x`, with all lookups done before.
+    def record_in(self, entry: Entry) -> None:
+        """From now on record the calls that wait in the watch's `entry`."""
 
-        It matches `native_allreduce` on other ranks.
-        """
-
-    def native_call(self, operation: str, x: np.ndarray, op: Any) -> NativeCall:
-        """Return a call of the library's own `operation` on flat `x`, in place: a yardstick.
-
-        "allreduce", and "allreduce plain" with no explicit datatype; "reduce-scatter" and
-        "all-gather" of equal chunks; "broadcast" from rank 0.
-        """
+    def interrupt_others(self) -> bool:
+        """If all ranks are threads of this process, end their waits; return whether they are."""
 
     def free(self) -> None:
         """Free the resources of this link; all its ranks must call, and none may use it after."""

@@ -70,8 +70,8 @@ def _tuples(lists: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, Any]:
 
 def classes(places: Sequence[RankPlace]) -> list[str]:
     """Return the classes of pairs among `places`, which all have GPUs."""
-    apart, nodes = len(set(places)), len({place.node for place in places})
-    present = {"same_gpu": apart < len(places), "same_node": apart > nodes, "across": nodes > 1}
+    gpus, nodes = len(set(places)), len({place.node for place in places})
+    present = {"same_gpu": gpus < len(places), "same_node": gpus > nodes, "across": nodes > 1}
     return [name for name, exists in present.items() if exists]
 
 
@@ -84,7 +84,7 @@ def table(verdict: Verdict, ipc_refused: bool) -> dict[str, str]:
     return rows
 
 
-def class_of(local: RankPlace, remote: RankPlace) -> str:
+def class_between(local: RankPlace, remote: RankPlace) -> str:
     """Return the class of a pair, the name of a field of `Verdict`."""
     if local.node != remote.node:
         return "across"
@@ -93,13 +93,13 @@ def class_of(local: RankPlace, remote: RankPlace) -> str:
 
 def path_to(verdict: Verdict, local: RankPlace, remote: RankPlace) -> Path:
     """Return the path between `local` and `remote`."""
-    path: Path = getattr(verdict, class_of(local, remote))
+    path: Path = getattr(verdict, class_between(local, remote))
     return path
 
 
 def thresholds_to(verdict: Verdict, local: RankPlace, remote: RankPlace) -> Thresholds:
     """Return the size thresholds between two places; (): the verdict's path at every length."""
-    return verdict.by_size.get(class_of(local, remote), ())
+    return verdict.by_size.get(class_between(local, remote), ())
 
 
 def by_pointer(path: Path, by_size: Thresholds, nbytes: int) -> bool:

@@ -20,10 +20,10 @@ class Gpus:
     @property
     def ranks_by_gpu(self) -> list[list[int]]:
         """The ranks on each GPU, in the order of first ranks."""
-        by_place: dict[RankPlace, list[int]] = {}
+        by_topology: dict[RankPlace, list[int]] = {}
         for rank, place in enumerate(self.places):
-            by_place.setdefault(place, []).append(rank)
-        return list(by_place.values())
+            by_topology.setdefault(place, []).append(rank)
+        return list(by_topology.values())
 
     def share_one_gpu(self, node: Sequence[int]) -> bool:
         """Return whether the ranks of `node` share one GPU."""

@@ -96,7 +96,7 @@ def prepared(
     if allreduce is direct:
         return direct_prepared(group, x, op, call, shared)
     by_mpi = allreduce is native and reduced_by_mpi(x, op)
-    work = group.link.bind_native(x, op) if by_mpi else partial(allreduce, group, x, op)
+    work = group.link.native.bind_allreduce(x, op) if by_mpi else partial(allreduce, group, x, op)
     work = partial(_then, work, x) if shared else work
     return work if call is None else matched(group, call, work)
 

@@ -18,8 +18,8 @@ from hpctrain.doctor.show import show
 from hpctrain.hardware.gdr import Gdr
 from hpctrain.hardware.nics import Nic
 from hpctrain.hardware.nvidia import Card, Cards
-from hpctrain.transport.gpu_probe.jobs import Trial
-from hpctrain.transport.gpu_probe.verdicts import Told
+from hpctrain.transport.gpu_probe.jobs import ProbeTrial
+from hpctrain.transport.gpu_probe.verdicts import ProbeResult
 from hpctrain.transport.paths import Verdict
 
 
@@ -199,12 +199,12 @@ def test_without_cupy():
 
 def test_an_mpi_that_claims_cuda_and_crashes():
     way = Verdict("ipc", "ipc", "staged", "a device pointer given to MPI: a crash")
-    told = Told(way, "take the site's build", {"same_gpu": Trial(True, False)})
+    told = ProbeResult(way, "take the site's build", {"same_gpu": ProbeTrial(True, False)})
     said = found(gpus.checks(FOUR, 4, "cupy 14", told, {}), "CUDA-aware MPI")
     assert said[0] == "slow"
     assert "a crash" in said[1]
     assert said[2] == "take the site's build"
-    best = Told(Verdict("cuda-aware", "cuda-aware", "gdr", "device pointers arrived"))
+    best = ProbeResult(Verdict("cuda-aware", "cuda-aware", "gdr", "device pointers arrived"))
     assert found(gpus.checks(FOUR, 4, "cupy 14", best, {}), "CUDA-aware MPI")[0] == "ok"
 
 

@@ -34,8 +34,8 @@ from hpctrain.doctor.job.ping_pong import Ping
 from hpctrain.doctor.job.rank_facts import RankFacts, from_table
 from hpctrain.doctor.job.result import JobResult
 from hpctrain.hardware.nics import Nic
-from hpctrain.transport.placement.check import Seated
-from hpctrain.transport.placement.nearest_nics import Rails
+from hpctrain.transport.placement.check import RankBinding
+from hpctrain.transport.placement.nearest_nics import NicPorts
 from hpctrain.transport.threads.link import run_ranks
 from hpctrain.watch.trace import Reading
 
@@ -169,10 +169,10 @@ def test_checks_of_all_nodes_as_one_row(case):
 
 # ---- seats ----
 
-SEAT = Seated("n1", "srun", 0, "0", 2, 1)
+SEAT = RankBinding("n1", "srun", 0, "0", 2, 1)
 NEXT = replace(SEAT, local_rank=1, cores="1")
 ON_GPU, BESIDE = replace(SEAT, gpu="G0", gpus=2), replace(NEXT, gpu="G0", gpus=2)
-EQUAL = Rails(("m0:1", "m1:1", "m2:1", "m3:1"), ("m0:1", "m1:1", "m2:1", "m3:1"))
+EQUAL = NicPorts(("m0:1", "m1:1", "m2:1", "m3:1"), ("m0:1", "m1:1", "m2:1", "m3:1"))
 # seats -> name of a check, verdict, words of what was seen, of the remedy
 SEATS = {
     "a core each": ([SEAT, NEXT], "cores", "ok", "its own", ""),
@@ -191,14 +191,14 @@ SEATS = {
                    "srun --mpi=pmix"),
     "too many ranks": ([replace(SEAT, cores="0-1", local_rank=n) for n in range(3)], "cores",
                        "slow", "share 2 cores: they take turns", "fewer ranks"),
-    "equally near": ([replace(s, rails=EQUAL) for s in (SEAT, NEXT, replace(SEAT, host="n2"))],
+    "equally near": ([replace(s, nics=EQUAL) for s in (SEAT, NEXT, replace(SEAT, host="n2"))],
                      "NICs", "note", "ranks 0-1 of n1 are equally near 4 ports", "HPCTRAIN_NIC"),
-    "a port each": ([replace(s, rails=replace(EQUAL, near=("m0:1",))) for s in
+    "a port each": ([replace(s, nics=replace(EQUAL, nearest=("m0:1",))) for s in
                      (SEAT, NEXT, replace(SEAT, host="n2"))], "NICs", "ok", "in the map", ""),
-    "one port for all": ([replace(s, rails=replace(EQUAL, named=("m0:1",))) for s in
+    "one port for all": ([replace(s, nics=replace(EQUAL, named=("m0:1",))) for s in
                           (SEAT, NEXT, replace(SEAT, host="n2"))], "NICs shared", "slow",
                          "ranks 0-1 of n1 all name m0:1", "unset UCX_NET_DEVICES"),
-    "no such port": ([replace(SEAT, rails=replace(EQUAL, wrong=("m9:1 is down",))), NEXT,
+    "no such port": ([replace(SEAT, nics=replace(EQUAL, faults=("m9:1 is down",))), NEXT,
                       replace(SEAT, host="n2")], "NICs named", "bad", "m9:1 is down", "doctor"),
     "not bound": ([replace(SEAT, cores="0-1", local_rank=None)] * 2, "cores", "note",
                   "not bound", "hpctrain launch"),
@@ -215,8 +215,8 @@ def test_seats(case):
 
 
 def test_the_map():
-    named = replace(ON_GPU, host="n2", rails=Rails(near=("m0:1",), named=("m1:1",)))
-    near = replace(NEXT, host="n2", rails=Rails(near=("m0:1", "m1:1")))
+    named = replace(ON_GPU, host="n2", nics=NicPorts(nearest=("m0:1",), named=("m1:1",)))
+    near = replace(NEXT, host="n2", nics=NicPorts(nearest=("m0:1", "m1:1")))
     rows = binding.rows([SEAT, near, named])
     assert rows[0] == ("0", "n1", "0", "0", "1", "-", "-")
     assert rows[1][-1] == "m0:1, m1:1"
@@ -271,7 +271,8 @@ def test_a_folder_is_looked_at_and_left_as_it_was(tmp_path):
 def test_a_slow_disk_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(output_folder.time, "perf_counter", count(0.0, 1.5).__next__)
     check = found(
-        output_folder.checks(tmp_path, {"n1": output_folder.look(tmp_path, "", "")}), "file system"
+        output_folder.checks(tmp_path, {"n1": output_folder.look(tmp_path, "", "")}),
+        "file system",
     )
     assert check[:2] == ("slow", "median 1500.0 ms to write 64 KiB and fsync (MAD 0.0); n1: up to "
                          "1500 ms")  # fmt: skip

@@ -102,7 +102,7 @@ def test_ranks_on_one_device_have_the_bytes_of_the_host(size, overlap):
 
     def body(world):
         found, _ = trained(world, engine)
-        return found, sum(link.host_bytes for link in world.others.get("wire", []))
+        return found, sum(link.host_bytes for link in world.purpose_links.get("wire", []))
 
     with fakes.installed(lazy=True, ipc_within=True) as machine:
         for (found, host_bytes), told in zip(run_on_gpus(size, body), wanted, strict=True):

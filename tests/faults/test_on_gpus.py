@@ -263,7 +263,7 @@ def test_arrays_of_gpus_given_to_an_mpi_that_knows_none(start, mark, device, pat
 BELIEVED = """
 from hpctrain.transport.gpu_probe import verdicts
 way = verdicts.Verdict("cuda-aware", "cuda-aware", "staged", "so it was told")
-verdicts.known = lambda environ: verdicts.Told(way)
+verdicts.cached_result = lambda environ: verdicts.ProbeResult(way)
 """
 
 

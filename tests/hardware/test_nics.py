@@ -6,7 +6,7 @@ import pytest
 from machines import ethernet, infiniband, pci_device, write
 
 from hpctrain.hardware.gdr import gdr
-from hpctrain.hardware.nics import Nic, fastest, near, nics
+from hpctrain.hardware.nics import Nic, fastest, nearest_port, nics
 
 IB, ETH = "pci0000:10/0000:10:01.0/0000:11:00.0", "pci0000:80/0000:80:02.0/0000:82:00.0"
 VIRTUAL = "pci0000:20/0000:20:03.0"
@@ -57,10 +57,10 @@ def test_the_adapter_near_a_gpu(tmp_path):
     infiniband(tmp_path, "mlx5_1", "pci0000:80/0000:80:01.0/0000:81:00.0", "400 Gb/sec (4X NDR)")
     ethernet(tmp_path, "eno1", 800000, f"{switch}/0000:12:02.0/0000:15:00.0")
     found = nics(tmp_path)
-    assert near(found, "0000:13:00.0", tmp_path).name == "mlx5_0:1"
-    assert near(found, "", tmp_path).name == "mlx5_1:1"
-    assert near(found[2:], "0000:13:00.0", tmp_path).name == "eno1"
-    assert near((), "0000:13:00.0", tmp_path) is None
+    assert nearest_port(found, "0000:13:00.0", tmp_path).name == "mlx5_0:1"
+    assert nearest_port(found, "", tmp_path).name == "mlx5_1:1"
+    assert nearest_port(found[2:], "0000:13:00.0", tmp_path).name == "eno1"
+    assert nearest_port((), "0000:13:00.0", tmp_path) is None
 
 
 UP, DOWN = Nic("mlx5_0:1", "InfiniBand", True, 400.0, ""), Nic("m:1", "InfiniBand", False, None, "")

@@ -13,7 +13,7 @@ import pytest
 from hpctrain.core.errors import HereError
 from hpctrain.core.launchers import ALONE, Launched
 from hpctrain.transport.mpi.library import _LIBMPI, LoadedMpi, knows_pmix, loaded_mpi, mpiexec
-from hpctrain.transport.placement.core_binding import by_place, plan, unbound
+from hpctrain.transport.placement.core_binding import by_topology, plan, unbound
 
 
 def rank(local_rank, local_size, size=8):
@@ -65,7 +65,7 @@ def test_blocks_use_every_core_once(ranks):
 
 
 def test_by_place_keeps_every_core():
-    assert sorted(by_place(os.sched_getaffinity(0))) == sorted(os.sched_getaffinity(0))
+    assert sorted(by_topology(os.sched_getaffinity(0))) == sorted(os.sched_getaffinity(0))
 
 
 BOUND = """

@@ -20,7 +20,7 @@ from hpctrain.transport.device.gpus import Gpu, GpuCores, gpu_cores, gpu_for
 from hpctrain.transport.gpu_probe import verify
 from hpctrain.transport.paths import STAGED, RankPlace, Verdict
 from hpctrain.transport.placement import core_binding, rank_placement
-from hpctrain.transport.placement.check import Seated
+from hpctrain.transport.placement.check import RankBinding
 
 
 def rank(local_rank, local_size, rank=0, size=8):
@@ -147,7 +147,7 @@ def test_a_seat_has_a_gpu_and_cores_near_it(machine, monkeypatch, tmp_path):
     monkeypatch.setattr(rank_placement.pci, "near_cores", cores.get)
     monkeypatch.setattr(rank_placement, "bind", lambda launched, gpu_cores:
         bound.append(gpu_cores) or SimpleNamespace(note=""))  # fmt: skip
-    result = rank_placement.take(rank(1, 2), "auto")
+    result = rank_placement.place_rank(rank(1, 2), "auto")
     assert (str(result.gpu), result.gpus, cupy.used) == ("gpu 1, GPU-1", 2, [1])
     assert bound == [GpuCores(RIGHT, 0, 1)]
 
@@ -199,23 +199,23 @@ def test_names(monkeypatch):
 ON_CORE_0 = core_binding.Binding((0,), 1, "", 2)
 
 
-def told_on(world, gpu=True):
-    local = rank_placement.Seat(rank(0, 2), ON_CORE_0, Gpu(0, "GPU-x", "") if gpu else None, 2)
-    return rank_placement.told(
+def placed_on(world, gpu=True):
+    local = rank_placement.Placement(rank(0, 2), ON_CORE_0, Gpu(0, "GPU-x", "") if gpu else None, 2)
+    return rank_placement.exchange(
         world.link, lambda data: all_gather_bytes(world.link, data), "a", local
     )
 
 
 @on_ranks(2, mpi=(2,))
-def test_all_are_told_of_all(ranks, caplog, monkeypatch, gpu):
+def test_all_know_the_placement_of_all(ranks, caplog, monkeypatch, gpu):
     way = Verdict("cuda-aware", "ipc", "staged", "so it was told")
-    remembered = lambda environ: rank_placement.verdicts.Told(way, unproven=("across",))  # noqa: E731
-    monkeypatch.setattr(rank_placement.verdicts, "known", remembered)
+    remembered = lambda environ: rank_placement.verdicts.ProbeResult(way, unproven=("across",))  # noqa: E731
+    monkeypatch.setattr(rank_placement.verdicts, "cached_result", remembered)
     with caplog.at_level(logging.WARNING, "hpctrain"):
-        results = ranks(lambda world: (told_on(world), world.rank, world.link.paths))
+        results = ranks(lambda world: (placed_on(world), world.rank, world.link.paths))
     for (places, verdict, seats), rank, paths in results:
         assert places == (RankPlace("a", "GPU-x"),) * 2
-        assert seats == (Seated("a", "srun", 0, "0", 2, 1, "GPU-x", 2),) * 2
+        assert seats == (RankBinding("a", "srun", 0, "0", 2, 1, "GPU-x", 2),) * 2
         assert verdict.same_gpu == "cuda-aware"
         assert paths in (("cuda-aware",) * 2, ("staged",) * 2)  # threads have no MPI
         assert rank or "share GPU-x of a" in caplog.text
@@ -228,7 +228,7 @@ def test_an_override_that_makes_no_sense_is_refused_by_all(ranks, monkeypatch):
 
     def body(world):
         with pytest.raises(UsageError, match="HPCTRAIN_GPU_PATH: expected one of gdr"):
-            told_on(world)
+            placed_on(world)
 
     ranks(body)
 
@@ -236,7 +236,7 @@ def test_an_override_that_makes_no_sense_is_refused_by_all(ranks, monkeypatch):
 @on_ranks(2, mpi=(2,))
 def test_where_nobody_has_a_gpu_nothing_changes(ranks, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_GPU_PATH", "cuda-aware")
-    for verdict, paths in ranks(lambda world: (told_on(world, gpu=False)[1], world.link.paths)):
+    for verdict, paths in ranks(lambda world: (placed_on(world, gpu=False)[1], world.link.paths)):
         assert (verdict, paths) == (STAGED, ())
 
 
@@ -260,9 +260,9 @@ def test_a_path_on_which_other_bytes_arrive_is_given_up(ranks, caplog, gpu):
     def body(world):
         gather = lambda data: all_gather_bytes(world.link, data)  # noqa: E731
         places = [RankPlace("a", f"G{rank}") for rank in range(world.size)]
-        assert verify.verified(world.link, gather, places, wrong) == wrong
+        assert verify.verify_paths(world.link, gather, places, wrong) == wrong
         return (
-            verify.verified(bitten(world.link), gather, places, wrong),
+            verify.verify_paths(bitten(world.link), gather, places, wrong),
             world.link.paths,
             world.rank,
         )

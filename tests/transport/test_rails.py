@@ -9,15 +9,15 @@ import pytest
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.launchers import ALONE, Launched
-from hpctrain.hardware.nics import nics, rails
+from hpctrain.hardware.nics import fabric_ports, nics
 from hpctrain.transport.placement.nearest_nics import (
-    NAMES,
+    UCX_DEVICES,
     Spot,
-    chosen,
-    look,
+    device_names,
     near_requested,
-    take,
-    words,
+    ports_near,
+    select_port,
+    select_ports,
 )
 
 
@@ -42,8 +42,10 @@ NEAR = {
 def test_what_is_near_a_gpu(node, tmp_path):
     gpus = tuple(getattr(machines, node)(tmp_path))
     ports, nearest = NEAR[node]
-    actual = [look(nics(tmp_path), Spot(gpus, i), "", root=tmp_path) for i in range(len(gpus))]
-    assert [r.near for r in actual] == nearest
+    actual = [
+        ports_near(nics(tmp_path), Spot(gpus, i), "", root=tmp_path) for i in range(len(gpus))
+    ]
+    assert [r.nearest for r in actual] == nearest
     assert {len(r.ports) for r in actual} == {ports}
 
 
@@ -61,12 +63,12 @@ CORES = {
 def test_what_is_near_cores(case, tmp_path):
     node, cores, nearest = CORES[case]
     getattr(machines, node)(tmp_path)
-    assert look(nics(tmp_path), Spot(cores=cores), "", root=tmp_path).near == nearest
+    assert ports_near(nics(tmp_path), Spot(cores=cores), "", root=tmp_path).nearest == nearest
 
 
 def test_a_gpu_whose_place_is_not_known(tmp_path):
     machines.two_sockets(tmp_path)
-    assert look(nics(tmp_path), Spot(("",)), "", root=tmp_path).near == names(0, 1)
+    assert ports_near(nics(tmp_path), Spot(("",)), "", root=tmp_path).nearest == names(0, 1)
 
 
 # node, ranks, whether each sees all GPUs -> the port that each of the first ranks names
@@ -83,21 +85,23 @@ DEALT = {
 def test_ports_are_dealt_out(case, tmp_path):
     node, ranks, see_all, expected = DEALT[case]
     gpus = getattr(machines, node)(tmp_path)
-    ports = rails(nics(tmp_path))
+    ports = fabric_ports(nics(tmp_path))
     spots = [
         Spot(tuple(gpus), r % len(gpus)) if see_all else Spot((gpus[r % len(gpus)],))
         for r in range(ranks)
     ]
-    ports_of = [chosen(rank(r, ranks), ports, spot, {}, tmp_path) for r, spot in enumerate(spots)]
+    ports_of = [
+        select_port(rank(r, ranks), ports, spot, {}, tmp_path) for r, spot in enumerate(spots)
+    ]
     assert tuple(name for name, _ in ports_of) == expected
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 6])
 def test_cores_name_the_port_of_their_socket(ranks, tmp_path):
     machines.two_sockets(tmp_path)
-    ports = rails(nics(tmp_path))
-    first = chosen(rank(0, ranks), ports, Spot(cores=(0, 1)), {}, tmp_path)
-    last = chosen(rank(ranks - 1, ranks), ports, Spot(cores=(7,)), {}, tmp_path)
+    ports = fabric_ports(nics(tmp_path))
+    first = select_port(rank(0, ranks), ports, Spot(cores=(0, 1)), {}, tmp_path)
+    last = select_port(rank(ranks - 1, ranks), ports, Spot(cores=(7,)), {}, tmp_path)
     assert (first[0], last[0]) == ("mlx5_0:1", "mlx5_1:1")
 
 
@@ -108,7 +112,8 @@ LEFT = {
     "fewer ranks than ports": ("dgx", rank(2, 4), 8, {}, "4 ranks to 8 ports"),
     "a rank per node, on its cores": ("two_sockets", rank(0, 1), 0, {}, "1 rank to 2 ports"),
     "alone": ("juwels_booster", ALONE, 4, {}, "1 rank to 4 ports"),
-    "said to UCX": ("juwels_booster", rank(0, 4), 4, {NAMES: "mlx5_3:1"}, f"{NAMES} is set"),
+    "set for UCX": ("juwels_booster", rank(0, 4), 4, {UCX_DEVICES: "mlx5_3:1"},
+                    f"{UCX_DEVICES} is set"),
     "UCX's own policy": ("juwels_booster", rank(0, 4), 4, {"UCX_SINGLE_NET_DEVICE": "y"},
                          "UCX_SINGLE_NET_DEVICE is set"),
     "not told": ("juwels_booster", rank(None, None), 4, {}, "does not tell the local rank"),
@@ -120,7 +125,7 @@ def test_what_is_left_to_mpi(case, tmp_path):
     node, launched, count, environ, word = LEFT[case]
     gpus = tuple(getattr(machines, node)(tmp_path))
     spot = Spot(gpus[:count], 0, ALL)
-    value, note = chosen(launched, rails(nics(tmp_path)), spot, environ, tmp_path)
+    value, note = select_port(launched, fabric_ports(nics(tmp_path)), spot, environ, tmp_path)
     assert value == ""
     assert word in note
 
@@ -128,11 +133,11 @@ def test_what_is_left_to_mpi(case, tmp_path):
 def test_a_port_that_is_down_is_nobodys(tmp_path):
     gpus = tuple(machines.juwels_booster(tmp_path, **machines.DOWN))
     adapters = nics(tmp_path)
-    ports = rails(adapters)
-    named = [chosen(rank(r, 4), ports, Spot(gpus, r), {}, tmp_path)[0] for r in range(4)]
+    ports = fabric_ports(adapters)
+    named = [select_port(rank(r, 4), ports, Spot(gpus, r), {}, tmp_path)[0] for r in range(4)]
     assert named == ["mlx5_0:1", "mlx5_1:1", "mlx5_3:1", "mlx5_3:1"]  # on GPU 2's own socket
-    actual = look(adapters, Spot(gpus, 2), "mlx5_2:1", root=tmp_path)
-    assert (actual.wrong, actual.named, actual.far) == (("mlx5_2:1 is down",), (), False)
+    actual = ports_near(adapters, Spot(gpus, 2), "mlx5_2:1", root=tmp_path)
+    assert (actual.faults, actual.named, actual.remote) == (("mlx5_2:1 is down",), (), False)
 
 
 # value of UCX_NET_DEVICES, number of the GPU -> named, what is wrong, whether it is far
@@ -156,37 +161,37 @@ def test_what_is_said_to_ucx(case, tmp_path):
     value, ordinal, named, wrong, far = NAMED[case]
     gpus = tuple(machines.juwels_booster(tmp_path))
     machines.ethernet(tmp_path, "lo", "")
-    actual = look(nics(tmp_path), Spot(gpus, ordinal), value, root=tmp_path)
-    assert (actual.named, actual.wrong, actual.far) == (named, wrong, far)
+    actual = ports_near(nics(tmp_path), Spot(gpus, ordinal), value, root=tmp_path)
+    assert (actual.named, actual.faults, actual.remote) == (named, wrong, far)
 
 
 def test_ranges_are_spelled_out():
-    assert words("mlx5_[9-11]:1,eth0") == ("mlx5_9:1", "mlx5_10:1", "mlx5_11:1", "eth0")
+    assert device_names("mlx5_[9-11]:1,eth0") == ("mlx5_9:1", "mlx5_10:1", "mlx5_11:1", "eth0")
 
 
 @pytest.fixture
 def unsaid(monkeypatch):
-    monkeypatch.setenv(NAMES, "")  # restored at the end, whatever `take` writes
+    monkeypatch.setenv(UCX_DEVICES, "")  # restored at the end, whatever `take` writes
     monkeypatch.delenv("HPCTRAIN_NIC", raising=False)
 
 
 def test_taken_where_it_is_asked_for(tmp_path, monkeypatch, unsaid):
     machines.two_sockets(tmp_path)
     spot = Spot(cores=(4, 5))
-    assert take(rank(1, 2), spot, tmp_path).told == "mlx5_1:1"
-    assert os.environ[NAMES] == ""
+    assert select_ports(rank(1, 2), spot, tmp_path).label == "mlx5_1:1"
+    assert os.environ[UCX_DEVICES] == ""
     monkeypatch.setenv("HPCTRAIN_NIC", "near")
-    result = take(rank(1, 2), spot, tmp_path)
-    assert os.environ[NAMES] == "mlx5_1:1,eno1"  # TCP is left to UCX
-    assert (result.told, result.wrong) == ("mlx5_1:1 (named)", ())
+    result = select_ports(rank(1, 2), spot, tmp_path)
+    assert os.environ[UCX_DEVICES] == "mlx5_1:1,eno1"  # TCP is left to UCX
+    assert (result.label, result.faults) == ("mlx5_1:1 (named)", ())
     assert "nearest" in result.note
-    assert "is set" in take(rank(0, 2), spot, tmp_path).note  # by us: it stays
+    assert "is set" in select_ports(rank(0, 2), spot, tmp_path).note  # by us: it stays
 
 
 def test_no_adapter_at_all(tmp_path, monkeypatch, unsaid):
     monkeypatch.setenv("HPCTRAIN_NIC", "near")
-    result = take(rank(0, 2), Spot(cores=(0,)), tmp_path)
-    assert (result.told, result.ports, "no choice" in result.note) == ("", (), True)
+    result = select_ports(rank(0, 2), Spot(cores=(0,)), tmp_path)
+    assert (result.label, result.ports, "no choice" in result.note) == ("", (), True)
 
 
 def test_a_word_that_makes_no_sense_is_refused():

@@ -10,18 +10,18 @@ import pytest
 
 from hpctrain.transport.placement.check import (
     SHOWN,
-    Seated,
-    by_kind,
+    RankBinding,
+    binding_from_table,
+    description,
     faults,
-    in_words,
+    grouped_by_kind,
     ports,
     ranges,
-    seated,
 )
-from hpctrain.transport.placement.nearest_nics import Rails
+from hpctrain.transport.placement.nearest_nics import NicPorts
 
 # Four cores a node, two GPUs.
-ONE = Seated("a", "srun", 0, "0", 4, 1)
+ONE = RankBinding("a", "srun", 0, "0", 4, 1)
 TWO = replace(ONE, local_rank=1, cores="1")
 ON_GPU = replace(ONE, gpu="G0", gpus=2)
 OTHER_GPU = replace(TWO, gpu="G1", gpus=2)
@@ -88,7 +88,7 @@ CASES = {
     "as many threads as cores": (alike(2, replace(ALL, blas_threads=2)), []),
     "a daemon's local rank": (
         [ONE, replace(TWO, local_rank=0), replace(ONE, host="b")],
-        [("local ranks", (0, 1), "were all told local rank 0 by srun (SLURM_LOCALID")],
+        [("local ranks", (0, 1), "all got local rank 0 from srun (SLURM_LOCALID")],
     ),
     "and what comes of it": (
         [ON_GPU] * 2,
@@ -106,7 +106,7 @@ def test_faults(case):
         (name, ranks) for name, ranks, _ in expected
     ]
     for fault, (_, _, words) in zip(result, expected, strict=True):
-        assert words in fault.seen
+        assert words in fault.observed
         assert fault.remedy
 
 
@@ -115,7 +115,7 @@ FOUR = tuple(f"mlx5_{i}:1" for i in range(4))
 
 def named(*names, near=FOUR[0], **rails):
     """Return a seat whose rank names these of four ports."""
-    return replace(ONE, rails=Rails(FOUR, (near,), names, **rails))
+    return replace(ONE, nics=NicPorts(FOUR, (near,), names, **rails))
 
 
 ELSEWHERE = replace(named(), host="b")
@@ -130,11 +130,11 @@ NICS = {
     "one rank": ([named(FOUR[0])], []),
     "all name all": ([named(*FOUR), replace(named(*FOUR), local_rank=1, cores="1")], []),
     "not there": (
-        [named(wrong=("mlx5_9:1 is not there",))],
+        [named(faults=("mlx5_9:1 is not there",))],
         [("NICs named", (0,), "rank 0 of a: of what UCX_NET_DEVICES names, mlx5_9:1 is not there")],
     ),
     "far": (
-        [named(FOUR[3], far=True)],
+        [named(FOUR[3], remote=True)],
         [("NICs far", (0,), "rank 0 has mlx5_3:1, and near is mlx5_0:1")],
     ),
 }
@@ -147,7 +147,9 @@ def test_adapters(case):
     assert [(fault.name, fault.ranks) for fault in result] == [
         (name, ranks) for name, ranks, _ in expected
     ]
-    assert all(words in fault.seen for fault, (_, _, words) in zip(result, expected, strict=True))
+    assert all(
+        words in fault.observed for fault, (_, _, words) in zip(result, expected, strict=True)
+    )
     assert faults(seats) == []  # on one node nobody needs an adapter
 
 
@@ -164,15 +166,15 @@ def test_the_line_about_adapters():
 
 
 def test_seats_travel_as_json():
-    assert seated(json.loads(json.dumps(asdict(named(FOUR[1], far=True))))) == named(
-        FOUR[1], far=True
+    assert binding_from_table(json.loads(json.dumps(asdict(named(FOUR[1], remote=True))))) == named(
+        FOUR[1], remote=True
     )
 
 
 def test_many_nodes_are_told_in_few_words():
     seats = [replace(ONE, host=f"n{n // 2}", local_rank=n % 2) for n in range(40)]
-    (kind,) = by_kind(faults(seats))
-    text, remedy = in_words(kind)
+    (kind,) = grouped_by_kind(faults(seats))
+    text, remedy = description(kind)
     assert text.count("all run on core 0") == SHOWN
     assert text.endswith("and 16 more like this")
     assert "--cpus-per-task" in remedy
@@ -207,7 +209,7 @@ def test_a_job_says_once_that_all_run_on_one_core(start):
     assert ended.returncode == 0, ended.stderr
     for words in (
         "ranks 0-1 of",
-        "all told local rank 0",
+        "all got local rank 0",
         "all run on core",
         "6 BLAS threads on 1",
     ):

@@ -21,20 +21,20 @@ from hpctrain.hardware.gdr import Gdr
 from hpctrain.transport.device import gpus
 from hpctrain.transport.gpu_probe import child as probe_child
 from hpctrain.transport.gpu_probe import jobs, mpi_claims, verdicts
-from hpctrain.transport.gpu_probe.jobs import Trial
+from hpctrain.transport.gpu_probe.jobs import ProbeTrial
 from hpctrain.transport.gpu_probe.mpi_claims import Claims
 from hpctrain.transport.paths import STAGED, Verdict
 
 PLAIN = Claims("Open MPI", query_cuda=False, libraries=("/x/libucp.so.0",))
-WORKS = Trial(True, True, 100.0, 50.0, replace(PLAIN, query_cuda=True))
-CRASHED = Trial(True, False, 100.0, None, PLAIN, "a crash (segmentation fault)")
+WORKS = ProbeTrial(True, True, 100.0, 50.0, replace(PLAIN, query_cuda=True))
+CRASHED = ProbeTrial(True, False, 100.0, None, PLAIN, "a crash (segmentation fault)")
 NO_IPC = replace(WORKS, ipc=False)
 #: (bytes, seconds staged, seconds by pointer): pointers pay from some 8 KiB on, or never do.
 TIMED = replace(WORKS, sizes=((1024, 1e-5, 2e-5), (65536, 4e-5, 2e-5), (1 << 20, 4e-4, 2e-4)))
 SLOW = replace(WORKS, sizes=((1024, 1e-5, 2e-5), (65536, 2e-5, 3e-5)))
 FAST = replace(WORKS, sizes=((1024, 1e-5, 0.99e-5), (65536, 2e-5, 2.01e-5)))
 CLOSED = replace(CRASHED, ipc=False, ipc_fault="cudaErrorInvalidValue")
-NEVER = Trial(ended="exit code 1, no slots")
+NEVER = ProbeTrial(ended="exit code 1, no slots")
 ADAPTER, NO_GDR = Gdr(True, "dmabuf"), Gdr(False, "no nvidia_peermem", "modprobe nvidia-peermem")
 
 # trials, adapter -> paths, a word of the reason, a word of the remedy
@@ -56,7 +56,7 @@ VERDICTS = {
 @pytest.mark.parametrize("case", VERDICTS)
 def test_judged(case):
     by_class, adapter, ways, word, remedy = VERDICTS[case]
-    result = verdicts.judged(by_class, adapter, {})
+    result = verdicts.judge(by_class, adapter, {})
     assert (result.verdict.same_gpu, result.verdict.same_node, result.verdict.across) == ways
     assert word in result.verdict.reason
     assert remedy in result.remedy
@@ -75,7 +75,7 @@ SECONDS = {
 @pytest.mark.parametrize("case", SECONDS)
 def test_what_messages_take(case):
     trial, seconds = SECONDS[case]
-    result = verdicts.judged({"same_gpu": trial}, ADAPTER, {})
+    result = verdicts.judge({"same_gpu": trial}, ADAPTER, {})
     assert result.verdict.seconds == ({} if seconds is None else {"same_gpu": seconds})
     assert result.verdict.mapped_gb_s == {"same_gpu": 100.0}
     assert verdicts.from_json(json.dumps(asdict(result))) == result
@@ -95,17 +95,17 @@ BY_SIZE = {
 @pytest.mark.parametrize("case", BY_SIZE)
 def test_judged_by_size(case):
     by_class, by_size, words = BY_SIZE[case]
-    result = verdicts.judged(by_class, ADAPTER, {})
+    result = verdicts.judge(by_class, ADAPTER, {})
     assert result.verdict.by_size == by_size and words in result.verdict.reason
     assert verdicts.from_json(json.dumps(asdict(result))) == result
 
 
 def test_what_a_user_asks_for_holds_at_every_length():
-    verdict = verdicts.judged({"same_gpu": TIMED, "across": TIMED}, ADAPTER, {}).verdict
+    verdict = verdicts.judge({"same_gpu": TIMED, "across": TIMED}, ADAPTER, {}).verdict
     assert set(verdict.by_size) == {"same_gpu", "across"}
-    result = verdicts.Told(verdict, trials=dict.fromkeys(jobs.CLASSES, TIMED))
+    result = verdicts.ProbeResult(verdict, trials=dict.fromkeys(jobs.CLASSES, TIMED))
     across, all_of = (
-        verdicts.overridden(f"{c}cuda-aware", result).verdict for c in ("across=", "")
+        verdicts.apply_override(f"{c}cuda-aware", result).verdict for c in ("across=", "")
     )
     assert (set(across.by_size), all_of.by_size) == ({"same_gpu"}, {})
 
@@ -175,7 +175,7 @@ ENDS = {
 @pytest.mark.parametrize("case", ENDS)
 def test_understood(case):
     lines, code, errors, expected = ENDS[case]
-    result = jobs.understood("\n".join(lines), code, errors)
+    result = jobs.parse_trial("\n".join(lines), code, errors)
     assert result == replace(expected, ipc_gb_s=3.0 if expected.ipc else None)
 
 
@@ -183,9 +183,9 @@ def test_lengths_that_were_timed():
     right = json.dumps({"stage": "pointer", "right": True, "gb_s": 9.0, "why": ""})
     staged = json.dumps({"stage": "staged", "seconds": STAGED_ONLY.staged})
     sizes = json.dumps({"stage": "sizes", "seconds": TIMED.sizes})
-    result = jobs.understood("\n".join([OPEN, staged, right, sizes]), 0, "")
+    result = jobs.parse_trial("\n".join([OPEN, staged, right, sizes]), 0, "")
     assert (result.staged, result.sizes) == (STAGED_ONLY.staged, TIMED.sizes)
-    lost = jobs.understood("\n".join([OPEN, right]), 139, "")  # it crashed in between
+    lost = jobs.parse_trial("\n".join([OPEN, right]), 139, "")  # it crashed in between
     assert lost.pointer and lost.sizes == ()
 
 
@@ -233,8 +233,8 @@ OVERRIDES = {
 
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_overridden(override):
-    remembered = verdicts.Told(STAGED, trials=dict.fromkeys(jobs.CLASSES, WORKS))
-    assert verdicts.overridden(override, remembered).verdict == OVERRIDES[override]
+    remembered = verdicts.ProbeResult(STAGED, trials=dict.fromkeys(jobs.CLASSES, WORKS))
+    assert verdicts.apply_override(override, remembered).verdict == OVERRIDES[override]
 
 
 SURE, UNSURE = replace(PLAIN, query_gpu=True), PLAIN
@@ -254,8 +254,8 @@ BELIEVED = {
 @pytest.mark.parametrize("case", BELIEVED)
 def test_who_asks_for_pointers_needs_a_trial_or_an_mpi_that_is_sure(case, monkeypatch):
     by_class, says, expected = BELIEVED[case]
-    monkeypatch.setattr(verdicts, "_claimed", lambda: says)
-    result = verdicts.overridden("cuda-aware", verdicts.Told(STAGED, trials=by_class))
+    monkeypatch.setattr(verdicts, "_claims_of_running_mpi", lambda: says)
+    result = verdicts.apply_override("cuda-aware", verdicts.ProbeResult(STAGED, trials=by_class))
     ways = {name: getattr(result.verdict, name) for name in jobs.CLASSES}
     assert ways == {n: "cuda-aware" if n in expected else "staged" for n in jobs.CLASSES}
     assert result.unproven == tuple(name for name in jobs.CLASSES if name not in expected)
@@ -267,8 +267,8 @@ def test_who_asks_for_pointers_needs_a_trial_or_an_mpi_that_is_sure(case, monkey
 @on_ranks(1, mpi=(1,))
 def test_what_an_mpi_says_in_a_rank(ranks):
     """None of these was built for CUDA; among threads none was started."""
-    for answer in ranks(lambda world: (verdicts._claimed(), world.transport)):
-        assert answer[0] is None or not answer[0].sure
+    for answer in ranks(lambda world: (verdicts._claims_of_running_mpi(), world.transport)):
+        assert answer[0] is None or not answer[0].reports_cuda
         assert answer[1] == "local" or answer[0] is not None
 
 
@@ -352,26 +352,26 @@ def test_launch_ends_trials_that_take_too_long(monkeypatch, tmp_path, caplog):
 @pytest.mark.parametrize("override", ["rdma", "across=ipc", "everywhere=gdr", "across=", "a=b=c"])
 def test_an_override_that_makes_no_sense(override):
     with pytest.raises(UsageError, match="expected one of gdr, cuda-aware, ipc, staged"):
-        verdicts.overridden(override, verdicts.Told(STAGED))
+        verdicts.apply_override(override, verdicts.ProbeResult(STAGED))
 
 
 def test_what_a_verdict_depends_on(tmp_path):
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc/os-release").write_text("NAME=one")
     base = {"XDG_CACHE_HOME": str(tmp_path)}
-    file = verdicts.file_of(base, tmp_path)
+    file = verdicts.cache_file(base, tmp_path)
     assert file.is_relative_to(tmp_path)
-    assert verdicts.file_of({**base, "OMPI_COMM_WORLD_RANK": "3", "HOME": "x"}, tmp_path) == file
-    assert verdicts.file_of({**base, "UCX_TLS": "all"}, tmp_path) != file
+    assert verdicts.cache_file({**base, "OMPI_COMM_WORLD_RANK": "3", "HOME": "x"}, tmp_path) == file
+    assert verdicts.cache_file({**base, "UCX_TLS": "all"}, tmp_path) != file
     (tmp_path / "etc/os-release").write_text("NAME=other")
-    assert verdicts.file_of(base, tmp_path) != file
+    assert verdicts.cache_file(base, tmp_path) != file
 
 
 def test_what_cannot_be_remembered_is_said(tmp_path, capfd):
     (tmp_path / "cache").write_text("not a folder")
-    verdicts._write(tmp_path / "cache" / "one.json", verdicts.Told(STAGED))
+    verdicts._write(tmp_path / "cache" / "one.json", verdicts.ProbeResult(STAGED))
     errors = capfd.readouterr().err
-    assert f"cannot be remembered in {tmp_path / 'cache'} (" in errors
+    assert f"cannot be cached in {tmp_path / 'cache'} (" in errors
     assert "let XDG_CACHE_HOME name a folder" in errors
 
 
@@ -398,7 +398,7 @@ KNOWN = """
 import json, os
 from dataclasses import asdict
 from hpctrain.transport.gpu_probe import verdicts
-print(json.dumps(asdict(verdicts.known(os.environ))))
+print(json.dumps(asdict(verdicts.cached_result(os.environ))))
 """
 
 
@@ -434,7 +434,7 @@ def test_an_mpi_that_crashes_on_a_device_pointer(machine):
     result = find({**machine, "FAKE_CRASH": "1", "FAKE_GPUS": "1"}, "--again")
     assert (result.verdict.same_gpu, result.verdict.same_node) == ("ipc", "ipc")
     trial = result.trials["same_gpu"]
-    assert trial.ipc and trial.pointer is False and trial.claims.sure is False
+    assert trial.ipc and trial.pointer is False and trial.claims.reports_cuda is False
     assert len(trial.staged) >= 4 and result.verdict.seconds["same_gpu"] == trial.staged
     assert trial.sizes == () and result.verdict.by_size == {}
     assert "segmentation fault" in result.verdict.reason

@@ -10,14 +10,14 @@ from hpctrain.doctor.check import Check, Verdict
 from hpctrain.hardware.pci import core_list
 from hpctrain.transport.placement.check import (
     SHOWN,
-    Seated,
-    by_kind,
+    RankBinding,
+    description,
     faults,
-    in_words,
+    grouped_by_kind,
     named,
     unbind,
 )
-from hpctrain.transport.placement.nearest_nics import ASKS, NEAR, UCX_RAILS
+from hpctrain.transport.placement.nearest_nics import NEAR, NIC_VARIABLE, UCX_RAILS
 
 COLUMNS = ("rank", "host", "local rank", "cores", "BLAS threads", "GPU", "NIC")
 #: Placement faults: a bad one makes a run many times slower, or ends it.
@@ -32,24 +32,24 @@ KINDS: dict[str, Verdict] = {
 }
 
 
-def rows(seats: Sequence[Seated]) -> list[tuple[str, ...]]:
+def rows(seats: Sequence[RankBinding]) -> list[tuple[str, ...]]:
     """Return the cells of the map, a row per rank, under `COLUMNS`."""
     last_local: dict[str, int] = {}
     cells_of_ranks = []
     for rank, seat in enumerate(seats):
         local = last_local[seat.host] = last_local.get(seat.host, -1) + 1
-        nic = seat.rails.told
+        nic = seat.nics.label
         cells = (rank, seat.host, local, seat.cores, seat.blas_threads, seat.gpu, nic)
         cells_of_ranks.append(tuple(str(cell) or "-" for cell in cells))
     return cells_of_ranks
 
 
-def checks(seats: Sequence[Seated]) -> list[Check]:
+def checks(seats: Sequence[RankBinding]) -> list[Check]:
     """Return a check for each kind of fault, and one for each kind that is absent."""
     problems = faults(seats)
     out = [_launcher(seats)]
-    for wrong in by_kind(problems):
-        out.append(Check(wrong[0].name, KINDS[wrong[0].name], *in_words(wrong)))
+    for wrong in grouped_by_kind(problems):
+        out.append(Check(wrong[0].name, KINDS[wrong[0].name], *description(wrong)))
     if not any(fault.name in ("cores shared", "BLAS threads") for fault in problems):
         out.append(_turns(seats))
     shared = any(fault.name == "GPUs shared" for fault in problems)
@@ -64,12 +64,12 @@ def _first(words: Sequence[str]) -> str:
     return "; ".join(words[:SHOWN]) + f"; and {len(words) - SHOWN} more" * (len(words) > SHOWN)
 
 
-def crowded(seats: Sequence[Seated]) -> bool:
+def crowded(seats: Sequence[RankBinding]) -> bool:
     """Return whether any ranks share fewer cores than they are."""
     return any(len(ranks) > len(core_list(cores)) for ranks, cores, _ in _sharing(seats, "cores"))
 
 
-def _launcher(seats: Sequence[Seated]) -> Check:
+def _launcher(seats: Sequence[RankBinding]) -> Check:
     names = list(dict.fromkeys(TITLES[seat.launcher] for seat in seats))
     hosts = len({seat.host for seat in seats})
     observed = f"{len(seats)} rank{'s' * (len(seats) > 1)} on {hosts} node{'s' * (hosts > 1)}, by "
@@ -80,7 +80,7 @@ def _launcher(seats: Sequence[Seated]) -> Check:
                  "srun, mpirun or hpctrain launch -n N")  # fmt: skip
 
 
-def _turns(seats: Sequence[Seated]) -> Check:
+def _turns(seats: Sequence[RankBinding]) -> Check:
     """Return the check of ranks that share cores, though none is idle."""
     groups = list(_sharing(seats, "cores"))
     if not groups:
@@ -95,7 +95,7 @@ def _turns(seats: Sequence[Seated]) -> Check:
     return Check("cores", "note", f"{observed}: ranks are not bound", remedy)
 
 
-def _gpus(seats: Sequence[Seated]) -> Check:
+def _gpus(seats: Sequence[RankBinding]) -> Check:
     """Return the check of ranks that share a GPU, though none is idle."""
     texts = [f"{named(ranks)} of {host} share {gpu}" for ranks, gpu, host in _sharing(seats, "gpu")
              if gpu]  # fmt: skip
@@ -104,25 +104,29 @@ def _gpus(seats: Sequence[Seated]) -> Check:
     return Check("GPUs", "ok", "every rank has its own")
 
 
-def _nics(seats: Sequence[Seated]) -> list[Check]:
+def _nics(seats: Sequence[RankBinding]) -> list[Check]:
     """Return the check of ranks equally near to more ports than UCX uses at once; [] on one node.
 
     UCX would take the same ports for each of these ranks.
     """
-    if len({seat.host for seat in seats}) < 2 or all(len(s.rails.ports) < 2 for s in seats):
+    if len({seat.host for seat in seats}) < 2 or all(len(s.nics.ports) < 2 for s in seats):
         return []
     texts = [
-        f"{named(ranks)} of {host} are equally near {len(rails.near)} ports"
-        for ranks, rails, host in _sharing(seats, "rails")
-        if len(rails.near) > UCX_RAILS and not rails.named
+        f"{named(ranks)} of {host} are equally near {len(nics.nearest)} ports"
+        for ranks, nics, host in _sharing(seats, "nics")
+        if len(nics.nearest) > UCX_RAILS and not nics.named
     ]
     if texts:
         observed = f"{_first(texts)}: UCX may give all of them the same {UCX_RAILS}"
-        return [Check("NICs", "note", observed, f"export {ASKS}={NEAR}: ranks share the ports out")]
+        return [
+            Check(
+                "NICs", "note", observed, f"export {NIC_VARIABLE}={NEAR}: ranks share the ports out"
+            )
+        ]
     return [Check("NICs", "ok", "those near each rank are in the map")]
 
 
-def _sharing(seats: Sequence[Seated], attribute: str) -> Iterator[tuple[list[int], Any, str]]:
+def _sharing(seats: Sequence[RankBinding], attribute: str) -> Iterator[tuple[list[int], Any, str]]:
     """Yield the ranks of a node with equal `attribute`, its value, and the node."""
     keys = [(seat.host, getattr(seat, attribute)) for seat in seats]
     for key in dict.fromkeys(keys):

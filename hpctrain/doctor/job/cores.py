@@ -23,7 +23,7 @@ from hpctrain.doctor.job.outliers import usual
 from hpctrain.doctor.node import MORE_TIME
 from hpctrain.hardware import quota
 from hpctrain.hardware.pci import core_list
-from hpctrain.transport.placement.check import FEWER, Seated
+from hpctrain.transport.placement.check import FEWER_THREADS, RankBinding
 from hpctrain.transport.placement.core_binding import on_core
 
 LENGTH, CALLS = 4096, 60_000  # 32 KiB in all, in the first cache; some 30 ms
@@ -44,7 +44,7 @@ class Core:
     quota: float | None = None  #: CPU time of so many cores that its rank may use; None: no limit
 
 
-def assign(seats: Sequence[Seated], machines: Sequence[str]) -> list[list[int]]:
+def assign(seats: Sequence[RankBinding], machines: Sequence[str]) -> list[list[int]]:
     """Return the cores that each rank measures: each of a machine once, as evenly as possible."""
     out: list[list[int]] = [[] for _ in seats]
     for machine in dict.fromkeys(machines):
@@ -88,7 +88,7 @@ def check(timings: Sequence[Core]) -> Check:
     return Check("speed of cores", "slow", observed, _remedy(slow[0]), nodes)
 
 
-def quotas(seats: Sequence[Seated], quota_of: Mapping[str, float | None]) -> list[Check]:
+def quotas(seats: Sequence[RankBinding], quota_of: Mapping[str, float | None]) -> list[Check]:
     """Return the check of the CPU quotas by node; none where no quota limits CPU time."""
     threads: Counter[str] = Counter()
     for seat in seats:
@@ -103,7 +103,7 @@ def quotas(seats: Sequence[Seated], quota_of: Mapping[str, float | None]) -> lis
         return [Check("CPU quota", "ok", observed)]
     observed += f"{f', and {len(over) - 1} nodes like it' * (len(over) > 1)}: they are stopped"
     return [Check("CPU quota", "bad", f"{observed} when it is used up",
-                  f"{FEWER}, or ask for more: {MORE_TIME}")]  # fmt: skip
+                  f"{FEWER_THREADS}, or ask for more: {MORE_TIME}")]  # fmt: skip
 
 
 def _remedy(core: Core) -> str:

@@ -33,7 +33,7 @@ from hpctrain.hardware import shm
 from hpctrain.hardware.nics import Nic
 from hpctrain.training.timeline import kernel
 from hpctrain.transport.device import gpus
-from hpctrain.transport.placement.check import Seated
+from hpctrain.transport.placement.check import RankBinding
 from hpctrain.watch.trace import Reading
 from hpctrain.world import World
 
@@ -63,7 +63,7 @@ def run(options: Asked) -> int:
         world = worlds.init(options.device, 2 * LIMIT_S)
     except UsageError as error:
         return _report_no_job(launched, str(error), options)
-    result = JobResult(world.hosts, world.seats)
+    result = JobResult(world.hosts, world.bindings)
     place, marked = output_folder.nearest_existing(options.out), ""
 
     def hung(text: str) -> None:
@@ -123,7 +123,9 @@ def _stages(world: World, result: JobResult, options: Asked, stages: show.Stages
     answers = to_first(link, [asdict(ping) for ping in ping_pong.all_pairs(world)])
     result.pings = [ping_pong.Ping(**row) for rows in answers for row in rows]
     if on_first:
-        result.checks += ping_pong.checks(result.pings, world.hosts, binding.crowded(world.seats))
+        result.checks += ping_pong.checks(
+            result.pings, world.hosts, binding.crowded(world.bindings)
+        )
         ports = [[Nic(**nic) for nic in facts.hardware["nics"]] for facts in result.nodes.values()]
         result.checks += ping_pong.of_adapters(result.pings, ports)
     stages.say("sums")
@@ -133,7 +135,7 @@ def _stages(world: World, result: JobResult, options: Asked, stages: show.Stages
 
 
 def _cores(world: World, machines: list[str]) -> list[dict[str, Any]]:
-    assigned = cores.assign(world.seats, machines)[world.rank]
+    assigned = cores.assign(world.bindings, machines)[world.rank]
     world.link.barrier()  # all at once, as in training
     timings = cores.measure(world.rank, world.host, assigned)
     ping_pong.wait_quietly(world.link)  # idle ranks would spin and disturb those that still measure
@@ -164,7 +166,7 @@ def _fact_checks(result: JobResult) -> list[Check]:
     ]  # fmt: skip
 
 
-def _seats(result: JobResult) -> tuple[Seated, ...]:
+def _seats(result: JobResult) -> tuple[RankBinding, ...]:
     """Return the seats, counting GPUs that CUDA_VISIBLE_DEVICES hides from all ranks of a node.
 
     Slurm sets the number of GPUs of a job. Elsewhere a GPU that NVML shows is not hidden by a

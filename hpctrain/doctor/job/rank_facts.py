@@ -54,7 +54,7 @@ def first_of_node(world: World) -> bool:
 
 def _of_node(host: str) -> dict[str, Any]:
     hardware = examine.hardware(host)
-    gpu_paths = verdicts.known(os.environ) if hardware.cards.cards else None
+    gpu_paths = verdicts.cached_result(os.environ) if hardware.cards.cards else None
     checks = tuple(examine.of_node(hardware, gpu_paths))
     return {"checks": checks, "lines": tuple(hardware.lines), "hardware": hardware.table()}
 

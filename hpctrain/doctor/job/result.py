@@ -11,7 +11,7 @@ from hpctrain.doctor.job.cores import Core
 from hpctrain.doctor.job.hosts import listed
 from hpctrain.doctor.job.ping_pong import Ping
 from hpctrain.doctor.job.rank_facts import RankFacts
-from hpctrain.transport.placement.check import Seated
+from hpctrain.transport.placement.check import RankBinding
 
 
 @dataclass
@@ -19,7 +19,7 @@ class JobResult:
     """Placement, facts, measurements and checks of the job; each stage adds its own."""
 
     hosts: tuple[str, ...] = ()
-    seats: tuple[Seated, ...] = ()
+    seats: tuple[RankBinding, ...] = ()
     told: list[RankFacts] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     cores: list[Core] = field(default_factory=list)

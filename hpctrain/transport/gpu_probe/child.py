@@ -45,11 +45,11 @@ from hpctrain.watch import Record  # noqa: E402
 #: Short, long, and as long as a piece of a bucket: MPIs use another protocol for each.
 SIZES = (1, 1 << 16, 1 << 24)
 ROUNDS = 8
-HEARD_S = 0.3  # srun drops output when it kills a step: a crash must not follow a line at once
+OUTPUT_S = 0.3  # srun drops output when it kills a step: a crash must not follow a line at once
 #: Lengths at which both paths are timed, from a vote to a long bucket.
 TIMED = tuple(1 << i for i in (10, 14, 18, 20, 22, 25))
 LONG, LONG_ROUNDS = 1 << 22, 3  #: from LONG bytes on fewer rounds: a wire may be slow
-TO_DEVICE, TO_HOST, ANYWHERE = 1, 2, 4  # kinds of cudaMemcpy
+TO_DEVICE, TO_HOST, DEFAULT = 1, 2, 4  # kinds of cudaMemcpy
 
 
 class Buffer:
@@ -94,7 +94,7 @@ def main() -> None:
     link = mpi_link.MpiLink(comm.Dup(), Record(None, comm.rank, comm.size).entry("main"))
     cupy = gpus.cupy_module()
     _report(comm, "staged", seconds=messages(link, cupy, ["staged"]))
-    time.sleep(HEARD_S)
+    time.sleep(OUTPUT_S)
     result = by_pointer(comm, outbox, inbox)
     _report(comm, "pointer", **result)
     if result["right"]:
@@ -145,20 +145,20 @@ def messages(
 
     Paths are interleaved; the time is half of the fastest round trip.
     """
-    ways: dict[Path, dict[int, float]] = {path: {} for path in paths}
+    fastest_by_path: dict[Path, dict[int, float]] = {path: {} for path in paths}
     x = cupy.zeros(max(sizes), np.uint8)
     turns = [(i, path) for i in range(ROUNDS) for path in paths]
     for i, path in turns:
         link.set_paths([path] * link.size)
-        fastest = ways[path]
+        fastest = fastest_by_path[path]
         for nbytes in (n for n in sizes if n < LONG or i < LONG_ROUNDS):
             start = time.perf_counter()
-            _there_and_back(link, x[:nbytes])
+            _round_trip(link, x[:nbytes])
             fastest[nbytes] = min(fastest.get(nbytes, math.inf), time.perf_counter() - start)
-    return [(n, *(fastest[n] / 2 for fastest in ways.values())) for n in sizes]
+    return [(n, *(fastest[n] / 2 for fastest in fastest_by_path.values())) for n in sizes]
 
 
-def _there_and_back(link: Link, x: Any) -> None:
+def _round_trip(link: Link, x: Any) -> None:
     other = 1 - link.rank
     if link.rank == 0:
         link.isend(x, other).wait()
@@ -200,7 +200,7 @@ def _handle(runtime: Any, buffer: Buffer) -> bytes | str:
 
 
 def _copy(runtime: Any, to: int, source: int, nbytes: int) -> None:
-    runtime.memcpy(to, source, nbytes, ANYWHERE)
+    runtime.memcpy(to, source, nbytes, DEFAULT)
     runtime.deviceSynchronize()
 
 

@@ -25,12 +25,12 @@ CLASSES = ("same_gpu", "same_node", "across")
 #: A crash takes a second, an MPI that starts 10; a job that hangs is ended.
 LIMIT_S = 60.0
 GRACE_S = 5.0  #: for a launcher to end its ranks
-_LAST_WORDS = 200  # characters of the stderr of a failed job
+_STDERR_CHARACTERS = 200  # characters of the stderr of a failed job
 TIMED_OUT = 1000  # stands for an exit code: no process ends with this one
 
 
 @dataclass(frozen=True)
-class Trial:
+class ProbeTrial:
     """The result of a trial: correctness of each stage (None: not reached), and its GB/s."""
 
     ipc: bool | None = None
@@ -45,10 +45,10 @@ class Trial:
     staged: tuple[tuple[int, float], ...] = ()  #: (bytes, seconds of a message staged), always
 
 
-def from_table(fields: Mapping[str, Any]) -> Trial:
+def from_table(fields: Mapping[str, Any]) -> ProbeTrial:
     """Return the trial of a table that `asdict` made."""
     times = {key: tuple(map(tuple, fields.get(key, ()))) for key in ("sizes", "staged")}
-    return Trial(**{**fields, "claims": _claims(fields["claims"]), **times})
+    return ProbeTrial(**{**fields, "claims": _claims(fields["claims"]), **times})
 
 
 def _claims(fields: Mapping[str, Any] | None) -> mpi_claims.Claims | None:
@@ -57,7 +57,7 @@ def _claims(fields: Mapping[str, Any] | None) -> mpi_claims.Claims | None:
     )
 
 
-def understood(output: str, code: int, errors: str) -> Trial:
+def parse_trial(output: str, code: int, errors: str) -> ProbeTrial:
     """Return the result of a trial's job, from its lines, exit code and stderr."""
     stages: dict[str, dict[str, Any]] = {}
     for line in output.splitlines():
@@ -65,13 +65,13 @@ def understood(output: str, code: int, errors: str) -> Trial:
             report = json.loads(line)
             stages[report.pop("stage")] = report
     started, ipc, pointer = (stages.get(name, {}) for name in ("started", "ipc", "pointer"))
-    return Trial(
+    return ProbeTrial(
         ipc.get("right"),
         pointer.get("right", False if started else None),
         _rate(ipc),
         _rate(pointer),
         _claims(started.get("claims")),
-        pointer.get("why", "") if pointer else ended(code, errors),
+        pointer.get("why", "") if pointer else exit_text(code, errors),
         ipc.get("why", ""),
         *(tuple(map(tuple, stages.get(s, {}).get("seconds", ()))) for s in ("sizes", "staged")),
     )
@@ -81,9 +81,9 @@ def _rate(stage: Mapping[str, Any]) -> float | None:
     return stage.get("gb_s") if stage.get("right") else None
 
 
-def ended(code: int, errors: str) -> str:
+def exit_text(code: int, errors: str) -> str:
     """Return the exit of a job in words; launchers exit with 128 + signal, or with its number."""
-    last = " ".join(errors.split())[-_LAST_WORDS:]
+    last = " ".join(errors.split())[-_STDERR_CHARACTERS:]
     number = -code if code < 0 else code - 128 if code > 128 else code
     if code == TIMED_OUT:
         return f"still running after {LIMIT_S:.0f} s"
@@ -101,18 +101,20 @@ def jobs(
     pairs = {"same_gpu": "0,0", "same_node": "0,1" if visible > 1 else "", "across": "0,0"}
     commands = {}
     for name, numbers in pairs.items():
-        apart = name == "across"
-        if numbers and (nodes > 1 or not apart):
-            start = _srun(vendor, apart, environ) or (None if apart else _mpiexec(mpiexec, vendor))
+        across = name == "across"
+        if numbers and (nodes > 1 or not across):
+            start = _srun(vendor, across, environ) or (
+                None if across else _mpiexec(mpiexec, vendor)
+            )
             if start:
                 commands[name] = [*start, *child, numbers]
     return commands
 
 
-def _srun(vendor: str, apart: bool, environ: Mapping[str, str]) -> list[str] | None:
+def _srun(vendor: str, across: bool, environ: Mapping[str, str]) -> list[str] | None:
     if "SLURM_JOB_ID" not in environ or not shutil.which("srun", path=environ.get("PATH")):
         return None
-    places = ["-N", "2", "--ntasks-per-node=1"] if apart else ["-N", "1"]
+    places = ["-N", "2", "--ntasks-per-node=1"] if across else ["-N", "1"]
     kind = [] if "SLURM_MPI_TYPE" in environ or vendor == "Cray MPICH" else [_mpi_plugin(vendor)]
     return ["srun", "--overlap", "--kill-on-bad-exit=1", "--input=none", *places, "-n", "2", *kind]
 
@@ -128,7 +130,7 @@ def _mpiexec(mpiexec: str | None, vendor: str) -> list[str] | None:
     return [mpiexec, *options, "-n", "2"]
 
 
-def run(command: Sequence[str], environ: Mapping[str, str]) -> Trial:
+def run(command: Sequence[str], environ: Mapping[str, str]) -> ProbeTrial:
     """Run a trial's job to its end, or to the time limit, and return its result."""
     leave = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
     process = subprocess.Popen(
@@ -143,9 +145,9 @@ def run(command: Sequence[str], environ: Mapping[str, str]) -> Trial:
     )
     try:
         output, errors = process.communicate(timeout=LIMIT_S)
-        return understood(output, process.returncode, errors)
+        return parse_trial(output, process.returncode, errors)
     except subprocess.TimeoutExpired:
-        return understood(_stopped(process), TIMED_OUT, "")
+        return parse_trial(_stopped(process), TIMED_OUT, "")
     except BaseException:  # this process must end: no trial outlives it
         _stopped(process)
         raise

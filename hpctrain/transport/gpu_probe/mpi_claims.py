@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 #: the kind of GPU in MPIX_GPU_query_support
 _CUDA = 0
-_OF_INTEREST = re.compile(r"/lib(mpi_gtl_cuda|uct_cuda|ucp|pscom\w*|fabric)[^/]*\.so[^/]*$")
+_GPU_LIBRARIES = re.compile(r"/lib(mpi_gtl_cuda|uct_cuda|ucp|pscom\w*|fabric)[^/]*\.so[^/]*$")
 #: Variables whose values a verdict depends on; all of UCX's count, too.
 VARIABLES = (
     "FI_HMEM_CUDA_ENABLE_XFER",
@@ -54,7 +54,7 @@ class Claims:
     libraries: tuple[str, ...] = ()  #: libraries in this process that matter for GPU memory
 
     @property
-    def sure(self) -> bool:
+    def reports_cuda(self) -> bool:
         """Whether one of its functions reports CUDA support."""
         return bool(self.query_cuda or self.query_gpu or "cuda" in self.alloc_kinds)
 
@@ -63,7 +63,7 @@ class Claims:
         return not name or any(Path(path).name.startswith(name) for path in self.libraries)
 
 
-class Fault(NamedTuple):
+class CudaFault(NamedTuple):
     """The reason why an MPI takes no GPU memory, and the remedy."""
 
     reason: str
@@ -75,7 +75,7 @@ class _Switch(NamedTuple):
 
     vendors: tuple[str, ...]
     name: str
-    also: str  #: other requirements
+    requirements: str  #: other requirements
     mark: str = ""  #: library that tells it from others of this vendor
 
 
@@ -93,15 +93,15 @@ def query(vendor: str, libmpi: str, alloc_kinds: str) -> Claims:
     return Claims(vendor, _cuda(library), _gpu(library), alloc_kinds, _libraries())
 
 
-def fault(claims: Claims, environ: Mapping[str, str]) -> Fault:
+def fault(claims: Claims, environ: Mapping[str, str]) -> CudaFault:
     """Return the most likely reason why an MPI failed its trial, and the remedy."""
     return (
-        _switched_off(claims, environ)
-        or _left_out(environ)
-        or _of_cray(claims)
-        or _of_mpich(claims, environ)
-        or _of_open_mpi(claims)
-        or Fault(
+        _variable_fault(claims, environ)
+        or _ucx_fault(environ)
+        or _cray_fault(claims)
+        or _mpich_fault(claims, environ)
+        or _open_mpi_fault(claims)
+        or CudaFault(
             f"{claims.vendor} says that it takes device pointers, and fails",
             "the driver and what MPI or UCX were built for may not fit: tell the site; "
             "hpctrain does without",
@@ -117,71 +117,73 @@ def relevant(environ: Mapping[str, str], libmpi: str) -> dict[str, str]:
         if name in VARIABLES or name.startswith(_UCX)
     }
     # Open MPI's mpirun puts the folder of its own libraries in front, several times.
-    own = str(Path(libmpi).parent)
-    folders = [folder for folder in values.get(_LOADER, "").split(":") if folder not in ("", own)]
+    mpi_folder = str(Path(libmpi).parent)
+    folders = [
+        folder for folder in values.get(_LOADER, "").split(":") if folder not in ("", mpi_folder)
+    ]
     return values | {_LOADER: ":".join(folders)}
 
 
-def _switched_off(claims: Claims, environ: Mapping[str, str]) -> Fault | None:
+def _variable_fault(claims: Claims, environ: Mapping[str, str]) -> CudaFault | None:
     for switch in _SWITCHES:
         off = environ.get(switch.name, "").lower() in ("", "0", "no", "off", "false")
         if off and claims.vendor in switch.vendors and claims.mapped(switch.mark):
             reason = f"{claims.vendor} takes device pointers only where {switch.name}=1 is set"
-            return Fault(reason, f"export {switch.name}=1 (it needs {switch.also})")
+            return CudaFault(reason, f"export {switch.name}=1 (it needs {switch.requirements})")
     return None
 
 
-def _left_out(environ: Mapping[str, str]) -> Fault | None:
+def _ucx_fault(environ: Mapping[str, str]) -> CudaFault | None:
     """Return the fault of a UCX_TLS that names transports but none of CUDA."""
-    asked_for = environ.get("UCX_TLS", "")
-    if not asked_for or asked_for.startswith("^") or "cuda" in asked_for or asked_for == "all":
+    transports = environ.get("UCX_TLS", "")
+    if not transports or transports.startswith("^") or "cuda" in transports or transports == "all":
         return None
-    return Fault(
-        f"UCX_TLS={asked_for} leaves out UCX's CUDA transports",
-        f"export UCX_TLS={asked_for},cuda_copy,cuda_ipc",
+    return CudaFault(
+        f"UCX_TLS={transports} leaves out UCX's CUDA transports",
+        f"export UCX_TLS={transports},cuda_copy,cuda_ipc",
     )
 
 
-def _of_cray(claims: Claims) -> Fault | None:
+def _cray_fault(claims: Claims) -> CudaFault | None:
     if claims.vendor != "Cray MPICH" or claims.mapped("libmpi_gtl_cuda"):
         return None
-    return Fault(
+    return CudaFault(
         "Cray MPICH's GPU layer, libmpi_gtl_cuda, is not in the process",
         "module load craype-accel-nvidia80 (or -nvidia90) and build mpi4py with it, or "
         "LD_PRELOAD libmpi_gtl_cuda.so",
     )
 
 
-def _of_mpich(claims: Claims, environ: Mapping[str, str]) -> Fault | None:
-    if claims.vendor not in ("MPICH", "MVAPICH", "MVAPICH2", "Intel MPI") or claims.sure:
+def _mpich_fault(claims: Claims, environ: Mapping[str, str]) -> CudaFault | None:
+    if claims.vendor not in ("MPICH", "MVAPICH", "MVAPICH2", "Intel MPI") or claims.reports_cuda:
         return None
     if environ.get("MPIR_CVAR_ENABLE_GPU") == "0":
-        return Fault("MPIR_CVAR_ENABLE_GPU=0 is set", "unset MPIR_CVAR_ENABLE_GPU")
+        return CudaFault("MPIR_CVAR_ENABLE_GPU=0 is set", "unset MPIR_CVAR_ENABLE_GPU")
     if claims.mapped("libuct_cuda") and environ.get("MPIR_CVAR_NOLOCAL", "0") == "0":
-        return Fault(
+        return CudaFault(
             "UCX knows GPUs, but inside a node MPICH takes a way of its own that does not",
             "export MPIR_CVAR_NOLOCAL=1",
         )
-    return Fault(
+    return CudaFault(
         f"{claims.vendor} was built without CUDA (MPIX_GPU_query_support says no)",
         "take the site's build for CUDA; MPICH: ./configure --with-cuda, or another UCX: "
         "docs/gpus.md, 'Open MPI from the package index'",
     )
 
 
-def _of_open_mpi(claims: Claims) -> Fault | None:
+def _open_mpi_fault(claims: Claims) -> CudaFault | None:
     if claims.vendor != "Open MPI":
         return None
     if claims.mapped("libucp") and not claims.mapped("libuct_cuda"):
-        return Fault(
+        return CudaFault(
             "the UCX that Open MPI loaded has no CUDA transports"
-            + ("" if claims.sure else ", and Open MPI itself was built without CUDA"),
+            + ("" if claims.reports_cuda else ", and Open MPI itself was built without CUDA"),
             "take the site's build for CUDA, or give it another UCX: docs/gpus.md, "
             "'Open MPI from the package index'",
         )
-    if claims.sure:
+    if claims.reports_cuda:
         return None
-    return Fault(
+    return CudaFault(
         "Open MPI was built without CUDA (MPIX_Query_cuda_support says no)",
         "take the site's build for CUDA (`ompi_info | grep -i cuda`), or select UCX: "
         "OMPI_MCA_pml=ucx",
@@ -189,13 +191,13 @@ def _of_open_mpi(claims: Claims) -> Fault | None:
 
 
 def _cuda(library: ctypes.CDLL) -> bool | None:
-    ask = getattr(library, "MPIX_Query_cuda_support", None)
-    return None if ask is None else bool(ask())
+    query = getattr(library, "MPIX_Query_cuda_support", None)
+    return None if query is None else bool(query())
 
 
 def _gpu(library: ctypes.CDLL) -> bool | None:
-    ask, answer = getattr(library, "MPIX_GPU_query_support", None), ctypes.c_int(0)
-    if ask is None or ask(_CUDA, ctypes.byref(answer)):
+    query, answer = getattr(library, "MPIX_GPU_query_support", None), ctypes.c_int(0)
+    if query is None or query(_CUDA, ctypes.byref(answer)):
         return None
     return bool(answer.value)
 
@@ -207,4 +209,4 @@ def _libraries() -> tuple[str, ...]:
 def libraries(maps: Sequence[str]) -> tuple[str, ...]:
     """Return the libraries that matter for GPU memory, from the lines of /proc/PID/maps."""
     paths = {line.split(maxsplit=5)[-1] for line in maps if "/" in line}
-    return tuple(sorted(path for path in paths if _OF_INTEREST.search(path)))
+    return tuple(sorted(path for path in paths if _GPU_LIBRARIES.search(path)))

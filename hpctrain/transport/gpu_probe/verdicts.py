@@ -6,8 +6,8 @@
 
 `python -m hpctrain.transport.gpu_probe.verdicts` runs the missing trials and prints the verdict;
 `hpctrain launch` and `hpctrain doctor` call it before a run. Ranks only read the cached verdict
-(`known`): their environment would break the MPI of a child, and the child theirs. The cache is
-keyed by MPI build, driver, node image and the variables that matter.
+(`cached_result`): their environment would break the MPI of a child, and the child theirs. The cache
+is keyed by MPI build, driver, node image and the variables that matter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hpctrain.hardware import gdr, nics, nvidia, pci
 from hpctrain.transport import paths
 from hpctrain.transport.device import gpus
 from hpctrain.transport.gpu_probe import jobs, mpi_claims
-from hpctrain.transport.gpu_probe.jobs import Trial
+from hpctrain.transport.gpu_probe.jobs import ProbeTrial
 from hpctrain.transport.mpi import library
 from hpctrain.transport.paths import STAGED, Verdict
 
@@ -39,29 +39,29 @@ UNTRIED = "run `hpctrain doctor` once, in a job on such nodes"
 
 
 @dataclass(frozen=True)
-class Told:
+class ProbeResult:
     """A verdict, the remedy where it is not the best one, and the trials that led to it."""
 
     verdict: Verdict
     remedy: str = ""
-    trials: Mapping[str, Trial] = field(default_factory=dict)
+    trials: Mapping[str, ProbeTrial] = field(default_factory=dict)
     #: the classes in which MPI gets no pointers for want of a trial, or against the user's wish
     unproven: tuple[str, ...] = ()
 
 
-def known(environ: Mapping[str, str]) -> Told:
+def cached_result(environ: Mapping[str, str]) -> ProbeResult:
     """Return the verdict for this process: the user's, else the cached one, else `STAGED`.
 
     MPI is loaded, not started. Raises UsageError if the user's variable makes no sense.
     """
-    remembered = _read(file_of(environ)) or Told(STAGED, UNTRIED)
-    untried = tuple(name for name in jobs.CLASSES if name not in remembered.trials)
-    remembered = replace(remembered, unproven=untried)
+    cached = _read(cache_file(environ)) or ProbeResult(STAGED, UNTRIED)
+    untried = tuple(name for name in jobs.CLASSES if name not in cached.trials)
+    cached = replace(cached, unproven=untried)
     override = environ.get(OVERRIDE, "")
-    return overridden(override, remembered) if override else remembered
+    return apply_override(override, cached) if override else cached
 
 
-def overridden(override: str, otherwise: Told) -> Told:
+def apply_override(override: str, cached: ProbeResult) -> ProbeResult:
     """Return the verdict of a user's `override`: "staged", "same_node=cuda-aware,across=gdr".
 
     MPI gets no pointers without evidence that it takes them, whatever the override says.
@@ -70,24 +70,24 @@ def overridden(override: str, otherwise: Told) -> Told:
     refused = [
         name
         for name, path in chosen.items()
-        if path in paths.BY_POINTER and not _believed(name, otherwise.trials)
+        if path in paths.BY_POINTER and not _is_credible(name, cached.trials)
     ]
     chosen |= dict.fromkeys(refused, "staged")
     remaining: dict[str, Any] = {
         of: {
             name: values
-            for name, values in getattr(otherwise.verdict, of).items()
+            for name, values in getattr(cached.verdict, of).items()
             if name not in chosen
         }
         for of in ("by_size", "seconds")
     }
     reason = f"{OVERRIDE}={override}" + (f", refused for {', '.join(refused)}" if refused else "")
-    verdict = replace(otherwise.verdict, **chosen, **remaining, reason=reason)
-    unproven = (*refused, *(name for name in otherwise.unproven if name not in chosen))
-    return Told(verdict, UNTRIED if refused else "", otherwise.trials, unproven)
+    verdict = replace(cached.verdict, **chosen, **remaining, reason=reason)
+    unproven = (*refused, *(name for name in cached.unproven if name not in chosen))
+    return ProbeResult(verdict, UNTRIED if refused else "", cached.trials, unproven)
 
 
-def _believed(name: str, results: Mapping[str, Trial]) -> bool:
+def _is_credible(name: str, results: Mapping[str, ProbeTrial]) -> bool:
     """Return whether a user may select pointers for the class `name`.
 
     Yes if its trial succeeded, or if no trial failed and the MPI's own functions report CUDA.
@@ -96,11 +96,14 @@ def _believed(name: str, results: Mapping[str, Trial]) -> bool:
         return True
     if any(trial.pointer is False for trial in results.values()):
         return False
-    report = next((trial.claims for trial in results.values() if trial.claims), None) or _claimed()
-    return report is not None and report.sure
+    report = (
+        next((trial.claims for trial in results.values() if trial.claims), None)
+        or _claims_of_running_mpi()
+    )
+    return report is not None and report.reports_cuda
 
 
-def _claimed() -> mpi_claims.Claims | None:
+def _claims_of_running_mpi() -> mpi_claims.Claims | None:
     """Return the CUDA support that MPI reports in this rank; None where it was not started."""
     mpi = library.loaded_mpi()
     from mpi4py import MPI  # loaded by now, and not started by that
@@ -133,7 +136,7 @@ def _possible(name: str) -> tuple[str, ...]:
     return tuple(p for p in get_args(paths.Path) if (name, p) != ("across", "ipc"))
 
 
-def find(environ: Mapping[str, str], again: bool = False) -> Told:
+def probe(environ: Mapping[str, str], again: bool = False) -> ProbeResult:
     """Return the cached verdict, after the missing trials; never to be called in a rank.
 
     `again`: repeat all trials. The verdict is cached if all trials could be run.
@@ -141,19 +144,19 @@ def find(environ: Mapping[str, str], again: bool = False) -> Told:
     try:
         visible = gpus.visible("gpu")
     except UsageError as error:
-        return Told(replace(STAGED, reason=str(error)))
-    file, mpi = file_of(environ), library.loaded_mpi()
+        return ProbeResult(replace(STAGED, reason=str(error)))
+    file, mpi = cache_file(environ), library.loaded_mpi()
     before = None if again else _read(file)
     results = dict(before.trials) if before else {}
     commands = jobs.jobs(library.mpiexec(mpi), mpi.vendor, len(visible), _nodes(environ), environ)
     if not commands:
-        return Told(replace(STAGED, reason="no mpiexec and no srun to start a trial with"))
+        return ProbeResult(replace(STAGED, reason="no mpiexec and no srun to start a trial with"))
     missing = {name: line for name, line in commands.items() if name not in results}
     if missing:
         message = f"trying which way GPU memory takes here, once ({', '.join(missing)})"
         print(message.replace("_", " "), file=sys.stderr, flush=True)
     results |= {name: jobs.run(line, environ) for name, line in missing.items()}
-    judgement = judged(results, gdr.gdr(nics.nics()), environ)
+    judgement = judge(results, gdr.gdr(nics.nics()), environ)
     if all(trial.claims for trial in results.values()):
         _write(file, judgement)
     return judgement
@@ -165,7 +168,9 @@ def _nodes(environ: Mapping[str, str]) -> int:
     return int(count) if count.isdigit() else 1
 
 
-def judged(results: Mapping[str, Trial], adapter: gdr.Gdr, environ: Mapping[str, str]) -> Told:
+def judge(
+    results: Mapping[str, ProbeTrial], adapter: gdr.Gdr, environ: Mapping[str, str]
+) -> ProbeResult:
     """Return the verdict that trials lead to: for each class the best path that worked."""
     chosen = {name: _path(name, results.get(name), adapter) for name in jobs.CLASSES}
     bad = next((trial for trial in results.values() if not trial.pointer), None)
@@ -179,20 +184,20 @@ def judged(results: Mapping[str, Trial], adapter: gdr.Gdr, environ: Mapping[str,
         if chosen["across"] == "cuda-aware":
             reason, remedy = f"{reason}; no GPUDirect RDMA: {adapter.seen}", adapter.remedy
     else:
-        reason, remedy = _explained(bad, environ)
+        reason, remedy = _explanation(bad, environ)
     by_size = {
         name: steps for name, trial in results.items() if (steps := _steps(chosen[name], trial))
     }
-    reason += "".join(f"; {_in_words(name, steps)}" for name, steps in by_size.items())
+    reason += "".join(f"; {_description(name, steps)}" for name, steps in by_size.items())
     seconds = {
         name: best for name, trial in results.items() if (best := _best(chosen[name], trial))
     }
     mapped = {name: trial.ipc_gb_s for name, trial in results.items() if trial.ipc_gb_s}
-    return Told(Verdict(**chosen, reason=reason, by_size=by_size, seconds=seconds,
+    return ProbeResult(Verdict(**chosen, reason=reason, by_size=by_size, seconds=seconds,
                         mapped_gb_s=mapped), remedy, results)  # fmt: skip
 
 
-def _steps(path: paths.Path, trial: Trial) -> Thresholds:
+def _steps(path: paths.Path, trial: ProbeTrial) -> Thresholds:
     """Return the size thresholds between staged and pointer; () where there is no choice."""
     if not _timed(path, trial):
         return ()
@@ -201,24 +206,24 @@ def _steps(path: paths.Path, trial: Trial) -> Thresholds:
     return () if steps == ((0, paths.POINTER),) else steps
 
 
-def _timed(path: paths.Path, trial: Trial) -> bool:
+def _timed(path: paths.Path, trial: ProbeTrial) -> bool:
     """Return whether messages may take either way, and both were timed."""
     return path in paths.BY_POINTER and bool(trial.sizes)
 
 
-def _best(path: paths.Path, trial: Trial) -> paths.Seconds:
+def _best(path: paths.Path, trial: ProbeTrial) -> paths.Seconds:
     """Return the seconds of messages on the faster path, or on the only one."""
     if _timed(path, trial):
         return tuple((n, min(seconds)) for n, *seconds in trial.sizes)
     return trial.staged
 
 
-def _in_words(name: str, steps: Thresholds) -> str:
+def _description(name: str, steps: Thresholds) -> str:
     text = ", ".join(f"from {start:,} bytes on {way}" if start else way for start, way in steps)
     return f"{name.replace('_', ' ')} by size: {text}"
 
 
-def _path(name: str, trial: Trial | None, adapter: gdr.Gdr) -> paths.Path:
+def _path(name: str, trial: ProbeTrial | None, adapter: gdr.Gdr) -> paths.Path:
     if trial is None or trial.claims is None:  # one GPU, one node, or no job that started
         return "staged" if name == "across" else "ipc"
     if trial.pointer:
@@ -226,7 +231,7 @@ def _path(name: str, trial: Trial | None, adapter: gdr.Gdr) -> paths.Path:
     return "ipc" if trial.ipc else "staged"
 
 
-def _explained(trial: Trial, environ: Mapping[str, str]) -> tuple[str, str]:
+def _explanation(trial: ProbeTrial, environ: Mapping[str, str]) -> tuple[str, str]:
     if trial.claims is None:
         return f"no trial could be made: {trial.ended}", "run `hpctrain doctor` in the job itself"
     reason, remedy = mpi_claims.fault(trial.claims, environ)
@@ -234,7 +239,7 @@ def _explained(trial: Trial, environ: Mapping[str, str]) -> tuple[str, str]:
     return f"{reason}; a device pointer given to MPI: {trial.ended}{refused}", remedy
 
 
-def file_of(environ: Mapping[str, str], root: Path = pci.ROOT) -> Path:
+def cache_file(environ: Mapping[str, str], root: Path = pci.ROOT) -> Path:
     """Return the cache file of the verdict for this MPI, driver, image and environment."""
     mpi = library.loaded_mpi()
     facts = (
@@ -250,21 +255,21 @@ def file_of(environ: Mapping[str, str], root: Path = pci.ROOT) -> Path:
     return cache / "hpctrain" / "gpu-paths" / f"{key}.json"
 
 
-def _read(file: Path) -> Told | None:
+def _read(file: Path) -> ProbeResult | None:
     try:
         return from_json(file.read_text())
     except (OSError, ValueError, TypeError, KeyError, AttributeError):  # none, or an older one's
         return None
 
 
-def from_json(text: str) -> Told:
+def from_json(text: str) -> ProbeResult:
     """Return the verdict of a text that `asdict` and `json.dumps` made."""
     fields = json.loads(text)
     results = {name: jobs.from_table(trial) for name, trial in fields["trials"].items()}
-    return Told(paths.from_table(fields["verdict"]), fields["remedy"], results)
+    return ProbeResult(paths.from_table(fields["verdict"]), fields["remedy"], results)
 
 
-def _write(file: Path, judgement: Told) -> None:
+def _write(file: Path, judgement: ProbeResult) -> None:
     """Write a verdict to its cache file atomically; warn where it cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -273,8 +278,8 @@ def _write(file: Path, judgement: Told) -> None:
         temporary.replace(file)
     except OSError as error:
         print(
-            f"what was found cannot be remembered in {file.parent} ({error.strerror}), and ranks "
-            f"will not know it: let {CACHE} name a folder that all nodes see and you may write",
+            f"the verdict cannot be cached in {file.parent} ({error.strerror}), so ranks will not "
+            f"use it: set {CACHE} to a folder that all nodes see and you may write",
             file=sys.stderr,
         )
 
@@ -283,7 +288,7 @@ def main() -> None:
     """Print the verdict as a line of JSON; `--again` repeats the trials."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # its trial ends, too
     try:
-        print(json.dumps(asdict(find(os.environ, "--again" in sys.argv[1:]))))
+        print(json.dumps(asdict(probe(os.environ, "--again" in sys.argv[1:]))))
     except UsageError as error:
         sys.exit(str(error))
 

@@ -1,4 +1,4 @@
-"""Test messages between GPUs at the start of a run: a wrong verdict must not corrupt data.
+"""Test messages between GPUs at the start of a run: a corrupted verdict must not corrupt data.
 
     rank 0 --pattern--> 1 --pattern--> 2 --pattern--> ... --> 0       each on the path it will take
     rank 0 --pattern--> 2, then 4, 8, ...                             and so all ranks
@@ -27,16 +27,20 @@ Gather = Callable[[bytes], list[bytes]]  #: from this rank's bytes to those of a
 SIZES = (1 << 8, 1 << 20)  #: MPIs send short and long messages in different ways
 
 
-def verified(link: Link, gather: Gather, places: Sequence[RankPlace], verdict: Verdict) -> Verdict:
+def verify_paths(
+    link: Link, gather: Gather, places: Sequence[RankPlace], verdict: Verdict
+) -> Verdict:
     """Give `link` the paths of `verdict` that pass; return them as a verdict; collective."""
     if not any(place.gpu for place in places):
         return verdict
     link.set_paths(_paths(verdict, places, link.rank))  # whatever the length
     if not any(path in BY_POINTER for r in range(link.size) for path in _paths(verdict, places, r)):
         return verdict
-    wrong = {name.decode() for name in gather(_wrong(link, places, verdict).encode())} - {""}
-    if wrong:
-        verdict = _without(verdict, wrong)
+    corrupted = {
+        name.decode() for name in gather(_corrupted_path(link, places, verdict).encode())
+    } - {""}
+    if corrupted:
+        verdict = _without(verdict, corrupted)
         if link.rank == 0:
             logger.warning("%s; run `hpctrain doctor`", verdict.reason)
     steps = [thresholds_to(verdict, places[link.rank], place) for place in places]
@@ -48,16 +52,16 @@ def _paths(verdict: Verdict, places: Sequence[RankPlace], rank: int) -> list[Pat
     return [path_to(verdict, places[rank], place) for place in places]
 
 
-def _wrong(link: Link, places: Sequence[RankPlace], verdict: Verdict) -> str:
+def _corrupted_path(link: Link, places: Sequence[RankPlace], verdict: Verdict) -> str:
     """Return a path on which this rank received corrupted bytes, "" if there is none."""
-    wrong, step = "", 1
+    corrupted, step = "", 1
     while step < link.size:
         left, right = (link.rank - step) % link.size, (link.rank + step) % link.size
-        came = [_arrives(link, bool(places[link.rank].gpu), left, right, n) for n in SIZES]
+        intact = [_arrives(link, bool(places[link.rank].gpu), left, right, n) for n in SIZES]
         path = path_to(verdict, places[left], places[link.rank])
-        wrong = wrong if all(came) or path not in BY_POINTER else path
+        corrupted = corrupted if all(intact) or path not in BY_POINTER else path
         step *= 2
-    return wrong
+    return corrupted
 
 
 def _arrives(link: Link, on_gpu: bool, left: int, right: int, nbytes: int) -> bool:
@@ -68,13 +72,13 @@ def _arrives(link: Link, on_gpu: bool, left: int, right: int, nbytes: int) -> bo
     return bool((to_host(inbox) == pattern(left, nbytes)).all())
 
 
-def _without(verdict: Verdict, wrong: set[str]) -> Verdict:
-    """Return `verdict` with "staged" in place of the paths in `wrong`."""
+def _without(verdict: Verdict, corrupted: set[str]) -> Verdict:
+    """Return `verdict` with "staged" in place of the paths in `corrupted`."""
     chosen: dict[str, Any] = {
-        name: "staged" if getattr(verdict, name) in wrong else getattr(verdict, name)
+        name: "staged" if getattr(verdict, name) in corrupted else getattr(verdict, name)
         for name in ("same_gpu", "same_node", "across")
     }
-    names = ", ".join(sorted(wrong))
+    names = ", ".join(sorted(corrupted))
     return replace(verdict, **chosen, reason=f"other bytes arrived by {names} than were sent")
 
 

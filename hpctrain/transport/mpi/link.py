@@ -12,7 +12,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -27,11 +26,12 @@ from hpctrain.core.errors import TransportError  # noqa: E402
 from hpctrain.core.thresholds import Thresholds  # noqa: E402
 from hpctrain.core.xp import Array, namespace  # noqa: E402
 from hpctrain.transport.device import transfers  # noqa: E402
-from hpctrain.transport.link import NativeCall, Request  # noqa: E402
-from hpctrain.transport.mpi import native, requests  # noqa: E402
+from hpctrain.transport.link import Request  # noqa: E402
+from hpctrain.transport.mpi import requests  # noqa: E402
+from hpctrain.transport.mpi.native import MpiCollectives  # noqa: E402
 from hpctrain.transport.mpi.requests import MpiRequest, Spec, cuts, finish, spec, spec_of_gpu  # noqa: E402
 from hpctrain.transport.paths import Path  # noqa: E402
-from hpctrain.watch import About, Entry, noticed, unnoted  # noqa: E402
+from hpctrain.watch import Entry  # noqa: E402
 
 #: Open MPI refuses counts above 2^31 - 1; longer messages travel in pieces of this many bytes.
 CUT_BYTES = 1 << 30
@@ -52,9 +52,8 @@ class MpiLink:
         self.entry = entry
         self.cut_bytes = cut_bytes
         self.sleeps_while_waiting, self.sleeping_wait = False, requests.SleepingWait()
-        self.unqueued_type: type | None = (
-            np.ndarray
-        )  #: needs no queue; None: all types do, see device/transfers.py
+        #: of arrays that need no queue; None: all types do, see device/transfers.py
+        self.unqueued_type: type | None = np.ndarray
         self.paths: tuple[Path, ...] = ()  #: to each rank; none where no rank has a GPU
         self.by_size: tuple[Thresholds, ...] = ()
         self.queues: transfers.TransferQueues | None = None
@@ -161,29 +160,18 @@ class MpiLink:
         self.entry.leave()
         return arrays
 
-    @noticed(lambda arguments: About(arguments["self"], b"MPI_Allreduce", arguments["x"].nbytes))
-    def native_allreduce(self, x: np.ndarray, op: Any) -> None:
-        """Reduce `x` in place by the MPI library's own `MPI_Allreduce`; the watch records it."""
-        if not x.flags.aligned:  # mpi4py knows no datatype for it, and MPI adds aligned numbers
-            aligned = x.copy()
-            self.native_allreduce(aligned, op)
-            x[...] = aligned
-            return
-        by = native.operation(x, op)
-        for piece in [x] if x.nbytes <= self.cut_bytes else cuts(x, self.cut_bytes):
-            self._comm.Allreduce(MPI.IN_PLACE, piece, by)
+    @property
+    def native(self) -> MpiCollectives:
+        """MPI's own collectives on these ranks."""
+        return MpiCollectives(self._comm, self)
 
-    def bind_native(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
-        """Return a call that does `native_allreduce` to flat `x`, also recorded by the watch."""
-        # A longer array is cut as in `native_allreduce`, which other ranks may call.
-        if not (x.flags.aligned and x.nbytes <= self.cut_bytes and native.able(x, op)):
-            return partial(self.native_allreduce, x, op)
-        about = About(self, b"MPI_Allreduce", x.nbytes)
-        return unnoted(native.at_once(self._comm, x, op), about)
+    def record_in(self, entry: Entry) -> None:
+        """From now on record the calls that wait in the watch's `entry`."""
+        self.entry = entry
 
-    def native_call(self, operation: str, x: np.ndarray, op: Any) -> NativeCall:
-        """Return a call of MPI's own `operation` on `x`, unknown to the watch; see native.py."""
-        return native.bound(self._comm, operation, x, op)
+    def interrupt_others(self) -> bool:
+        """Return False: ranks are processes."""
+        return False
 
     def free(self) -> None:
         """Give the communicator back to MPI; all its ranks must call, and none may use it after."""

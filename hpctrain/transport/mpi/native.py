@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
 
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.link import NativeCall
+from hpctrain.transport.mpi.requests import cuts
+from hpctrain.watch import About, Entry, noticed, unnoted
 
 LONGEST_BYTES = (1 << 31) - 1  # the limit of Open MPI in one call
 _Operations = dict[np.ufunc, MPI.Op]
@@ -35,6 +37,44 @@ OPERATIONS: dict[str, _Operations] = {
     **dict.fromkeys("ilq", _INTEGER),
     **dict.fromkeys("fdFD", _FLOAT),
 }
+
+
+class Owner(Protocol):
+    """The part of a link that its collectives use."""
+
+    entry: Entry
+    cut_bytes: int
+
+
+class MpiCollectives:
+    """MPI's own collectives on the ranks of a link; see NativeCollectives."""
+
+    def __init__(self, comm: MPI.Comm, link: Owner):
+        self._comm, self.link = comm, link
+
+    @noticed(lambda frame: About(frame["self"].link, b"MPI_Allreduce", frame["x"].nbytes))
+    def allreduce(self, x: np.ndarray, op: Any) -> None:
+        """Reduce `x` in place by `MPI_Allreduce`; the watch records it."""
+        if not x.flags.aligned:  # mpi4py knows no datatype for it, and MPI adds aligned numbers
+            aligned = x.copy()
+            self.allreduce(aligned, op)
+            x[...] = aligned
+            return
+        by, cut_bytes = operation(x, op), self.link.cut_bytes
+        for piece in [x] if x.nbytes <= cut_bytes else cuts(x, cut_bytes):
+            self._comm.Allreduce(MPI.IN_PLACE, piece, by)
+
+    def bind_allreduce(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
+        """Return a call that does `allreduce` to flat `x`, also recorded by the watch."""
+        # A longer array is cut as in `allreduce`, which other ranks may call.
+        if not (x.flags.aligned and x.nbytes <= self.link.cut_bytes and able(x, op)):
+            return partial(self.allreduce, x, op)
+        about = About(self.link, b"MPI_Allreduce", x.nbytes)
+        return unnoted(at_once(self._comm, x, op), about)
+
+    def bind(self, collective: str, x: np.ndarray, op: Any) -> NativeCall:
+        """Return a call of MPI's own `collective` on `x`, unknown to the watch."""
+        return bound(self._comm, collective, x, op)
 
 
 def able(x: np.ndarray, op: Any) -> bool:
@@ -64,7 +104,7 @@ def at_once(comm: MPI.Comm, x: np.ndarray, op: Any) -> Callable[[], Any]:
 
 
 def bound(comm: MPI.Comm, collective: str, x: np.ndarray, op: Any) -> NativeCall:
-    """Return a call of MPI's own `collective` on flat `x`; see Link.native_call.
+    """Return a call of MPI's own `collective` on flat `x`; see NativeCollectives.bind.
 
     Raises UsageError for a dtype that MPI does not reduce, and above the limit of Open MPI.
     """

@@ -1,6 +1,6 @@
 """Faults of placement that show only when the bindings of all ranks are compared.
 
-    rank  host  told local  cores  BLAS  GPU     NIC
+    rank  host  local rank  cores  BLAS  GPU     NIC
     0     n1    0           0-7    8     GPU-5a  mlx5_0:1   both have local rank 0: one GPU
     1     n1    0           0-7    8     GPU-5a  mlx5_0:1   idles
     2     n2    0           0      1             mlx5_0:1   both run on core 0, and others are
@@ -20,14 +20,21 @@ from typing import Any
 
 from hpctrain.core.launchers import TITLES
 from hpctrain.hardware.pci import core_list
-from hpctrain.transport.placement.nearest_nics import ASKS, NAMES, NEAR, UNKNOWN, Rails, from_table
+from hpctrain.transport.placement.nearest_nics import (
+    NEAR,
+    NIC_VARIABLE,
+    UCX_DEVICES,
+    UNKNOWN,
+    NicPorts,
+    from_table,
+)
 
 _UNBIND = {
     "srun": "srun --cpus-per-task=N, and export SRUN_CPUS_PER_TASK=N",
     "openmpi": "mpirun --bind-to none",
     "hydra": "mpiexec -bind-to none",
 }
-FEWER = (
+FEWER_THREADS = (
     "unset OMP_NUM_THREADS, OPENBLAS_NUM_THREADS and MKL_NUM_THREADS, or set them to the cores of "
     "a rank"
 )
@@ -35,16 +42,19 @@ OWN_GPU = (
     "srun --gpus-per-node=N --ntasks-per-node=N, where the site binds tasks to GPUs also "
     "--gpu-bind=none: every rank sees all GPUs and takes one by its local rank"
 )
-TELL = (
+LOCAL_RANKS = (
     "start ranks with `srun --mpi=pmix` (MPICH: pmi2), the MPI's own mpiexec or `hpctrain launch`"
 )
-OWN_NIC = f"unset {NAMES}: UCX takes a port near each rank; or export {ASKS}={NEAR} in its place"
-THERE_IS = f"name ports that `hpctrain doctor` shows as up, or unset {NAMES}"
+OWN_NIC = (
+    f"unset {UCX_DEVICES}: UCX takes a port near each rank; or export {NIC_VARIABLE}={NEAR} "
+    "in its place"
+)
+EXISTING_PORTS = f"name ports that `hpctrain doctor` shows as up, or unset {UCX_DEVICES}"
 SHOWN = 4  # of the faults of one kind: a job may have hundreds of nodes
 
 
 @dataclass(frozen=True)
-class Seated:
+class RankBinding:
     """The cores, GPU and ports of one rank, and its launcher; cores as in "0-3,8"."""
 
     host: str
@@ -55,63 +65,68 @@ class Seated:
     blas_threads: int
     gpu: str = ""  #: its UUID
     gpus: int = 0  #: how many of the node's the job may use
-    rails: Rails = UNKNOWN
+    nics: NicPorts = UNKNOWN
 
 
 @dataclass(frozen=True)
-class Fault:
+class PlacementFault:
     """A fault of the placement of `ranks`, which are on one node, and its remedy."""
 
     name: str
     ranks: tuple[int, ...]
-    seen: str
+    observed: str
     remedy: str
 
 
-def faults(seats: Sequence[Seated]) -> list[Fault]:
+def faults(bindings: Sequence[RankBinding]) -> list[PlacementFault]:
     """Return the faults of the placement of ranks 0, 1, ...; a cause comes before its effects."""
     result = []
-    for ranks in _groups(seats, range(len(seats)), "host"):
-        result += [*_local_ranks(seats, ranks), *_gpus(seats, ranks), *_cores(seats, ranks)]
-        result += _blas(seats, ranks)
-        if len(ranks) < len(seats):
-            result += _nics(seats, ranks)
+    for ranks in _groups(bindings, range(len(bindings)), "host"):
+        result += [
+            *_local_ranks(bindings, ranks),
+            *_gpus(bindings, ranks),
+            *_cores(bindings, ranks),
+        ]
+        result += _blas(bindings, ranks)
+        if len(ranks) < len(bindings):
+            result += _nics(bindings, ranks)
     return result
 
 
-def ports(seats: Sequence[Seated]) -> str:
+def ports(bindings: Sequence[RankBinding]) -> str:
     """Return the line about network ports near the ranks, of one node of each kind.
 
     "" where there is no choice: one node, or a port on each.
     """
-    nodes = list(_groups(seats, range(len(seats)), "host"))
+    nodes = list(_groups(bindings, range(len(bindings)), "host"))
     alike = Counter(
-        _port_names(seats, ranks) for ranks in nodes if len(seats[ranks[0]].rails.ports) > 1
+        _port_names(bindings, ranks) for ranks in nodes if len(bindings[ranks[0]].nics.ports) > 1
     )
     if len(nodes) < 2 or not alike:
         return ""
-    of = [f"{n} node{'s' * (n > 1)}: {text}" for text, n in alike.most_common(SHOWN)]
+    texts = [f"{n} node{'s' * (n > 1)}: {text}" for text, n in alike.most_common(SHOWN)]
     rest = f". And others, {len(alike) - SHOWN} kinds" * (len(alike) > SHOWN)
-    note = seats[0].rails.note
-    return f"NICs near local ranks, {'. '.join(of)}{rest}" + f"; {ASKS}: {note}" * bool(note)
+    note = bindings[0].nics.note
+    suffix = f"; {NIC_VARIABLE}: {note}" * bool(note)
+    return f"NICs near local ranks, {'. '.join(texts)}{rest}{suffix}"
 
 
-def seated(table: Mapping[str, Any]) -> Seated:
-    """Return the seat of a table that `asdict` made and JSON has carried."""
-    return Seated(**{**table, "rails": from_table(table["rails"])})
+def binding_from_table(table: Mapping[str, Any]) -> RankBinding:
+    """Return the binding of a table that `asdict` made and JSON has carried."""
+    return RankBinding(**{**table, "nics": from_table(table["nics"])})
 
 
-def in_words(group: Sequence[Fault]) -> tuple[str, str]:
+def description(group: Sequence[PlacementFault]) -> tuple[str, str]:
     """Return a description of some of the faults of one kind, and their remedy."""
-    texts = [fault.seen for fault in group]
+    texts = [fault.observed for fault in group]
     rest = f"; and {len(texts) - SHOWN} more like this" * (len(texts) > SHOWN)
     return "; ".join(texts[:SHOWN]) + rest, group[0].remedy
 
 
-def by_kind(all_faults: Sequence[Fault]) -> list[list[Fault]]:
-    """Return `all_faults` grouped by kind, in the order of the first fault of each."""
-    names = dict.fromkeys(fault.name for fault in all_faults)
-    return [[fault for fault in all_faults if fault.name == name] for name in names]
+def grouped_by_kind(faults_found: Sequence[PlacementFault]) -> list[list[PlacementFault]]:
+    """Return `faults_found` grouped by kind, in the order of the first fault of each."""
+    names = dict.fromkeys(fault.name for fault in faults_found)
+    return [[fault for fault in faults_found if fault.name == name] for name in names]
 
 
 def unbind(launcher: str) -> str:
@@ -137,106 +152,108 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
 
 
-def _groups(seats: Sequence[Seated], ranks: Sequence[int], field: str) -> Iterator[tuple[int, ...]]:
+def _groups(
+    bindings: Sequence[RankBinding], ranks: Sequence[int], field: str
+) -> Iterator[tuple[int, ...]]:
     """Yield the groups of `ranks` that agree in `field`, in the order of their first rank."""
-    for value in dict.fromkeys(getattr(seats[rank], field) for rank in ranks):
-        yield tuple(rank for rank in ranks if getattr(seats[rank], field) == value)
+    for value in dict.fromkeys(getattr(bindings[rank], field) for rank in ranks):
+        yield tuple(rank for rank in ranks if getattr(bindings[rank], field) == value)
 
 
-def _port_names(seats: Sequence[Seated], node: Sequence[int]) -> str:
+def _port_names(bindings: Sequence[RankBinding], node: Sequence[int]) -> str:
     """Return the ports of a node by local ranks, as in "0-1 mlx5_0:1; 2-3 mlx5_1:1"."""
     by_ports: dict[str, list[int]] = {}
     for local_rank, rank in enumerate(node):
-        by_ports.setdefault(seats[rank].rails.told, []).append(local_rank)
+        by_ports.setdefault(bindings[rank].nics.label, []).append(local_rank)
     return "; ".join(f"{ranges(ranks)} {names}" for names, ranks in by_ports.items())
 
 
-def _local_ranks(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:
+def _local_ranks(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[PlacementFault]:
     """Yield the ranks of equal local rank: it is that of the daemon which started them."""
-    for ranks in _groups(seats, node, "local_rank"):
-        seat = seats[ranks[0]]
-        if len(ranks) > 1 and seat.local_rank is not None:
-            whose = "SLURM_LOCALID is its daemon's" if seat.launcher == "srun" else "a daemon's"
-            yield Fault(
+    for ranks in _groups(bindings, node, "local_rank"):
+        binding = bindings[ranks[0]]
+        if len(ranks) > 1 and binding.local_rank is not None:
+            source = "SLURM_LOCALID is its daemon's" if binding.launcher == "srun" else "a daemon's"
+            yield PlacementFault(
                 "local ranks",
                 ranks,
-                f"{named(ranks)} of {seat.host} were all told local rank {seat.local_rank} by "
-                f"{TITLES[seat.launcher]} ({whose}), so they take the same cores and GPU",
-                TELL,
+                f"{named(ranks)} of {binding.host} all got local rank {binding.local_rank} from "
+                f"{TITLES[binding.launcher]} ({source}), so they take the same cores and GPU",
+                LOCAL_RANKS,
             )
 
 
-def _gpus(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:
+def _gpus(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[PlacementFault]:
     """Yield the ranks that share a GPU while another GPU of the job on the node is idle."""
-    with_gpu = [rank for rank in node if seats[rank].gpu]
-    used = {seats[rank].gpu for rank in with_gpu}
-    idle = max((seats[rank].gpus for rank in with_gpu), default=0) - len(used)
-    for ranks in _groups(seats, with_gpu, "gpu"):
+    with_gpu = [rank for rank in node if bindings[rank].gpu]
+    used = {bindings[rank].gpu for rank in with_gpu}
+    idle = max((bindings[rank].gpus for rank in with_gpu), default=0) - len(used)
+    for ranks in _groups(bindings, with_gpu, "gpu"):
         if len(ranks) > 1 and idle > 0:
-            seat = seats[ranks[0]]
+            binding = bindings[ranks[0]]
             idle_gpus = f"{idle} of its GPUs are" if idle > 1 else "another of its GPUs is"
-            text = f"{named(ranks)} share {seat.gpu} of {seat.host}, and {idle_gpus} idle"
-            yield Fault("GPUs shared", ranks, text, OWN_GPU)
+            text = f"{named(ranks)} share {binding.gpu} of {binding.host}, and {idle_gpus} idle"
+            yield PlacementFault("GPUs shared", ranks, text, OWN_GPU)
 
 
-def _cores(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:
+def _cores(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[PlacementFault]:
     """Yield the ranks that outnumber their cores while other cores of the node are idle."""
-    used = {core for rank in node for core in core_list(seats[rank].cores)}
-    idle = max(seats[rank].offered for rank in node) - len(used)
-    for ranks in _groups(seats, node, "cores"):
-        seat = seats[ranks[0]]
-        count = len(core_list(seat.cores))
+    used = {core for rank in node for core in core_list(bindings[rank].cores)}
+    idle = max(bindings[rank].offered for rank in node) - len(used)
+    for ranks in _groups(bindings, node, "cores"):
+        binding = bindings[ranks[0]]
+        count = len(core_list(binding.cores))
         if len(ranks) > count and idle > 0:
-            shared = f"core{'s' * (count > 1)} {seat.cores}"
+            shared = f"core{'s' * (count > 1)} {binding.cores}"
             idle_cores = f"{idle} others are" if idle > 1 else "another is"
-            text = f"{named(ranks)} of {seat.host} all run on {shared}, and {idle_cores} idle"
-            yield Fault("cores shared", ranks, text, unbind(seat.launcher))
+            text = f"{named(ranks)} of {binding.host} all run on {shared}, and {idle_cores} idle"
+            yield PlacementFault("cores shared", ranks, text, unbind(binding.launcher))
 
 
-def _blas(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:
+def _blas(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[PlacementFault]:
     """Yield the ranks whose BLAS has more threads than they have cores, unless it has one each.
 
     More ranks than cores may be intended; one BLAS thread per rank is then the minimum.
     """
     wrong: dict[tuple[str, str], list[int]] = {}  # by count, and ranks if they share cores
-    for ranks in _groups(seats, node, "cores"):
-        threads = [seats[rank].blas_threads for rank in ranks]
-        count = len(core_list(seats[ranks[0]].cores))
+    for ranks in _groups(bindings, node, "cores"):
+        threads = [bindings[rank].blas_threads for rank in ranks]
+        count = len(core_list(bindings[ranks[0]].cores))
         if sum(threads) > count and max(threads) > 1:
-            all_of = f"{sum(threads)} BLAS threads on {count} core{'s' * (count > 1)}"
-            wrong.setdefault((all_of, named(ranks) * (len(ranks) > 1)), []).extend(ranks)
-    for (all_of, shared), group in wrong.items():
+            load = f"{sum(threads)} BLAS threads on {count} core{'s' * (count > 1)}"
+            wrong.setdefault((load, named(ranks) * (len(ranks) > 1)), []).extend(ranks)
+    for (load, shared), group in wrong.items():
         suffix = " each" * (len(group) > 1 and not shared)
-        text = f"{named(group)} of {seats[group[0]].host}: {all_of}{suffix}, so they take turns"
-        yield Fault("BLAS threads", tuple(group), text, FEWER)
+        text = f"{named(group)} of {bindings[group[0]].host}: {load}{suffix}, so they take turns"
+        yield PlacementFault("BLAS threads", tuple(group), text, FEWER_THREADS)
 
 
-def _nics(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:
+def _nics(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[PlacementFault]:
     """Yield the ranks whose UCX_NET_DEVICES names missing ports, one shared by all, or far ones."""
-    host = seats[node[0]].host
-    wrong = {rank: seats[rank].rails.wrong for rank in node if seats[rank].rails.wrong}
+    host = bindings[node[0]].host
+    wrong = {rank: bindings[rank].nics.faults for rank in node if bindings[rank].nics.faults}
     for problems in dict.fromkeys(wrong.values()):
         ranks = tuple(rank for rank in wrong if wrong[rank] == problems)
-        text = f"{named(ranks)} of {host}: of what {NAMES} names, {' and '.join(problems)}"
-        yield Fault("NICs named", ranks, text, THERE_IS)
-    yield from _one_nic(seats, node)
-    far = tuple(rank for rank in node if seats[rank].rails.far)
-    if far:
-        rails = seats[far[0]].rails
+        text = f"{named(ranks)} of {host}: of what {UCX_DEVICES} names, {' and '.join(problems)}"
+        yield PlacementFault("NICs named", ranks, text, EXISTING_PORTS)
+    yield from _one_nic(bindings, node)
+    remote = tuple(rank for rank in node if bindings[rank].nics.remote)
+    if remote:
+        nics = bindings[remote[0]].nics
         text = (
-            f"{named(far)} of {host}: {NAMES} names a port on another NUMA node than the one near "
-            f"the rank's GPU or cores; rank {far[0]} has {', '.join(rails.named)}, and near is "
-            f"{', '.join(rails.near)}"
+            f"{named(remote)} of {host}: {UCX_DEVICES} names a port on another NUMA node than the "
+            f"one near the rank's GPU or cores; rank {remote[0]} has {', '.join(nics.named)}, and "
+            f"near is {', '.join(nics.nearest)}"
         )
-        yield Fault("NICs far", far, text, OWN_NIC)
+        yield PlacementFault("NICs far", remote, text, OWN_NIC)
 
 
-def _one_nic(seats: Sequence[Seated], node: Sequence[int]) -> Iterator[Fault]:
+def _one_nic(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[PlacementFault]:
     """Yield the ranks of a node if all name the same port while others are idle."""
-    rails = [seats[rank].rails for rank in node]
-    idle = set(rails[0].ports) - set(rails[0].named)
-    if len(node) > 1 and rails[0].named and idle and len({r.named for r in rails}) == 1:
-        names = ", ".join(rails[0].named)
-        text = f"{named(node)} of {seats[node[0]].host} all name {names} in {NAMES}, and "
+    nics = [bindings[rank].nics for rank in node]
+    idle = set(nics[0].ports) - set(nics[0].named)
+    if len(node) > 1 and nics[0].named and idle and len({r.named for r in nics}) == 1:
+        names = ", ".join(nics[0].named)
+        text = f"{named(node)} of {bindings[node[0]].host} all name {names} in {UCX_DEVICES}, and "
         text += f"{', '.join(sorted(idle))} {'are' if len(idle) > 1 else 'is'} idle"
-        yield Fault("NICs shared", tuple(node), text, OWN_NIC)
+        yield PlacementFault("NICs shared", tuple(node), text, OWN_NIC)

@@ -43,12 +43,12 @@ def bind(
 
     `cores_available`, in the order in which shares are cut from it, replaces the machine's cores.
     """
-    online = cores_available or by_place(_reachable())
+    online = cores_available or by_topology(_reachable())
     allowed = os.sched_getaffinity(0)
     binding = plan(launched, allowed, online, os.environ, gpu_cores)
     if set(binding.cores) != allowed:
         _move(binding.cores)
-    if asked_threads(os.environ) is None:
+    if user_threads(os.environ) is None:
         _limit(binding.blas_threads)
     return binding
 
@@ -58,7 +58,7 @@ def one_blas_thread() -> None:
 
     Cores per rank depend on the number of ranks, and the order of BLAS' sums on its threads.
     """
-    if _limiters or asked_threads(os.environ) is None:  # the variable may be our own limit
+    if _limiters or user_threads(os.environ) is None:  # the variable may be our own limit
         _limit(1)
 
 
@@ -107,12 +107,12 @@ def plan(
         cores, note = _cores_for_gpu(gpu_cores, online) or (cores, note)
     # Ranks bound to one socket share its cores, so even a bound rank may not use all of them.
     fair = min(len(cores), max(1, len(online) // neighbours))
-    return Binding(cores, asked_threads(environ) or fair, note, len(online))
+    return Binding(cores, user_threads(environ) or fair, note, len(online))
 
 
-def by_place(cores: Collection[int]) -> tuple[int, ...]:
+def by_topology(cores: Collection[int]) -> tuple[int, ...]:
     """Return `cores` ordered by socket and physical core, so that a share keeps siblings."""
-    return tuple(sorted(cores, key=lambda core: (*_place(core), core)))
+    return tuple(sorted(cores, key=lambda core: (*_socket_and_core(core), core)))
 
 
 def _cores(
@@ -148,7 +148,7 @@ def _cores_for_gpu(
     return tuple(sorted(share)), f"took {len(share)} of {len(cores)} cores near its GPU"
 
 
-def asked_threads(environ: Mapping[str, str]) -> int | None:
+def user_threads(environ: Mapping[str, str]) -> int | None:
     """Return the number of BLAS threads that the user set; None if no variable is set."""
     for name in _THREAD_VARIABLES:
         # OpenMP takes a list, one number per level of nesting; the first is the outer one
@@ -169,7 +169,7 @@ def _reachable() -> set[int]:
         os.sched_setaffinity(0, before)
 
 
-def _place(core: int) -> tuple[int, int]:
+def _socket_and_core(core: int) -> tuple[int, int]:
     topology = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
     try:
         socket = int((topology / "physical_package_id").read_text())

@@ -5,11 +5,11 @@
 
 **No adapter is chosen unless `HPCTRAIN_NIC=near` requests it.** UCX takes the ports nearest to the
 memory that it sends: of a GPU that was made current before MPI started (openucx/ucx issue 7273), or
-of the cores that the rank is bound to; `seat` does both first. And it splits a long message over
-two ports (its FAQ, "multi-rail"). One port named in UCX_NET_DEVICES removes the second, which
-halves the bandwidth of a ring from node to node, since one rank of each node sends at a time; and
-it removes every other network, TCP among them. Cray's MPI, Intel's and Open MPI's libfabric layer
-distribute adapters by themselves, and do not read that variable.
+of the cores that the rank is bound to; `rank_placement` does both first. And it splits a long
+message over two ports (its FAQ, "multi-rail"). One port named in UCX_NET_DEVICES removes the
+second, which halves the bandwidth of a ring from node to node, since one rank of each node sends at
+a time; and it removes every other network, TCP among them. Cray's MPI, Intel's and Open MPI's
+libfabric layer distribute adapters by themselves, and do not read that variable.
 
 The weakness of UCX: where several ports are equally near, all ranks take the first (issue 8401;
 mended in 2026, pull request 11547). Some sites therefore name a port per local rank in a wrapper.
@@ -33,31 +33,31 @@ from hpctrain.core.launchers import Launched
 from hpctrain.hardware import nics, pci
 from hpctrain.hardware.nics import Nic
 
-ASKS, NEAR = "HPCTRAIN_NIC", "near"
+NIC_VARIABLE, NEAR = "HPCTRAIN_NIC", "near"
 UCX_RAILS = 2  # ports over which it splits a long message by default
-NAMES = "UCX_NET_DEVICES"
+UCX_DEVICES = "UCX_NET_DEVICES"
 #: Variables by which a user or a site selects ports for UCX.
-SAID = (NAMES, "UCX_SINGLE_NET_DEVICE", "UCX_NODE_LOCAL_ID")
+UCX_VARIABLES = (UCX_DEVICES, "UCX_SINGLE_NET_DEVICE", "UCX_NODE_LOCAL_ID")
 
 
 @dataclass(frozen=True)
-class Rails:
+class NicPorts:
     """The ports of a rank's node in relation to the rank; names as in "mlx5_0:1"."""
 
     ports: tuple[str, ...] = ()  #: the equal ports that connect the nodes
-    near: tuple[str, ...] = ()  #: those of `ports` nearest to the rank's GPU, else to its cores
+    nearest: tuple[str, ...] = ()  #: those of `ports` nearest to the rank's GPU, else to its cores
     named: tuple[str, ...] = ()  #: ports that do RDMA and UCX_NET_DEVICES names, if they are up
-    wrong: tuple[str, ...] = ()  #: names in it of ports that are down or not there, with the fault
-    far: bool = False  #: whether all named ports are on other NUMA nodes than the near ones
+    faults: tuple[str, ...] = ()  #: names in it of ports that are down or not there, with the fault
+    remote: bool = False  #: whether all named ports are on other NUMA nodes than the nearest ones
     note: str = ""  #: the effect of HPCTRAIN_NIC
 
     @property
-    def told(self) -> str:
+    def label(self) -> str:
         """The ports that the rank may use, as text; "" for none."""
-        return f"{', '.join(self.named)} (named)" if self.named else ", ".join(self.near)
+        return f"{', '.join(self.named)} (named)" if self.named else ", ".join(self.nearest)
 
 
-UNKNOWN = Rails()
+UNKNOWN = NicPorts()
 
 
 @dataclass(frozen=True)
@@ -69,40 +69,40 @@ class Spot:
     cores: Collection[int] = ()
 
 
-def from_table(table: Mapping[str, Any]) -> Rails:
+def from_table(table: Mapping[str, Any]) -> NicPorts:
     """Return the ports of a table that `asdict` made and JSON has carried."""
     fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
-    return Rails(**fields)
+    return NicPorts(**fields)
 
 
-def take(launched: Launched, spot: Spot, root: Path = pci.ROOT) -> Rails:
+def select_ports(launched: Launched, spot: Spot, root: Path = pci.ROOT) -> NicPorts:
     """Return the ports near this rank; set UCX_NET_DEVICES to one if HPCTRAIN_NIC requests it.
 
     Raises UsageError for any other value of HPCTRAIN_NIC.
     """
     adapters = nics.nics(root)
-    ports = nics.rails(adapters)
+    ports = nics.fabric_ports(adapters)
     value, note = "", ""
     if near_requested(os.environ):
-        value, note = chosen(launched, ports, spot, os.environ, root)
+        value, note = select_port(launched, ports, spot, os.environ, root)
     if value:
         beside = [nic.name for nic in adapters if nic.active and not nic.rdma]
-        os.environ[NAMES] = ",".join([value, *beside])
-    return look(adapters, spot, os.environ.get(NAMES, ""), note, root)
+        os.environ[UCX_DEVICES] = ",".join([value, *beside])
+    return ports_near(adapters, spot, os.environ.get(UCX_DEVICES, ""), note, root)
 
 
 def near_requested(environ: Mapping[str, str]) -> bool:
     """Return whether HPCTRAIN_NIC lets each rank name the port nearest to it."""
-    value = environ.get(ASKS, "")
+    value = environ.get(NIC_VARIABLE, "")
     if value not in ("", NEAR):
         raise UsageError(
-            f"{ASKS}: expected {NEAR!r}, which lets each rank name the port near it in {NAMES}, or "
-            f"nothing, which leaves the choice to MPI; seen {value!r}"
+            f"{NIC_VARIABLE}: expected {NEAR!r}, which lets each rank name the port near it in "
+            f"{UCX_DEVICES}, or nothing, which leaves the choice to MPI; seen {value!r}"
         )
     return value == NEAR
 
 
-def chosen(
+def select_port(
     launched: Launched,
     ports: Sequence[Nic],
     spot: Spot,
@@ -111,47 +111,52 @@ def chosen(
 ) -> tuple[str, str]:
     """Return the port that a rank is to name, "" for none, and the reason in a few words."""
     rank, ranks = launched.local_rank, launched.local_size
-    variable = next((name for name in SAID if environ.get(name)), None)
+    variable = next((name for name in UCX_VARIABLES if environ.get(name)), None)
     if variable is not None:
         return "", f"{variable} is set, and obeyed"
     if len(ports) < 2 or not ports[0].rdma:
         return "", "there is no choice of ports"
     if rank is None or ranks is None or rank >= ranks:
         return "", "the launcher does not tell the local rank"
-    nearest = _near_each(spot, ranks, ports, root)
+    nearest = _nearest_by_rank(spot, ranks, ports, root)
     of_gpus = {name for gpu in spot.gpus for name in nics.nearest_ports(gpu, ports, root)}
     usable = len(of_gpus if len(spot.gpus) > 1 else ports)
     if ranks < usable:
         return "", f"{ranks} rank{'s' * (ranks > 1)} to {usable} ports: all are left to each"
-    return dealt(nearest, rank), f"one of {', '.join(nearest[rank])}, the nearest"
+    return port_in_turn(nearest, rank), f"one of {', '.join(nearest[rank])}, the nearest"
 
 
-def dealt(nearest: Sequence[Sequence[str]], local_rank: int) -> str:
+def port_in_turn(nearest: Sequence[Sequence[str]], local_rank: int) -> str:
     """Return the port of a local rank; ranks with the same `nearest` ports get them in turn."""
     own = nearest[local_rank]
     return own[sum(ports == own for ports in nearest[:local_rank]) % len(own)]
 
 
-def look(
+def ports_near(
     adapters: tuple[Nic, ...], spot: Spot, value: str, note: str = "", root: Path = pci.ROOT
-) -> Rails:
+) -> NicPorts:
     """Return the ports of `adapters` near the rank and those named by UCX_NET_DEVICES' `value`."""
-    ports = nics.rails(adapters)
+    ports = nics.fabric_ports(adapters)
     nearest = _nearest(spot, ports, root)
-    named = [nic for word in words(value) for nic in _matching(word, adapters)]
+    named = [nic for word in device_names(value) for nic in _matching(word, adapters)]
     up = tuple(nic.name for nic in named if nic.rdma and nic.active)
     at = {nic.name: pci.numa_node(nic.pci, root) for nic in adapters}
     homes, close = {at[name] for name in up}, {at[name] for name in nearest}
-    far = bool(homes and close) and None not in homes | close and not homes & close
-    return Rails(
-        tuple(nic.name for nic in ports), nearest, up, wrong(value, adapters, root), far, note
+    remote = bool(homes and close) and None not in homes | close and not homes & close
+    return NicPorts(
+        tuple(nic.name for nic in ports),
+        nearest,
+        up,
+        device_faults(value, adapters, root),
+        remote,
+        note,
     )
 
 
-def wrong(value: str, adapters: Sequence[Nic], root: Path = pci.ROOT) -> tuple[str, ...]:
+def device_faults(value: str, adapters: Sequence[Nic], root: Path = pci.ROOT) -> tuple[str, ...]:
     """Return the faults of UCX_NET_DEVICES' `value`, such as "mlx5_7:1 is not there"."""
     out = []
-    for word in words(value):
+    for word in device_names(value):
         matching = _matching(word, adapters)
         if not matching and not (root / "sys/class/net" / word).exists():
             out.append(f"{word} is not there")
@@ -161,15 +166,15 @@ def wrong(value: str, adapters: Sequence[Nic], root: Path = pci.ROOT) -> tuple[s
     return tuple(out)
 
 
-def words(value: str) -> tuple[str, ...]:
+def device_names(value: str) -> tuple[str, ...]:
     """Return the names in UCX_NET_DEVICES, ranges expanded; () for "all" and for "^..."."""
     if value.startswith("^"):
         return ()
     parts = [part.strip() for part in value.split(",")]
-    return tuple(word for part in parts if part not in ("", "all") for word in _spelled(part))
+    return tuple(word for part in parts if part not in ("", "all") for word in _expanded(part))
 
 
-def _spelled(word: str) -> list[str]:
+def _expanded(word: str) -> list[str]:
     """Return mlx5_0, mlx5_1, mlx5_2 for mlx5_[0-2], as newer UCX has it."""
     match = re.fullmatch(r"(.*)\[(\d+)-(\d+)\](.*)", word)
     if match is None:
@@ -183,7 +188,9 @@ def _matching(word: str, adapters: Sequence[Nic]) -> list[Nic]:
     return [nic for nic in adapters if word in (nic.name, nic.name.partition(":")[0])]
 
 
-def _near_each(spot: Spot, ranks: int, ports: Sequence[Nic], root: Path) -> list[tuple[str, ...]]:
+def _nearest_by_rank(
+    spot: Spot, ranks: int, ports: Sequence[Nic], root: Path
+) -> list[tuple[str, ...]]:
     """Return the ports near each rank of the node; those of this rank where unknown."""
     if len(spot.gpus) < 2:
         return [_nearest(spot, ports, root)] * ranks

@@ -16,7 +16,7 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
@@ -28,48 +28,61 @@ from hpctrain.transport.link import Link
 from hpctrain.transport.paths import STAGED, RankPlace, Verdict, classes, from_table
 from hpctrain.transport.placement import nearest_nics
 from hpctrain.transport.placement.check import (
-    Seated,
-    by_kind,
+    RankBinding,
+    binding_from_table,
+    description,
     faults,
-    in_words,
+    grouped_by_kind,
     ports,
     ranges,
-    seated,
 )
 from hpctrain.transport.placement.core_binding import Binding, bind
-from hpctrain.transport.placement.nearest_nics import UNKNOWN, Rails, Spot
+from hpctrain.transport.placement.nearest_nics import UNKNOWN, NicPorts, Spot
 
 logger = logging.getLogger("hpctrain")
 
 
 @dataclass(frozen=True)
-class Seat:
+class Placement:
     """The cores of this rank, its GPU if it has one, and the number of GPUs of the job here."""
 
     launched: Launched
     binding: Binding
     gpu: gpus.Gpu | None = None
     gpus: int = 0
-    rails: Rails = UNKNOWN
+    nics: NicPorts = UNKNOWN
 
-    def as_seated(self, host: str) -> Seated:
+    def rank_binding(self, host: str) -> RankBinding:
         """Return the record of this placement that the other ranks get."""
-        by, binding, gpu = self.launched, self.binding, self.gpu.uuid if self.gpu else ""
-        cores, threads = ranges(binding.cores), binding.blas_threads
-        offered, of_job = binding.offered, self.gpus
-        return Seated(
-            host, by.name, by.local_rank, cores, offered, threads, gpu, of_job, self.rails
+        return RankBinding(
+            host=host,
+            launcher=self.launched.name,
+            local_rank=self.launched.local_rank,
+            cores=ranges(self.binding.cores),
+            offered=self.binding.offered,
+            blas_threads=self.binding.blas_threads,
+            gpu=self.gpu.uuid if self.gpu else "",
+            gpus=self.gpus,
+            nics=self.nics,
         )
 
 
-def node(gather: verify.Gather, rank: int) -> str:
+class JobPlacement(NamedTuple):
+    """The placement of all ranks, the same on each of them."""
+
+    places: tuple[RankPlace, ...]  #: of the ranks' arrays
+    verdict: Verdict  #: the paths of GPU memory between them
+    bindings: tuple[RankBinding, ...]
+
+
+def node_name(gather: verify.Gather, rank: int) -> str:
     """Return the name of this rank's node; collective."""
     local = f"{socket.gethostname()}\n{os.environ.get('SLURMD_NODENAME', '')}"
     hosts, slurm = zip(*(text.decode().split("\n") for text in gather(local.encode())), strict=True)
     return launchers.nodes(hosts, slurm)[rank]
 
 
-def take(launched: Launched, device: gpus.Device) -> Seat:
+def place_rank(launched: Launched, device: gpus.Device) -> Placement:
     """Bind this process to its cores and make its GPU current; return both.
 
     Raises UsageError if `device` is "gpu" and none is available ("auto" then takes the CPU), and
@@ -78,71 +91,86 @@ def take(launched: Launched, device: gpus.Device) -> Seat:
     visible = gpus.visible(device)
     if not visible:
         binding = bind(launched)
-        return Seat(launched, binding, rails=nearest_nics.take(launched, Spot(cores=binding.cores)))
+        return Placement(
+            launched, binding, nics=nearest_nics.select_ports(launched, Spot(cores=binding.cores))
+        )
     choice = gpus.gpu_for(launched, len(visible), gpus.listed(os.environ))
     gpu = visible[choice.ordinal]
     cores = [pci.near_cores(g.pci) for g in visible]
     binding = bind(launched, gpu_cores=gpus.gpu_cores(launched, choice.ordinal, cores))
     gpus.use(choice.ordinal)
     spot = Spot(tuple(g.pci for g in visible), choice.ordinal)
-    nics = nearest_nics.take(launched, spot)
-    logger.debug("%s: %s; %s; NIC: %s", gpu, choice.note, binding.note, nics.note or nics.told)
-    return Seat(launched, binding, gpu, gpus.of_job(os.environ, len(visible)), nics)
+    nics = nearest_nics.select_ports(launched, spot)
+    logger.debug("%s: %s; %s; NIC: %s", gpu, choice.note, binding.note, nics.note or nics.label)
+    return Placement(launched, binding, gpu, gpus.of_job(os.environ, len(visible)), nics)
 
 
-def told(
-    link: Link, gather: verify.Gather, host: str, seat: Seat
-) -> tuple[tuple[RankPlace, ...], Verdict, tuple[Seated, ...]]:
-    """Return the places of all ranks' arrays, the paths between them, and all seats; collective.
+def exchange(link: Link, gather: verify.Gather, host: str, placement: Placement) -> JobPlacement:
+    """Return the placement of all ranks, and verify the paths of GPU memory; collective.
 
-    They are the same on all ranks. `link` uses these paths once its first messages have arrived
-    intact. Rank 0 warns of faults of the placement. MPI was started. Raises UsageError, on all
-    ranks, if the variable that overrides the verdict is invalid.
+    `link` uses these paths once its first messages have arrived intact. Rank 0 warns of faults of
+    the placement. MPI was started. Raises UsageError, on all ranks, if the variable that overrides
+    the verdict is invalid.
     """
-    local = {"seat": asdict(seat.as_seated(host))}
-    reports = [json.loads(text) for text in gather(json.dumps(local | _remembered(seat)).encode())]
-    for report in reports:
-        if "refused" in report:
-            raise UsageError(report["refused"])
-    seats = tuple(seated(report["seat"]) for report in reports)
+    reports = _gather_reports(gather, _report(host, placement))
+    bindings = tuple(binding_from_table(report["binding"]) for report in reports)
+    places = tuple(RankPlace(binding.host, binding.gpu) for binding in bindings)
     if link.rank == 0:
-        if wrong := by_kind(faults(seats)):
-            logger.warning("%s", "\n".join(": ".join(in_words(group)) for group in wrong))
-        if line := ports(seats):
-            logger.info("%s", line)
-    places = tuple(RankPlace(s.host, s.gpu) for s in seats)
-    remembered, unproven = next(
+        _log_bindings(bindings)
+    cached, unproven = next(
         ((from_table(r["verdict"]), r["unproven"]) for r in reports if "verdict" in r),
         (STAGED, ()),
     )
-    verdict = verify.verified(link, gather, places, remembered)
+    verdict = verify.verify_paths(link, gather, places, cached)
     if link.rank == 0:
         _log_paths([place for place in places if place.gpu], verdict, unproven)
-    return places, verdict, seats
+    return JobPlacement(places, verdict, bindings)
+
+
+def _report(host: str, placement: Placement) -> dict[str, Any]:
+    """Return the binding of this rank and, if it has a GPU, its cached verdict, as JSON takes it.
+
+    Instead of the verdict, the fault of the variable that overrides it.
+    """
+    report: dict[str, Any] = {"binding": asdict(placement.rank_binding(host))}
+    if placement.gpu is None:
+        return report
+    try:
+        cached = verdicts.cached_result(os.environ)
+    except UsageError as error:
+        return report | {"fault": str(error)}
+    return report | {"verdict": asdict(cached.verdict), "unproven": cached.unproven}
+
+
+def _gather_reports(gather: verify.Gather, report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the reports of all ranks; raise UsageError if one of them reports a fault."""
+    reports = [json.loads(text) for text in gather(json.dumps(report).encode())]
+    for report in reports:
+        if "fault" in report:
+            raise UsageError(report["fault"])
+    return reports
+
+
+def _log_bindings(bindings: Sequence[RankBinding]) -> None:
+    """Warn of the faults of the placement, and log the network ports near the ranks."""
+    if groups := grouped_by_kind(faults(bindings)):
+        logger.warning("%s", "\n".join(": ".join(description(group)) for group in groups))
+    if line := ports(bindings):
+        logger.info("%s", line)
 
 
 def _log_paths(places: Sequence[RankPlace], verdict: Verdict, unproven: Sequence[str]) -> None:
     """Log the path of memory between the GPUs at `places`, and whether ranks share GPUs."""
     present = classes(places)
-    if lacking := [name.replace("_", " ") for name in present if name in unproven]:
+    if untried := [name.replace("_", " ") for name in present if name in unproven]:
         logger.warning(
             "GPU memory goes through the host (%s), since no trial showed that this MPI takes "
-            "pointers to it: %s", ", ".join(lacking), verdicts.UNTRIED,
+            "pointers to it: %s", ", ".join(untried), verdicts.UNTRIED,
         )  # fmt: skip
-    ways = ", ".join(f"{name.replace('_', ' ')} {getattr(verdict, name)}" for name in present)
-    if ways:
-        logger.info("GPU memory between ranks: %s; %s", ways, verdict.reason)
+    paths = ", ".join(f"{name.replace('_', ' ')} {getattr(verdict, name)}" for name in present)
+    if paths:
+        logger.info("GPU memory between ranks: %s; %s", paths, verdict.reason)
     if "same_gpu" in present:
         counts = Counter(places)
         largest = max(counts.values())
         logger.info("GPUs shared: %d ranks on %d, up to %d each", len(places), len(counts), largest)
-
-
-def _remembered(seat: Seat) -> dict[str, Any]:
-    if seat.gpu is None:
-        return {}
-    try:
-        remembered = verdicts.known(os.environ)
-        return {"verdict": asdict(remembered.verdict), "unproven": remembered.unproven}
-    except UsageError as error:
-        return {"refused": str(error)}

@@ -12,7 +12,7 @@ from hpctrain.hardware import shm
 logger = logging.getLogger("hpctrain")
 #: For the launcher, to forward the warning; and for the rank that warns, to do so before another
 #: rank of the node dies and takes all with it.
-HEARD_S, SPOKEN_S = 0.2, 2.0
+FORWARD_S, WARN_FIRST_S = 0.2, 2.0
 
 
 def warn(launched: Launched) -> None:
@@ -20,7 +20,7 @@ def warn(launched: Launched) -> None:
     message = shm.too_little() if launched.size > 1 else ""
     if not message:
         return
-    speaks = launched.local_rank in (0, None)
-    if speaks:
+    warns = launched.local_rank in (0, None)
+    if warns:
         logger.warning("%s: %s", socket.gethostname(), message)
-    time.sleep(HEARD_S if speaks else SPOKEN_S)
+    time.sleep(FORWARD_S if warns else WARN_FIRST_S)

@@ -11,7 +11,6 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -20,9 +19,11 @@ import numpy as np
 from hpctrain.core.errors import HungError, TransportError
 from hpctrain.core.thresholds import Thresholds
 from hpctrain.transport.device import transfers
-from hpctrain.transport.link import NativeCall, Request
+from hpctrain.transport.link import Request
 from hpctrain.transport.paths import Path
 from hpctrain.transport.threads.hub import Hub, SentMessage
+from hpctrain.transport.threads.native import ThreadCollectives
+from hpctrain.watch import Entry
 
 T = TypeVar("T")
 POLL_S = 2e-5  # polling interval where no condition variable signals
@@ -79,7 +80,7 @@ class LocalLink:
     def split(self, color: int, key: int) -> LocalLink:
         """Return the link of the ranks of the same `color`, ordered by `key`; all must call."""
         self._splits += 1
-        answers = self._gather_items((color, key))
+        answers = self.gather_items((color, key))
         members = sorted((k, r) for r, (c, k) in enumerate(answers) if c == color)
         hub = self.hub.child((self._splits, color), len(members))
         return self._like(hub, members.index((key, self.rank)), [r for _, r in members])
@@ -114,42 +115,20 @@ class LocalLink:
 
     def window(self, nbytes: int) -> list[np.ndarray]:
         """Return all ranks' arrays, ours of `nbytes`; threads share their memory anyway."""
-        return self._gather_items(np.zeros(nbytes, np.uint8))
+        return self.gather_items(np.zeros(nbytes, np.uint8))
 
-    def native_allreduce(self, x: np.ndarray, op: Any) -> None:
-        """Reduce `x` in place, adding the ranks' arrays in the order of ranks."""
-        first, *arrays = self._gather_items(x.copy())
-        x[...] = first
-        for other in arrays:
-            op(x, other, out=x)
+    @property
+    def native(self) -> ThreadCollectives:
+        """The collectives of the hub, in place of a library's own."""
+        return ThreadCollectives(self)
 
-    def bind_native(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
-        """Return a call that does `native_allreduce` to flat `x`."""
-        return partial(self.native_allreduce, x, op)
+    def record_in(self, entry: Entry) -> None:
+        """Do nothing: waits of threads have a time limit, and no record."""
 
-    def native_call(self, operation: str, x: np.ndarray, op: Any) -> NativeCall:
-        """Return a call that does `operation` on flat `x`, by the hub in place of a library."""
-        chunk = x.size // self.size
-        own = slice(self.rank * chunk, (self.rank + 1) * chunk)
-
-        def reduce_scatter() -> None:
-            x[own] = op.reduce([other[own] for other in self._gather_items(x.copy())])
-
-        def all_gather() -> None:
-            x[:] = np.concatenate(self._gather_items(x[own].copy()))
-
-        def broadcast() -> None:
-            x[:] = self._gather_items(x.copy())[0]
-
-        calls: dict[str, Callable[[], Any]] = {
-            "allreduce": partial(self.native_allreduce, x, op),
-            "allreduce plain": partial(self.native_allreduce, x, op),
-            "reduce-scatter": reduce_scatter,
-            "all-gather": all_gather,
-            "broadcast": broadcast,
-        }
-        result = x[own] if operation == "reduce-scatter" else x
-        return NativeCall(calls[operation], result)
+    def interrupt_others(self) -> bool:
+        """End the other ranks' waits; return True: all are threads."""
+        self.hub.fail()
+        return True
 
     def free(self) -> None:
         """Do nothing: a hub is freed with its last link."""
@@ -192,7 +171,7 @@ class LocalLink:
             if not ready():
                 raise self._wait_error(call)
 
-    def _gather_items(self, item: T) -> list[T]:
+    def gather_items(self, item: T) -> list[T]:
         """Return the `item` of every rank, in rank order; collective."""
         self.hub.items[self.rank] = item
         self.barrier()
