@@ -111,7 +111,7 @@ def report(error: BaseException, prefix: str, rank: int = 0, size: int = 1) -> N
     if memory_error is not None:
         time.sleep(REPORTS_S * rank / size)
         _print(f"hpctrain: {prefix}: {memory_error}" if size > 1 else f"hpctrain: {memory_error}")
-        log.debug("where it was asked for:", exc_info=error)
+        log.debug("the allocation that failed:", exc_info=error)
         return
     lines = "".join(traceback.format_exception(error)).splitlines()
     lines += notes(error) if sys.version_info < (3, 11) else []  # later ones add them

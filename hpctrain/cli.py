@@ -25,7 +25,7 @@ from hpctrain.core.errors import (
 AGREED = (UsageError, TrainingError, SaveError, Stopped)
 INTERRUPTED, BUG = 130, 1
 COMPLETION = "_HPCTRAIN_COMPLETE"  #: set by a shell that asks click for completions
-ASKS = {"--help", "--version"}
+ANSWERED_BY_RANK_0 = {"--help", "--version"}
 
 
 @click.command(
@@ -41,8 +41,8 @@ Examples:
 On fewer cores than ranks Open MPI wants `mpirun --oversubscribe`; `hpctrain launch` sees to that.
 """,
 )
-@click.option("-v", "--verbose", is_flag=True, help="Also say where short refusals came from.")
-@click.option("-q", "--quiet", is_flag=True, help="Say nothing but warnings and errors.")
+@click.option("-v", "--verbose", is_flag=True, help="Also log the origin of one-line errors.")
+@click.option("-q", "--quiet", is_flag=True, help="Log only warnings and errors.")
 @click.version_option(package_name="hpctrain")
 def hpctrain(verbose: bool, quiet: bool) -> None:
     """Train neural networks with the MPI you have, and measure how that scales."""
@@ -58,36 +58,36 @@ def main() -> None:
 
 def _guarded() -> int:
     try:
-        if launchers.launched(os.environ).rank > 0 and ASKS & set(sys.argv):
+        if launchers.launched(os.environ).rank > 0 and ANSWERED_BY_RANK_0 & set(sys.argv):
             return 0  # rank 0 answers
         # Not standalone: there click would print its messages on all ranks.
         code = hpctrain.main(prog_name="hpctrain", standalone_mode=False)
-        return _leave(code if isinstance(code, int) else 0)
+        return _finish(code if isinstance(code, int) else 0)
     except click.ClickException as error:
         return abort.refuse(error, error.format_message(), _hint(error))
     except (click.Abort, KeyboardInterrupt):
-        return _end(INTERRUPTED)
+        return _end_job(INTERRUPTED)
     except AGREED as error:
         if world.current() is None:
             return abort.refuse(error, str(error))
-        _say(abort.with_prefix("hpctrain", "\n".join([str(error), *notes(error)])))
-        return _leave(error.exit_code)
+        _print_from_rank_0(abort.with_prefix("hpctrain", "\n".join([str(error), *notes(error)])))
+        return _finish(error.exit_code)
     except (Exception, SystemExit) as error:  # also sys.exit in a user's code, on this rank alone
-        if world.current() is None and _reader_left(error):
+        if world.current() is None and _output_closed(error):
             return BUG
         world.fail_alone(error)
         return error.exit_code if isinstance(error, HpctrainError) else BUG
 
 
-def _reader_left(error: BaseException) -> bool:
+def _output_closed(error: BaseException) -> bool:
     """Return whether the reader of our output has closed it, as `| head` does; then be silent."""
-    left = isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError)
-    if left:  # else Python would complain when it flushes at its end
+    closed = isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError)
+    if closed:  # else Python would complain when it flushes at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return left
+    return closed
 
 
-def _end(code: int) -> int:
+def _end_job(code: int) -> int:
     """End the whole job, if there is one: the other ranks wait for this one."""
     job = world.current()
     if job is not None and job.size > 1:
@@ -95,14 +95,14 @@ def _end(code: int) -> int:
     return code
 
 
-def _leave(code: int) -> int:
+def _finish(code: int) -> int:
     """Wait for all ranks, end MPI, and return the code on which they agree."""
     world.finish()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from `srun -K1`, once a rank has failed
     return code
 
 
-def _say(message: str) -> None:
+def _print_from_rank_0(message: str) -> None:
     """Print on stderr, from rank 0 of the job."""
     job = world.current()
     if job is None or job.rank == 0:

@@ -306,8 +306,8 @@ def _over_mpi(device: gpus.Device, timeout_s: float) -> World:
     launched = launchers.launched(os.environ)
     placement = rank_placement.place_rank(launched, device)
     mpi_is = loaded_mpi()  # its error names what is missing without MPI
-    no_pmix = launchers.pmix_alone(os.environ) and not knows_pmix(mpi_is)
-    daemons = launchers.of_daemons(os.environ)
+    no_pmix = launchers.only_pmix(os.environ) and not knows_pmix(mpi_is)
+    daemons = launchers.pmix_of_daemons(os.environ)
     if fault := launchers.unstartable(launched, mpi_is.vendor, mpi_is.libmpi, no_pmix, daemons):
         raise UsageError(fault)
     shm_warning.warn(launched)

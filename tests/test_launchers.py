@@ -11,10 +11,10 @@ from hpctrain.core.launchers import (
     launched,
     mismatch,
     nodes,
-    of_daemons,
-    pmix_alone,
-    scrubbed,
+    only_pmix,
+    pmix_of_daemons,
     unstartable,
+    without_rank_variables,
 )
 
 OPENMPI = {
@@ -151,7 +151,7 @@ def test_scrubbed_environment_is_no_rank_and_keeps_settings():
         | CRAY_PMI
         | {"PMI_FD": "9", "PRTE_LAUNCHED": "1", "HYDI_CONTROL_FD": "7"}
     )
-    assert scrubbed(settings | rank) == settings
+    assert without_rank_variables(settings | rank) == settings
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_unstartable(environ, vendor, wrong):
 def test_mpich_without_pmix(environ, vendor, wrong):
     """MPI_Init would abort: "unsupported PMI version PMIx"."""
     job, path = launched(environ), "/opt/lib/libmpi.so.12"
-    said = unstartable(job, vendor, path, no_pmix=pmix_alone(environ))
+    said = unstartable(job, vendor, path, no_pmix=only_pmix(environ))
     assert (said is not None) == wrong
     if said:
         assert "without PMIx" in said and "srun --mpi=pmi2 -n 5" in said
@@ -231,7 +231,7 @@ def test_mpich_without_pmix(environ, vendor, wrong):
 def test_daemons_taken_for_ranks(environ, vendor, wrong):
     """Ranks of a node would all be rank 0 of PMIx, and MPI_Init of some would never end."""
     job = launched(environ)
-    said = unstartable(job, vendor, "/opt/lib/libmpi.so.40", daemons=of_daemons(environ))
+    said = unstartable(job, vendor, "/opt/lib/libmpi.so.40", daemons=pmix_of_daemons(environ))
     assert (said is not None) == wrong
     if said:
         assert "its daemons would be taken" in said and "hpctrain launch -n 6" in said

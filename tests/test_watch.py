@@ -25,18 +25,18 @@ from conftest import Job
 
 from hpctrain import watch
 from hpctrain.watch import (
-    About,
     Call,
+    CallNote,
     Record,
     Snapshot,
     Watch,
     code_location,
+    detectable_call,
     read,
     record_path,
     report,
-    unnoted,
 )
-from hpctrain.watch.inside import Insides
+from hpctrain.watch.inside import LastingCalls
 from hpctrain.watch.record import frame_of_each_thread
 
 # Rank 1 of 2, without MPI. `compute` lies in no library, so its line is the one to be shown.
@@ -449,13 +449,13 @@ def test_stacks_of_all_threads(tmp_path: Path, folder: str) -> None:
 
 def test_a_call_that_notes_nothing_is_noted_by_the_watch() -> None:
     """Once it lasts for two looks; its note goes when it is over, but no later call's."""
-    record, insides = Record(None, 0, 2), Insides()
+    record, insides = Record(None, 0, 2), LastingCalls()
     link = SimpleNamespace(entry=record.entry("main"))
     gates = [threading.Lock(), threading.Lock()]
 
     def work() -> None:
         for gate in gates:
-            unnoted(gate.acquire, About(link, b"MPI_Allreduce", 12))()
+            detectable_call(gate.acquire, CallNote(link, b"MPI_Allreduce", 12))()
         link.entry.enter(b"barrier", -1, 0)
 
     for gate in gates:
@@ -467,18 +467,18 @@ def test_a_call_that_notes_nothing_is_noted_by_the_watch() -> None:
         for _ in range(1000):
             if waits := record.snapshot().waits:
                 break
-            insides.look()
+            insides.scan()
             time.sleep(0.001)  # the thread comes to the call when it may run
         assert [(c.operation, c.peer, c.nbytes) for c in waits] == [("MPI_Allreduce", -1, 12)]
-        insides.look()
+        insides.scan()
         assert record.snapshot().waits == waits
         gate.release()
         while insides._noted:
-            insides.look()
+            insides.scan()
             assert len(record.snapshot().waits) <= 1
             time.sleep(0.001)
     thread.join(20)
-    insides.look()
+    insides.scan()
     assert [call.operation for call in record.snapshot().waits] == ["barrier"]
 
 

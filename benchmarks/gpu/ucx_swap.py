@@ -94,7 +94,7 @@ def tried(mpi: Any, way: str, variables: Mapping[str, str]) -> dict[str, Any]:
     line, extra = command(mpi, 2, [sys.executable, __file__, "--pair", "1"], True, True)
     done = subprocess.run(
         line,
-        env={**launchers.scrubbed(os.environ), **extra, **variables},
+        env={**launchers.without_rank_variables(os.environ), **extra, **variables},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

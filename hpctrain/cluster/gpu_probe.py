@@ -33,7 +33,7 @@ def verdict(again: bool = False) -> str:
     line = [*module_command("hpctrain.transport.gpu_probe.verdicts"), *["--again"] * again]
     process = subprocess.Popen(
         line,
-        env=launchers.scrubbed(os.environ),
+        env=launchers.without_rank_variables(os.environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,

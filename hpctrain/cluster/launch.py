@@ -75,7 +75,9 @@ def _launched(n: int, argv: Sequence[str]) -> int:
     job = uuid.uuid4().hex
     with open(os.memfd_create(run_folder.NOTE), "rb") as note, _guarded(job) as job_environ:
         job_environ |= _for_ranks(_proc_path(note.fileno()))
-        environ = eager_defaults() | launchers.scrubbed(os.environ) | extra | job_environ
+        environ = (
+            eager_defaults() | launchers.without_rank_variables(os.environ) | extra | job_environ
+        )
         ended = _supervise(line, environ)
         return exit_code(ended, note.read(), started)
 
@@ -141,7 +143,7 @@ def find_mpi() -> Mpi:
     try:
         child = subprocess.run(
             module_command("hpctrain.transport.mpi.library"),
-            env=launchers.scrubbed(os.environ),
+            env=launchers.without_rank_variables(os.environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -86,10 +86,10 @@ def joined_by(allreduce: Callable[[Group, np.ndarray, Operation], None]) -> AllG
 
 def auto(group: Group, x: np.ndarray) -> None:
     """Fill flat `x` with all chunks: through memory if all ranks share it, else by doubling."""
-    (through_memory if shares_all(group) else doubling)(group, x)
+    (through_memory if all_share_memory(group) else doubling)(group, x)
 
 
-def shares_all(group: Group) -> bool:
+def all_share_memory(group: Group) -> bool:
     """Return whether all ranks of `group` are on one node and share memory."""
     return len(group.nodes) == 1 and group.node_buffers is not None
 

@@ -46,7 +46,7 @@ def add(arrays: Sequence[np.ndarray], op: Operation, out: np.ndarray) -> None:
         op(out, other, out=out)
 
 
-def short_call(
+def bind_short(
     buffers: NodeBuffers, x: np.ndarray, op: Operation, call: Signature
 ) -> Callable[[], np.ndarray]:
     """Return a call that reduces flat `x`, no longer than SHORT_BYTES, in place, and returns it.
@@ -54,10 +54,10 @@ def short_call(
     It raises UsageError on all ranks of the node unless all make the same `call`.
     """
     flags, rank, payload = buffers.flags, buffers.link.rank, call.payload
-    turns = [_turn(buffers.short(x.nbytes, x.dtype, odd), rank) for odd in (0, 1)]
+    operands = [_operands(buffers.short(x.nbytes, x.dtype, odd), rank) for odd in (0, 1)]
 
     def reduce() -> np.ndarray:
-        own, first, second, rest = turns[flags.round & 1]
+        own, first, second, rest = operands[flags.round & 1]
         own[...] = x
         if not flags.agree(payload):
             must_match_in_node(buffers, call)
@@ -72,14 +72,14 @@ def short_call(
 def long(buffers: NodeBuffers, x: np.ndarray, op: Operation) -> None:
     """Reduce flat `x` in place; the same length on all ranks is already agreed."""
     if x.nbytes <= SHORT_BYTES:
-        short_call(buffers, x, op, of_length(x.nbytes))()
+        bind_short(buffers, x, op, of_length(x.nbytes))()
         return
-    copies = buffers.wide(x.dtype)
+    copies = buffers.long(x.dtype)
     for segment in segments(x, copies[0].nbytes):
         _segment(buffers, copies, segment, op)
 
 
-def _turn(
+def _operands(
     copies: list[np.ndarray], rank: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
     """Return this rank's buffer, then the first, second and remaining operands."""

@@ -93,7 +93,7 @@ def prepared(
         return partial(_on_gpus, group, buffers, x, op, call, shared)
     call = call or of_length(x.nbytes)
     if x.nbytes <= ANYWHERE_BYTES:
-        return copy_through.short_call(buffers, x, op, call)
+        return copy_through.bind_short(buffers, x, op, call)
     location = None if group.memory is None else group.memory.locate(x)
     arrays = None if location is None else location.arrays
     tiles = None if arrays is None else _own_tiles(buffers, arrays)
@@ -130,7 +130,7 @@ def reduce_scatter(
         views = parts_of(arrays, offsets, rank)
         combine(views, op, [views[rank]])
         return views[rank]
-    total = group.scratch.beside(x, TILE_BYTES // x.itemsize)
+    total = group.scratch.on_device_of(x, TILE_BYTES // x.itemsize)
     for tile in _tiles([array[offsets[rank] : offsets[rank + 1]] for array in arrays]):
         out = total[: tile[0].size]
         copy_through.add(tile, op, out)

@@ -20,7 +20,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
-        self._beyond: dict[int, Array] = {}  # on each GPU
+        self._on_gpus: dict[int, Array] = {}  # on each GPU
 
     def take(self, length: int, dtype: np.dtype) -> np.ndarray:
         """Return an array of `length` elements; the next call hands out the same memory."""
@@ -29,26 +29,26 @@ class Scratch:
             self._memory = np.empty(nbytes, np.uint8)
         return self._memory[:nbytes].view(dtype)
 
-    def beside(self, x: Array, length: int, dtype: Any = None) -> Array:
+    def on_device_of(self, x: Array, length: int, dtype: Any = None) -> Array:
         """As `take`, on the device of `x`; `dtype` is by default that of `x`."""
         dtype = x.dtype if dtype is None else np.dtype(dtype)
         if type(x) is np.ndarray:
             return self.take(length, dtype)
         device, nbytes = x.data.device_id, length * dtype.itemsize
-        if device not in self._beyond or self._beyond[device].nbytes < nbytes:
+        if device not in self._on_gpus or self._on_gpus[device].nbytes < nbytes:
             # CuPy's pool may reuse the freed memory on another stream while ours still reads it.
             finish(x)
-            self._beyond[device] = namespace(x).empty(nbytes, np.uint8)
-        return self._beyond[device][:nbytes].view(dtype)
+            self._on_gpus[device] = namespace(x).empty(nbytes, np.uint8)
+        return self._on_gpus[device][:nbytes].view(dtype)
 
     def like(self, x: Array) -> Array:
         """Return an array of `x`'s length and dtype; the next call hands out the same memory."""
-        return self.beside(x, x.size)
+        return self.on_device_of(x, x.size)
 
     def rows(self, x: Array, count: int, row_bytes: int) -> Array:
         """Return an array (count, n) of `x`'s dtype, n being the longest segment of `x`."""
         length = min(x.size, max(1, row_bytes // x.itemsize))
-        return self.beside(x, count * length).reshape(count, length)
+        return self.on_device_of(x, count * length).reshape(count, length)
 
 
 @dataclass(frozen=True)

@@ -71,9 +71,9 @@ def _neighbours(group: Group) -> int:
 def _between(group: Group) -> Group:
     """Return the group of the owners of this rank's rail: one on each node."""
     assert group.across is not None
-    return Group(group.across, group.scratch, nodes=_one_each(group.across.size))
+    return Group(group.across, group.scratch, nodes=_first_ranks(group.across.size))
 
 
 @cache
-def _one_each(count: int) -> tuple[tuple[int, ...], ...]:
+def _first_ranks(count: int) -> tuple[tuple[int, ...], ...]:
     return tuple((rank,) for rank in range(count))

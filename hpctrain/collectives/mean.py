@@ -41,10 +41,10 @@ def mean(group: Group, x: Array, op: Operation, reduce: Sum) -> None:
     scaled = (_parts(x) * _parts(x).dtype.type(2.0**exponent)).view(x.dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         total = _sum(group, x, op, reduce)
-        instead = _quotients(_sum(group, scaled, op, reduce), ranks * 2.0**exponent)
-        whole = namespace(x).isfinite(total)
+        fallback = _quotients(_sum(group, scaled, op, reduce), ranks * 2.0**exponent)
+        finite = namespace(x).isfinite(total)
         _divide(total, ranks)
-        total[...] = namespace(x).where(whole, total, instead)
+        total[...] = namespace(x).where(finite, total, fallback)
 
 
 def _sum(group: Group, x: Array, op: Operation, reduce: Sum) -> Array:

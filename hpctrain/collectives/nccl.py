@@ -63,10 +63,10 @@ def _shared(node: Link, device: int) -> int:
 
 def _must_suffice(group: Group, missing: int) -> None:
     """Raise UsageError, on all ranks, if a node lacks GPUs for its ranks."""
-    lacking = np.array([missing])
-    recursive_doubling(group, lacking, np.maximum)
-    if lacking[0] > 0:
+    shortage = np.array([missing])
+    recursive_doubling(group, shortage, np.maximum)
+    if shortage[0] > 0:
         raise UsageError(
             "algorithm 'nccl': expected a GPU for each rank, seen a node with "
-            f"{lacking[0]} fewer; start fewer ranks on each, or take algorithm = 'auto'"
+            f"{shortage[0]} fewer; start fewer ranks on each, or take algorithm = 'auto'"
         )

@@ -16,26 +16,26 @@ from hpctrain.transport.shared_memory.flags import NodeFlags, words_needed
 from hpctrain.transport.shared_memory.host import ALIGN_BYTES, Memory
 
 SHORT_BYTES = 128 << 10  # copied as a whole and added by every rank
-LENGTHS_KEPT = 256  # of short arrays, whose buffer views are cached
-WIDE_BYTES = 1 << 20  # buffer of longer arrays: own buffer and parts of neighbours' fit the cache
+CACHED_LENGTHS = 256  # of short arrays, whose buffer views are cached
+LONG_BYTES = 1 << 20  # buffer of longer arrays: own buffer and parts of neighbours' fit the cache
 
 
 class NodeBuffers:
     """The flags and the copy buffers of the ranks of one node, as mapped by one of them."""
 
     def __init__(self, node: Link, flags: NodeFlags, buffers: list[np.ndarray]):
-        """`buffers`: (2 * SHORT_BYTES + WIDE_BYTES,) uint8 of each rank."""
+        """`buffers`: (2 * SHORT_BYTES + LONG_BYTES,) uint8 of each rank."""
         self.link, self.flags = node, flags
         short = [[x[at : at + SHORT_BYTES] for x in buffers] for at in (0, SHORT_BYTES)]
         #: (bytes, dtype, odd) -> every rank's short buffer in odd or even rounds: see _cut
-        self.short = lru_cache(LENGTHS_KEPT)(partial(_cut, short))
-        self._wide = [x[2 * SHORT_BYTES :] for x in buffers]
+        self.short = lru_cache(CACHED_LENGTHS)(partial(_cut, short))
+        self._long = [x[2 * SHORT_BYTES :] for x in buffers]
 
-    def wide(self, dtype: np.dtype) -> list[np.ndarray]:
-        """Return every rank's wide buffer as an array (P, n): a row for each part."""
-        row = WIDE_BYTES // len(self._wide) // ALIGN_BYTES * ALIGN_BYTES
-        used = row * len(self._wide)
-        return [buffer[:used].view(dtype).reshape(len(self._wide), -1) for buffer in self._wide]
+    def long(self, dtype: np.dtype) -> list[np.ndarray]:
+        """Return every rank's long buffer as an array (P, n): a row for each part."""
+        row = LONG_BYTES // len(self._long) // ALIGN_BYTES * ALIGN_BYTES
+        used = row * len(self._long)
+        return [buffer[:used].view(dtype).reshape(len(self._long), -1) for buffer in self._long]
 
 
 def _cut(short: list[list[np.ndarray]], nbytes: int, dtype: np.dtype, odd: int) -> list[np.ndarray]:
@@ -51,7 +51,7 @@ def make_node_buffers(node: Link, spins: bool) -> NodeBuffers | None:
     """Return the buffers shared by the ranks of `node`, None without shared memory; collective."""
     memory = Memory(node, partial(all_gather_bytes, node))
     words = memory.common_zeros(words_needed(node.size), np.uint64)
-    buffers = memory.neighbours(memory.zeros(2 * SHORT_BYTES + WIDE_BYTES, np.uint8))
+    buffers = memory.neighbours(memory.zeros(2 * SHORT_BYTES + LONG_BYTES, np.uint8))
     if words is None or buffers is None:
         return None
     return NodeBuffers(node, NodeFlags(node, words, spins), buffers)

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpctrain.collectives.all_gathers import AllGather, shares_all
+from hpctrain.collectives.all_gathers import AllGather, all_share_memory
 from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.direct import agreed
 from hpctrain.collectives.group import Group
@@ -72,7 +72,7 @@ def into_the_left(op: Operation) -> Add:
 
 
 @dataclass(frozen=True)
-class Tree:
+class SumTree:
     """The tree over `blocks` blocks, each of `ranks` ranks holding a run of them."""
 
     blocks: int
@@ -98,12 +98,12 @@ class Tree:
         subtotals.append(subtotal)
 
     def sum_of(self, arrays: Sequence[np.ndarray], add: Add) -> np.ndarray:
-        """Return the sum over all blocks, given the arrays of `held` of all ranks, in order."""
+        """Return the sum over all blocks, given the arrays of all ranks' subtotals, in order."""
         subtotals: list[Subtotal] = []
-        for subtotal, array in zip(chain.from_iterable(self.held), arrays, strict=True):
+        for subtotal, array in zip(chain.from_iterable(self.local_subtotals), arrays, strict=True):
             self.join(subtotals, subtotal._replace(x=array), add)
-        (whole,) = subtotals
-        return whole.x
+        (total,) = subtotals
+        return total.x
 
     def siblings(self, left: Subtotal, right: Subtotal) -> bool:
         """Return whether two consecutive subtotals are the children of one."""
@@ -111,13 +111,13 @@ class Tree:
         return left.start % (2 * width) == 0 and right.stop == min(left.stop + width, self.blocks)
 
     @cached_property
-    def held(self) -> list[list[Subtotal]]:
+    def local_subtotals(self) -> list[list[Subtotal]]:
         """The subtotals of each rank after all local additions; without arrays."""
-        held: list[list[Subtotal]] = [[] for _ in range(self.ranks)]
-        for rank, subtotals in enumerate(held):
+        local_subtotals: list[list[Subtotal]] = [[] for _ in range(self.ranks)]
+        for rank, subtotals in enumerate(local_subtotals):
             for block in self.run(rank):
                 self.join(subtotals, Subtotal(block, block + 1, None), lambda left, right: None)
-        return held
+        return local_subtotals
 
 
 def sum_of_blocks(
@@ -128,10 +128,10 @@ def sum_of_blocks(
 ) -> np.ndarray:
     """Return the sum of `blocks` equal flat arrays, the same bytes for any number of ranks.
 
-    `partials` are those of this rank's blocks, see `Tree.run`; they are overwritten, the last with
-    the sum.
+    `partials` are those of this rank's blocks, see `SumTree.run`; they are overwritten, the last
+    with the sum.
     """
-    tree, subtotals = Tree(blocks, group.link.size), list[Subtotal]()
+    tree, subtotals = SumTree(blocks, group.link.size), list[Subtotal]()
     for block, x in zip(tree.run(group.link.rank), partials, strict=True):
         tree.join(subtotals, Subtotal(block, block + 1, x), into_the_left(np.add))
     reduce_scatter(group, tree, [subtotal.x for subtotal in subtotals], partials[-1], np.add)
@@ -141,7 +141,7 @@ def sum_of_blocks(
 
 def reduce_scatter(
     group: Group,
-    tree: Tree,
+    tree: SumTree,
     own: Sequence[np.ndarray],
     x: np.ndarray,
     op: Operation,
@@ -149,29 +149,26 @@ def reduce_scatter(
 ) -> None:
     """Write the sum over all blocks into this rank's chunk of flat `x`; overwrites the rest.
 
-    `own` are the arrays of `tree.held[rank]`, as long as `x`, which may be one of them. Rank r's
-    chunk is `offsets[r]:offsets[r + 1]`, which may be empty; without them all are even.
+    `own` are the arrays of `tree.local_subtotals[rank]`, as long as `x`, which may be one of them.
+    Rank r's chunk is `offsets[r]:offsets[r + 1]`, which may be empty; without them all are even.
     """
     at = offsets or bounds(x.size, group.link.size)
-    width = max(1, SCRATCH_BYTES // (x.itemsize * sum(map(len, tree.held))))
+    width = max(1, SCRATCH_BYTES // (x.itemsize * sum(map(len, tree.local_subtotals))))
     for start in range(0, max(b - a for a, b in pairwise(at)), width):
         segment = [slice(min(a + start, b), min(a + start + width, b)) for a, b in pairwise(at)]
         _sum_segments(group, tree, own, x, op, segment)
 
 
 def from_memory(
-    group: Group, tree: Tree, own: Sequence[np.ndarray], x: np.ndarray, op: Operation
+    group: Group, tree: SumTree, own: Sequence[np.ndarray], x: np.ndarray, op: Operation
 ) -> None:
     """Reduce-scatter as `reduce_scatter`, without messages if all subtotals are in node memory.
 
     This needs a single subtotal on each rank; else it sends messages.
     """
-    one_each = all(len(held) == 1 for held in tree.held) and shares_all(group)
-    arrays = (
-        agreed(group, group.node_buffers, x)
-        if one_each and group.node_buffers is not None
-        else None
-    )
+    single = all(len(subtotals) == 1 for subtotals in tree.local_subtotals)
+    buffers = group.node_buffers if single and all_share_memory(group) else None
+    arrays = None if buffers is None else agreed(group, buffers, x)
     if arrays is None:
         reduce_scatter(group, tree, own, x, op)
         return
@@ -179,7 +176,7 @@ def from_memory(
     first, stop = at[group.link.rank], at[group.link.rank + 1]
     step = max(1, TILE_BYTES // (size * x.itemsize))
     # A row for each addition: neighbours' arrays are read-only.
-    rows = group.scratch.beside(x, (size - 1) * step).reshape(size - 1, step)
+    rows = group.scratch.on_device_of(x, (size - 1) * step).reshape(size - 1, step)
     for start in range(first, stop, step):
         tile = slice(start, min(start + step, stop))
         free = iter(rows[:, : tile.stop - start])
@@ -197,7 +194,7 @@ def _into_next(
 
 def _sum_segments(
     group: Group,
-    tree: Tree,
+    tree: SumTree,
     own: Sequence[np.ndarray],
     x: np.ndarray,
     op: Operation,
@@ -206,8 +203,10 @@ def _sum_segments(
     """Reduce-scatter one segment of each rank's chunk."""
     link, local = group.link, segment[group.link.rank]
     peers = [(link.rank - step) % link.size for step in range(1, link.size)]
-    inboxes = iter(_inboxes(group, sum(len(tree.held[peer]) for peer in peers), x[local]))
-    arrays = {peer: [next(inboxes) for _ in tree.held[peer]] for peer in peers}
+    inboxes = iter(
+        _inboxes(group, sum(len(tree.local_subtotals[peer]) for peer in peers), x[local])
+    )
+    arrays = {peer: [next(inboxes) for _ in tree.local_subtotals[peer]] for peer in peers}
     receives = [link.irecv(array, peer) for peer in peers for array in arrays[peer] if array.size]
     sends = [
         link.isend(array[segment[peer]], peer)
@@ -225,4 +224,4 @@ def _sum_segments(
 
 
 def _inboxes(group: Group, count: int, like: np.ndarray) -> np.ndarray:
-    return group.scratch.beside(like, count * like.size).reshape(count, like.size)
+    return group.scratch.on_device_of(like, count * like.size).reshape(count, like.size)

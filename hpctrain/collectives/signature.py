@@ -29,7 +29,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from hpctrain.collectives.group import Group
-from hpctrain.collectives.node_buffers import LENGTHS_KEPT, NodeBuffers
+from hpctrain.collectives.node_buffers import CACHED_LENGTHS, NodeBuffers
 from hpctrain.collectives.small_messages import all_gather_bytes, maximum
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.link import Link
@@ -63,7 +63,7 @@ def faulty(text: str) -> Signature:
     return Signature(text, _digest("fault: " + text), faulty=True)
 
 
-@lru_cache(LENGTHS_KEPT)
+@lru_cache(CACHED_LENGTHS)
 def of_length(nbytes: int, on_gpu: bool = False) -> Signature:
     """Return the signature of a call by its array's length and kind alone."""
     return signature(f"an array of {nbytes} bytes" + on_gpu * " of a GPU")

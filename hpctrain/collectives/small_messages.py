@@ -20,12 +20,12 @@ def all_gather_short(link: Link, row: np.ndarray) -> np.ndarray:
     rank, size = link.rank, link.size
     rows = np.empty((size, row.size), np.uint8)
     rows[0] = row
-    held = 1
-    while held < size:
-        count = min(held, size - held)
-        to, source = (rank - held) % size, (rank + held) % size
-        link.sendrecv(rows[:count], to, rows[held : held + count], source)
-        held += count
+    filled = 1
+    while filled < size:
+        count = min(filled, size - filled)
+        to, source = (rank - filled) % size, (rank + filled) % size
+        link.sendrecv(rows[:count], to, rows[filled : filled + count], source)
+        filled += count
     return np.roll(rows, rank, axis=0)
 
 

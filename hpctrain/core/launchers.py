@@ -113,21 +113,21 @@ def nodes(hosts: Sequence[str], slurm: Sequence[str]) -> tuple[str, ...]:
     return tuple(name if name and name not in several else host for host, name in pairs)
 
 
-def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
+def without_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without the variables of a rank, for a child that starts MPI by itself."""
 
-    def is_kept(name: str) -> bool:
+    def is_for_children(name: str) -> bool:
         return name.startswith(_OF_THE_USER) or not name.startswith(_OF_A_RANK)
 
-    return {name: value for name, value in environ.items() if is_kept(name)}
+    return {name: value for name, value in environ.items() if is_for_children(name)}
 
 
-def pmix_alone(environ: Mapping[str, str]) -> bool:
+def only_pmix(environ: Mapping[str, str]) -> bool:
     """Return whether the launcher offers PMIx and no other interface to the ranks."""
     return "PMIX_RANK" in environ and not {"PMI_RANK", "PMI_FD"} & environ.keys()
 
 
-def of_daemons(environ: Mapping[str, str]) -> bool:
+def pmix_of_daemons(environ: Mapping[str, str]) -> bool:
     """Return whether PMIx belongs to daemons, which Slurm started for a launcher."""
     in_step = _integer(environ, "SLURM_STEP_ID", "SLURM_STEPID") is not None
     return in_step and "PMIX_RANK" in environ and launched(environ).name == "hydra"
@@ -142,8 +142,9 @@ def unstartable(
 ) -> str | None:
     """Return the message about a launcher under which the loaded MPI would fail in MPI_Init.
 
-    `no_pmix`: the launcher offers PMIx alone, and MPI lacks it. `daemons`: see `of_daemons`; all
-    ranks of a node would have the rank of their daemon, and some of them would wait for ever.
+    `no_pmix`: the launcher offers PMIx alone, and MPI lacks it. `daemons`: see
+    `pmix_of_daemons`; all ranks of a node would have their daemon's rank, and some would wait for
+    ever.
     """
     if daemons and mpi_vendor == "Open MPI":
         return (
@@ -177,7 +178,7 @@ def mismatch(job: Launched, mpi_size: int, mpi_vendor: str, libmpi_path: str) ->
     jobs = f"{job.size} jobs of one rank" if mpi_size == 1 else f"jobs of {mpi_size} ranks"
     return (
         f"{job.size} ranks were started by {TITLES[job.name]}, but {mpi_vendor} ({libmpi_path}), "
-        f"which mpi4py loaded, says {mpi_size}: the launcher belongs to another MPI, and these are "
+        f"which mpi4py loaded, has {mpi_size}: the launcher belongs to another MPI, and these are "
         f"{jobs}. {_remedy(job, mpi_vendor, libmpi_path)}"
     )
 
@@ -202,10 +203,12 @@ def _srun(environ: Mapping[str, str]) -> Launched | None:
     for variable, expected in (("PMI_RANK", rank), ("PMI_SIZE", size), ("PMIX_RANK", rank)):
         if _integer(environ, variable) not in (None, expected):
             return None
-    return Launched("srun", rank, size, _integer(environ, "SLURM_LOCALID"), _srun_here(environ))
+    return Launched(
+        "srun", rank, size, _integer(environ, "SLURM_LOCALID"), _srun_local_size(environ)
+    )
 
 
-def _srun_here(environ: Mapping[str, str]) -> int | None:
+def _srun_local_size(environ: Mapping[str, str]) -> int | None:
     """Return the number of tasks of the step on this node, from Slurm's "2(x3),1"."""
     node = _integer(environ, "SLURM_NODEID")
     counts = _counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))

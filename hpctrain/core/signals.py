@@ -16,7 +16,7 @@ from typing import Any
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 LAST_WORDS_S = 1.0  #: given to a process that ends at once, to print the path of its results
-ASKED = 1  #: the number of a request without a signal
+WITHOUT_SIGNAL = 1  #: the number of a request without a signal
 
 
 class StopRequest:
@@ -30,11 +30,11 @@ class StopRequest:
     def __init__(self, last_words: Callable[[], str] = str) -> None:
         """`last_words()`: printed by that process before it ends."""
         self._last_words = last_words
-        self.requested, self.signal, self.number = False, "", ASKED
+        self.requested, self.signal, self.number = False, "", WITHOUT_SIGNAL
         self._interrupts = 0
         self._restore: dict[signal.Signals, Any] = {}
 
-    def ask(self, name: str = "ask", number: int = ASKED) -> None:
+    def ask(self, name: str = "ask", number: int = WITHOUT_SIGNAL) -> None:
         """Request a stop in the name of `name`; the first one counts."""
         if not self.requested:
             self.signal, self.number, self.requested = name, number, True
@@ -84,9 +84,9 @@ class StopRequest:
             os._exit(130)
 
 
-def by_what(number: int) -> str:
+def cause(number: int) -> str:
     """Return the end of a sentence about a stop: the signal that asked for it."""
-    return "as asked" if number == ASKED else f"by {signal.Signals(number).name}"
+    return "as asked" if number == WITHOUT_SIGNAL else f"by {signal.Signals(number).name}"
 
 
 def _replace(number: signal.Signals) -> Any:

@@ -264,7 +264,7 @@ def _room() -> str:
     try:
         device, (free, whole) = cupy.cuda.runtime.getDevice(), cupy.cuda.runtime.memGetInfo()
     except cupy.cuda.runtime.CUDARuntimeError:  # too little memory for CUDA itself
-        return "out of memory on a GPU that does not tell how much is free"
+        return "out of memory on a GPU that does not report its free memory"
     held = cupy.get_default_memory_pool().total_bytes()
     usage = f"{free:,} of {whole:,} bytes free now, {held:,} held by this rank's arrays"
     return f"GPU {device} is out of memory ({usage})"

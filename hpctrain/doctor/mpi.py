@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hpctrain.cluster.launch import Mpi, command
 from hpctrain.core.interpreter import module_command
-from hpctrain.core.launchers import launched, scrubbed
+from hpctrain.core.launchers import launched, without_rank_variables
 from hpctrain.doctor.check import Check
 
 LIMIT_S = 60.0
@@ -86,7 +86,7 @@ def environ(environment: Mapping[str, str], extra: Mapping[str, str]) -> dict[st
     Slurm's variables are removed in a step: its own srun would wait for the cores that we hold.
     """
     inside = launched(environment).name == "srun"
-    clean = scrubbed(environment).items()
+    clean = without_rank_variables(environment).items()
     return {k: v for k, v in clean if not (inside and k.startswith("SLURM_"))} | dict(extra)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import Field
 
 from hpctrain import config, nn
-from hpctrain.collectives.ordered import Subtotal, Tree, into_the_left
+from hpctrain.collectives.ordered import Subtotal, SumTree, into_the_left
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.replica import Batch, Replica, ignore_ready
@@ -49,9 +49,9 @@ class ReductionOptions:
                 f"[wire] blocks: expected reduction = 'ordered' beside it, seen '{self.reduction}'"
             )
 
-    def tree(self, ranks: int) -> Tree | None:
+    def tree(self, ranks: int) -> SumTree | None:
         """Return the order of sums over `ranks`, None if the order is free."""
-        return Tree(self.blocks or BLOCKS, ranks) if self.reduction == "ordered" else None
+        return SumTree(self.blocks or BLOCKS, ranks) if self.reduction == "ordered" else None
 
 
 def in_order(table: np.ndarray) -> nn.Sums:
@@ -62,7 +62,7 @@ def in_order(table: np.ndarray) -> nn.Sums:
 class BlockReplica:
     """A Replica whose gradient is that of `replica`, computed in the blocks of one rank."""
 
-    def __init__(self, replica: Replica, tree: Tree, rank: int):
+    def __init__(self, replica: Replica, tree: SumTree, rank: int):
         """Raise UsageError for a model whose layers look at a batch as a whole."""
         if replica.arena.buffer.size:
             raise UsageError(

@@ -18,7 +18,7 @@ import numpy as np
 
 from hpctrain import checkpoint, nn
 from hpctrain.core.errors import Interrupted, Stopped, UsageError
-from hpctrain.core.signals import StopRequest, by_what
+from hpctrain.core.signals import StopRequest, cause
 from hpctrain.core.xp import finish
 from hpctrain.data import Samples, in_pieces, share
 from hpctrain.engines import Engine, replay
@@ -126,7 +126,7 @@ class Loop:
                 raise self._stopped(flags.stop)
 
     def _stopped(self, number: int) -> Stopped:
-        run, by = self.journal.run, by_what(number)
+        run, by = self.journal.run, cause(number)
         stopped = f"stopped at step {self.step} of {self.journal.total_steps} {by}"
         if run is None:
             return Interrupted(f"{stopped}; nothing was saved: `fit` was given no folder (out=DIR)")

@@ -72,7 +72,7 @@ def _ping_pong(link: Link, a: int, b: int, word: Array) -> Callable[[], None]:
             link.irecv(word, a).wait()
             link.isend(word, a).wait()
 
-    return {a: first, b: second}.get(link.rank, _look_on)
+    return {a: first, b: second}.get(link.rank, _wait)
 
 
 def _stream(link: Link, a: int, b: int, segments: Array, word: Array) -> Callable[[], None]:
@@ -86,7 +86,7 @@ def _stream(link: Link, a: int, b: int, segments: Array, word: Array) -> Callabl
             request.wait()
         link.isend(word, a).wait()
 
-    return {a: first, b: second}.get(link.rank, _look_on)
+    return {a: first, b: second}.get(link.rank, _wait)
 
 
 def _gamma(link: Link, rounds: int, xp: ModuleType) -> float:
@@ -100,5 +100,5 @@ def _median(link: Link, function: Callable[[], object], rounds: int, on: Array) 
     return float(np.median([timed(link, function, on=on) for _ in range(rounds)]))
 
 
-def _look_on() -> None:
+def _wait() -> None:
     """Do nothing; the clock waits for the pair."""

@@ -14,7 +14,7 @@ from functools import cache, partial
 from hpctrain import machine
 from hpctrain.collectives import Group
 from hpctrain.collectives.direct import ANYWHERE_BYTES
-from hpctrain.collectives.node_buffers import SHORT_BYTES, WIDE_BYTES
+from hpctrain.collectives.node_buffers import LONG_BYTES, SHORT_BYTES
 from hpctrain.core.thresholds import lookup
 from hpctrain.cost_model import cost
 from hpctrain.tuning.choose import AlgorithmTime, TuningPlan, plan
@@ -132,4 +132,4 @@ def _direct(ranks: int, n: int, *, in_memory: bool) -> float:
         return once + 2 * ranks * n * PER_BYTE
     if n <= SHORT_BYTES:
         return once + (ranks + 2) * n * PER_BYTE
-    return once * -(-n // WIDE_BYTES) + 4 * ranks * n * PER_BYTE
+    return once * -(-n // LONG_BYTES) + 4 * ranks * n * PER_BYTE

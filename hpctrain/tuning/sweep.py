@@ -86,12 +86,12 @@ def arrays(group: Group, nbytes: int, xp: ModuleType = np) -> Arrays:
 
 def applicable(group: Group, xp: ModuleType = np) -> list[str]:
     """Return the names of the algorithms that support the layout of `group`; collective."""
-    not_these = [*choose.NEVER]
-    not_these += ["hierarchical"] if len(group.nodes) < 2 else []  # equals `direct` there
-    not_these += [] if xp is np else ["native"]  # reduces on the host
+    excluded = [*choose.NEVER]
+    excluded += ["hierarchical"] if len(group.nodes) < 2 else []  # equals `direct` there
+    excluded += [] if xp is np else ["native"]  # reduces on the host
     names = []
     for name, function in ALLREDUCE.items():
-        if name in not_these:
+        if name in excluded:
             continue
         try:
             function(group, xp.zeros(1, np.float32), np.add)

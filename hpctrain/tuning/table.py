@@ -150,7 +150,7 @@ def newest(ranks: int, on_gpu: bool = False) -> Path:
     root = Path(setting) if setting else folder()
     if setting and not root.is_dir():
         return root
-    paths = [path for path in root.glob("*.json") if _of_this_machine(path, ranks, on_gpu)]
+    paths = [path for path in root.glob("*.json") if _fits_this_machine(path, ranks, on_gpu)]
     if not paths:
         of = f" of {ranks} ranks" * (ranks > 1) + " on GPUs" * on_gpu
         advice = ADVICE + " --device gpu" * on_gpu
@@ -158,13 +158,13 @@ def newest(ranks: int, on_gpu: bool = False) -> Path:
     return max(paths, key=lambda path: path.stat().st_mtime)
 
 
-def _of_this_machine(path: Path, ranks: int, on_gpu: bool) -> bool:
+def _fits_this_machine(path: Path, ranks: int, on_gpu: bool) -> bool:
     try:
         fingerprint = read(path).fingerprint
     except Unfit:
         return False
-    of_so_many = ranks == 1 or fingerprint.layout.startswith(f"{ranks} ranks ")
-    return fingerprint.cpu == _cpu() and fingerprint.on_gpu == on_gpu and of_so_many
+    same_size = ranks == 1 or fingerprint.layout.startswith(f"{ranks} ranks ")
+    return fingerprint.cpu == _cpu() and fingerprint.on_gpu == on_gpu and same_size
 
 
 def of_group(group: Group, mpi: bool, gpus: Gpus | None = None) -> Table | None:

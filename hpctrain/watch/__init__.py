@@ -7,7 +7,7 @@ it reads all records and reports. In DIR: rank-00000, ... (removed at a clean en
 """
 
 from hpctrain.watch.deadline import Watch
-from hpctrain.watch.inside import About, noticed, unnoted
+from hpctrain.watch.inside import CallNote, detectable, detectable_call
 from hpctrain.watch.record import (
     ENTRIES,
     REPORT,
@@ -24,7 +24,7 @@ from hpctrain.watch.report import dump_stacks, interval_s, report, write_report
 __all__ = [
     "ENTRIES",
     "REPORT",
-    "About",
+    "CallNote",
     "Call",
     "Entry",
     "Record",
@@ -33,10 +33,10 @@ __all__ = [
     "code_location",
     "dump_stacks",
     "interval_s",
-    "noticed",
+    "detectable",
     "read",
     "record_path",
     "report",
-    "unnoted",
+    "detectable_call",
     "write_report",
 ]

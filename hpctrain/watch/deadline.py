@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from time import time as clock
 
-from hpctrain.watch.inside import Insides
+from hpctrain.watch.inside import LastingCalls
 from hpctrain.watch.record import Record, Snapshot, read, record_path
 from hpctrain.watch.report import interval_s, report
 
@@ -33,7 +33,7 @@ class Watch:
         self._timeout_s, self._first_step_factor = timeout_s, first_step_factor
         self._awake_s, self._reported = 0.0, False
         self._began: dict[tuple[str, float], float] = {}
-        self._insides = Insides()
+        self._lasting_calls = LastingCalls()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hpctrain-watch", daemon=True)
         self._thread.start()
@@ -51,7 +51,7 @@ class Watch:
             # hour, or whose wall clock was set, must not wake up hung.
             elapsed, before = time.monotonic() - before, time.monotonic()
             self._awake_s += min(elapsed, 2 * interval)
-            self._insides.look()
+            self._lasting_calls.scan()
             self._record.beat()
             self._judge()
 

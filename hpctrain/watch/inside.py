@@ -1,10 +1,10 @@
 """Calls too short for a note in the record: the watch itself detects a thread inside one.
 
 MPI's all-reduce of four bytes takes well below a microsecond; a note in the record before it and
-one after would take a fifth of that. So a function that is `noticed` notes nothing. Once per beat
-the watch looks at the innermost frame of every thread: if it is that of such a function, and the
-same as a beat ago, the watch writes the note on the thread's behalf, and removes it when the thread
-has moved on.
+one after would take a fifth of that. So a function that is `detectable` notes nothing. Once per
+beat the watch looks at the innermost frame of every thread: if it is that of such a function, and
+the same as a beat ago, the watch writes the note on the thread's behalf, and removes it when the
+thread has moved on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class HasEntry(Protocol):
     entry: Entry
 
 
-class About(NamedTuple):
+class CallNote(NamedTuple):
     """The note that the watch writes for a call."""
 
     link: HasEntry
@@ -34,50 +34,50 @@ class About(NamedTuple):
 
 
 Locals = Mapping[str, Any]
-_ABOUT: dict[CodeType, Callable[[Locals], About | None]] = {}
+_NOTES: dict[CodeType, Callable[[Locals], CallNote | None]] = {}
 
 
-def noticed(about: Callable[[Locals], About | None]) -> Callable[[F], F]:
+def detectable(note: Callable[[Locals], CallNote | None]) -> Callable[[F], F]:
     """Mark a function that waits in C, so that the watch detects a thread that stays in it.
 
-    `about` returns the note from the function's local variables; None if it does not wait.
+    `note` returns the note from the function's local variables; None if it does not wait.
     """
 
     def mark(function: F) -> F:
-        _ABOUT[function.__code__] = about
+        _NOTES[function.__code__] = note
         return function
 
     return mark
 
 
-def unnoted(call: Callable[[], Any], about: About) -> Callable[[], Any]:
+def detectable_call(call: Callable[[], Any], note: CallNote) -> Callable[[], Any]:
     """Return `call` wrapped in a function whose frame the watch recognizes."""
 
-    @noticed(lambda local_variables: local_variables["about"])
-    def inside(call: Callable[[], Any] = call, about: About = about) -> Any:
+    @detectable(lambda local_variables: local_variables["note"])
+    def inside(call: Callable[[], Any] = call, note: CallNote = note) -> Any:
         return call()
 
     return inside
 
 
-class Insides:
-    """The unnoted calls in which threads were at the last beat, and their notes."""
+class LastingCalls:
+    """The detectable calls in which threads were at the last beat, and their notes."""
 
     def __init__(self) -> None:
         self._frames: dict[int, FrameType] = {}  # held: no later frame may reuse its identity
-        self._noted: dict[int, tuple[Entry, bytes]] = {}
+        self._notes: dict[int, tuple[Entry, bytes]] = {}
 
-    def look(self) -> None:
-        """Note the calls that last since the last look; remove the notes of those that are over."""
-        frames = {i: f for i, f in frame_of_each_thread().items() if f.f_code in _ABOUT}
+    def scan(self) -> None:
+        """Note the calls that last since the last scan; remove the notes of those that are over."""
+        frames = {i: f for i, f in frame_of_each_thread().items() if f.f_code in _NOTES}
         lasting = {i for i, frame in frames.items() if self._frames.get(i) is frame}
-        for thread in self._noted.keys() - lasting:
-            entry, note = self._noted.pop(thread)
-            if entry.note == note:  # else the thread has written its next call over it
+        for thread in self._notes.keys() - lasting:
+            entry, written = self._notes.pop(thread)
+            if entry.note == written:  # else the thread has written its next call over it
                 entry.leave()
-        for thread in lasting - self._noted.keys():
+        for thread in lasting - self._notes.keys():
             frame = frames[thread]
-            if (about := _ABOUT[frame.f_code](frame.f_locals)) is not None:
-                about.link.entry.enter(about.operation, ALL, about.nbytes)
-                self._noted[thread] = about.link.entry, about.link.entry.note
+            if (note := _NOTES[frame.f_code](frame.f_locals)) is not None:
+                note.link.entry.enter(note.operation, ALL, note.nbytes)
+                self._notes[thread] = note.link.entry, note.link.entry.note
         self._frames = frames

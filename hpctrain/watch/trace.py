@@ -66,12 +66,12 @@ class Trace:
         self.dropped = 0  #: spans beyond `max_spans`
         self._spans: list[tuple[Any, ...]] = []  # no Spans: those cost twice the time to make
         self._threads: dict[int, str] = {}
-        self._recording, self._step, self._steps, self._room = False, 0, range(0), 0
+        self._recording, self._step, self._steps, self._max_spans = False, 0, range(0), 0
 
     def start(self, options: TraceOptions) -> None:
         """Begin to record, in the steps that `options` name; the calling thread is the main one."""
         first, last = options.steps or (0, 1 << 62)
-        self._steps, self._room = range(first, last), options.max_spans
+        self._steps, self._max_spans = range(first, last), options.max_spans
         self._spans, self._threads, self.dropped = [], {get_ident(): "main"}, 0
         self.step = self._step
 
@@ -96,16 +96,16 @@ class Trace:
             self._keep(name, category, start, stop, args)
         return stop - start
 
-    def span(self, name: str, category: Category, **args: Any) -> Running:
+    def span(self, name: str, category: Category, **args: Any) -> OpenSpan:
         """Return a context manager that records the enclosed block."""
-        return Running(self, name, category, args)
+        return OpenSpan(self, name, category, args)
 
     def spans(self) -> list[Span]:
         """Return the recorded spans, in the order of their ends."""
         return list(map(Span._make, self._spans))
 
     def _keep(self, name: str, category: str, start: float, stop: float, args: Args | None) -> None:
-        if len(self._spans) >= self._room:
+        if len(self._spans) >= self._max_spans:
             self.dropped += 1
             return
         thread = get_ident()
@@ -121,10 +121,10 @@ class Trace:
         # Perfetto merges threads of the same number, even of two processes.
         numbers = {t: rank * THREADS + i for i, t in enumerate(self._threads, start=1)}
         main = rank * THREADS + 1
-        yield _about("process_name", rank, main, name=f"rank {rank} ({host})")
-        yield _about("process_sort_index", rank, main, sort_index=rank)
+        yield _metadata("process_name", rank, main, name=f"rank {rank} ({host})")
+        yield _metadata("process_sort_index", rank, main, sort_index=rank)
         for thread, number in numbers.items():
-            yield _about("thread_name", rank, number, name=self._threads[thread])
+            yield _metadata("thread_name", rank, number, name=self._threads[thread])
         spans = sorted(self.spans(), key=lambda s: (numbers[s.thread], s.start, -s.stop))
         starts = clock.nanoseconds([span.start for span in spans])
         stops = clock.nanoseconds([span.stop for span in spans])
@@ -139,7 +139,7 @@ class Trace:
                    "dur": (stop - start) / 1000, "args": args}  # fmt: skip
 
 
-class Running:
+class OpenSpan:
     """A span under way; `seconds` is its length once it is over."""
 
     __slots__ = ("_args", "_category", "_name", "_start", "_trace", "seconds")
@@ -147,7 +147,7 @@ class Running:
     def __init__(self, trace: Trace, name: str, category: Category, args: Args) -> None:
         self._trace, self._name, self._category, self._args = trace, name, category, args
 
-    def __enter__(self) -> Running:
+    def __enter__(self) -> OpenSpan:
         """Read the clock."""
         self._start = perf_counter()
         return self
@@ -189,5 +189,5 @@ class Clock(NamedTuple):
         return np.rint(since).astype(np.int64)
 
 
-def _about(kind: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:
+def _metadata(kind: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": rank, "tid": thread, "args": args}

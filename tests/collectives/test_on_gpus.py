@@ -16,7 +16,7 @@ from ranks import STAGED, on_gpus, on_ranks, run_on
 from hpctrain.collectives import ALLREDUCE, broadcast, operation
 from hpctrain.collectives.all_gathers import broadcasts, doubling, joined_by
 from hpctrain.collectives.direct import all_gather, direct, direct_shared, prepared, reduce_scatter
-from hpctrain.collectives.ordered import Tree, sum_of_blocks
+from hpctrain.collectives.ordered import SumTree, sum_of_blocks
 from hpctrain.collectives.ring import plain_ring
 from hpctrain.collectives.rooted import all_to_all, gather, scatter
 from hpctrain.core.errors import GpuMemoryError, UsageError
@@ -114,7 +114,7 @@ def test_other_collectives(ranks):
             same(lambda x: doubling(group, x))
             same(lambda x: broadcasts(group, x))
             same(lambda x: joined_by(plain_ring)(group, x))
-            mine = Tree(7, size).run(world.rank)
+            mine = SumTree(7, size).run(world.rank)
             same(lambda x: sum_of_blocks(group, [x * (block + 1) for block in mine], 7))
 
             def exchanged(x):

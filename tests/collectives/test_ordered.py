@@ -9,7 +9,7 @@ from oracles.messages import MESSAGES, Call
 from ranks import THREAD_RANKS, on_ranks, run_on
 
 from hpctrain.collectives import all_gathers, ordered
-from hpctrain.collectives.ordered import Subtotal, Tree, into_the_left
+from hpctrain.collectives.ordered import Subtotal, SumTree, into_the_left
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.threads.link import run_ranks
 from hpctrain.tuning.select import NAMES, all_gather_named
@@ -54,7 +54,7 @@ def told(blocks: int, n: int, dtype: str) -> bytes:
 
 def summed(world, blocks: int, n: int, dtype: str, gather) -> bytes:
     group = world.main
-    own = [partial_of(block, n, dtype) for block in Tree(blocks, world.size).run(world.rank)]
+    own = [partial_of(block, n, dtype) for block in SumTree(blocks, world.size).run(world.rank)]
     return ordered.sum_of_blocks(group, own, blocks, gather).tobytes()
 
 
@@ -98,7 +98,7 @@ def test_neighbours_memory_is_read(ranks, n):
     def body(world):
         group, size = world.main, world.size
         for blocks in counts(size):
-            tree, x = Tree(blocks, size), world.memory.zeros(n, np.float32)
+            tree, x = SumTree(blocks, size), world.memory.zeros(n, np.float32)
             own = [partial_of(block, n, "float32") for block in tree.run(world.rank)]
             subtotals: list[Subtotal] = []
             for block, one in zip(tree.run(world.rank), own, strict=True):
@@ -111,7 +111,7 @@ def test_neighbours_memory_is_read(ranks, n):
             all_gathers.through_memory(group, x)
             assert x.tobytes() == told(blocks, n, "float32"), blocks
             if n >= 1000:
-                one_each = max(map(len, tree.held)) == 1
+                one_each = max(map(len, tree.local_subtotals)) == 1
                 assert (group.bytes_sent == before) == (one_each or size == 1)
 
     ranks(body)
@@ -124,10 +124,10 @@ def test_bytes_and_messages(ranks):
     def body(world):
         link, size = world.link, world.size
         for blocks in counts(size):
-            tree = Tree(blocks, size)
+            tree = SumTree(blocks, size)
             for n in (0, 1, size + 1, 300_007):
                 x = np.zeros(n)
-                own = [x.copy() for _ in tree.held[world.rank]]
+                own = [x.copy() for _ in tree.local_subtotals[world.rank]]
                 before = link.bytes_sent, link.messages_sent
                 ordered.reduce_scatter(world.main, tree, own, x, np.add)
                 sent = link.bytes_sent - before[0], link.messages_sent - before[1]
@@ -142,7 +142,7 @@ def test_bytes_and_messages(ranks):
 def test_subtotals_that_a_rank_holds(blocks):
     """One where all is a power of two; else no more than the docs say, and all blocks, once."""
     for size in range(1, blocks + 1):
-        held = Tree(blocks, size).held
+        held = SumTree(blocks, size).local_subtotals
         assert [b for some in held for one in some for b in range(one.start, one.stop)] == list(
             range(blocks)
         )
@@ -161,7 +161,7 @@ def in_the_order_of_ranks(self, subtotals: list[Subtotal], subtotal: Subtotal, a
 
 
 def test_a_planted_error_is_seen(monkeypatch):
-    monkeypatch.setattr(Tree, "join", in_the_order_of_ranks)
+    monkeypatch.setattr(SumTree, "join", in_the_order_of_ranks)
     for size in (1, 2, 4):
         found = run_on("threads", size, lambda w: summed(w, 8, 1000, "float32", GATHERS["ring"]))
         assert all(one != told(8, 1000, "float32") for one in found)
@@ -169,7 +169,7 @@ def test_a_planted_error_is_seen(monkeypatch):
 
 def test_refused():
     with pytest.raises(UsageError, match=r"blocks is 3, but 4 ranks .* set blocks to 4 or more"):
-        Tree(3, 4)
+        SumTree(3, 4)
     with pytest.raises(UsageError, match=r"whose chunks the algorithm cannot gather: .* seen null"):
         all_gather_named("null")
     with pytest.raises(UsageError, match="did you mean 'ring'"):

@@ -12,7 +12,7 @@ from tables import rows_of
 
 from hpctrain import data, engines, nn, optim
 from hpctrain.collectives import ALLREDUCE, ordered
-from hpctrain.collectives.ordered import Tree
+from hpctrain.collectives.ordered import SumTree
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.engines.synchronous import update
 from hpctrain.gradients.arena import params_sha256
@@ -127,7 +127,7 @@ def added_as_they_come(monkeypatch):
             subtotal = subtotal._replace(start=left.start, x=x)
         subtotals.append(subtotal)
 
-    monkeypatch.setattr(Tree, "join", join)
+    monkeypatch.setattr(SumTree, "join", join)
 
 
 def added_in_the_order_of_ranks(monkeypatch):
@@ -265,7 +265,7 @@ def test_planes_that_are_kept(blocks, most):
     """One rank keeps log2 B sums at most beside the gradient, whatever B."""
     options, shape, classes = MODELS["mlp"]
     replica = BlockReplica(
-        ModelReplica(options.build(shape, classes), 0, "float32"), Tree(blocks, 1), 0
+        ModelReplica(options.build(shape, classes), 0, "float32"), SumTree(blocks, 1), 0
     )
     train, _ = samples("mlp")
     key = nn.Key(0, 0, 0, samples=len(train))
@@ -321,6 +321,6 @@ def test_a_layer_that_sums_over_ranks_is_refused():
     replica.gradient = summing
     train, _ = samples("mlp")
     with pytest.raises(UsageError, match="a layer sums over ranks"):
-        BlockReplica(replica, Tree(2, 1), 0).gradient(
+        BlockReplica(replica, SumTree(2, 1), 0).gradient(
             Batch(train.x, train.y), 1.0, nn.Key(0, 0, 0, samples=len(train)), lambda name: None
         )

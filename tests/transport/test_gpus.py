@@ -37,7 +37,7 @@ CHOICES = {
     "shared": (rank(5, 8), 4, (), 1, "8 ranks share 4 GPUs"),
     "MIG": (rank(1, 2), 1, ("MIG-2",), 0, "the only one visible"),
     "several MIG": (rank(1, 2), 1, MIG, 0, "the first of 2 MIG slices"),
-    "local rank unknown": (rank(None, None, rank=5), 4, (), 1, "does not tell the local rank"),
+    "local rank unknown": (rank(None, None, rank=5), 4, (), 1, "sets no local rank"),
 }
 
 
@@ -270,7 +270,7 @@ def test_a_path_on_which_other_bytes_arrive_is_given_up(ranks, caplog, gpu):
     for verdict, paths, rank in ranks(body):
         assert (verdict.same_gpu, verdict.same_node) == ("staged", "staged")
         assert set(paths) == {"staged"}
-        assert rank or "other bytes arrived by cuda-aware" in caplog.text
+        assert rank or "test messages by cuda-aware" in caplog.text
 
 
 @on_ranks(1, 2, mpi=())

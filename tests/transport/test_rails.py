@@ -116,7 +116,7 @@ LEFT = {
                     f"{UCX_DEVICES} is set"),
     "UCX's own policy": ("juwels_booster", rank(0, 4), 4, {"UCX_SINGLE_NET_DEVICE": "y"},
                          "UCX_SINGLE_NET_DEVICE is set"),
-    "not told": ("juwels_booster", rank(None, None), 4, {}, "does not tell the local rank"),
+    "not told": ("juwels_booster", rank(None, None), 4, {}, "sets no local rank"),
 }  # fmt: skip
 
 

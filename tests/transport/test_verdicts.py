@@ -131,7 +131,7 @@ FAULTS = {
     "half of it": (replace(PLAIN, query_cuda=True), {"UCX_TLS": "all"}, "no CUDA transports",
                    "UCX"),
     "no UCX at all": (replace(PLAIN, libraries=()), {}, "built without CUDA", "OMPI_MCA_pml=ucx"),
-    "all there": (Claims("Open MPI", True), {}, "says that it takes", "tell the site"),
+    "all there": (Claims("Open MPI", True), {}, "reports support of", "tell the site"),
 }  # fmt: skip
 
 
@@ -372,7 +372,7 @@ def test_what_cannot_be_remembered_is_said(tmp_path, capfd):
     verdicts._write(tmp_path / "cache" / "one.json", verdicts.ProbeResult(STAGED))
     errors = capfd.readouterr().err
     assert f"cannot be cached in {tmp_path / 'cache'} (" in errors
-    assert "let XDG_CACHE_HOME name a folder" in errors
+    assert "set XDG_CACHE_HOME to a folder" in errors
 
 
 # ---- real jobs, over a made-up CuPy ----
@@ -404,9 +404,7 @@ print(json.dumps(asdict(verdicts.cached_result(os.environ))))
 
 @pytest.mark.processes
 def test_an_mpi_that_takes_these_pointers(machine):
-    result = find(
-        machine, notice="trying which way GPU memory takes here, once (same gpu, same node)"
-    )
+    result = find(machine, notice="probing the path of GPU memory, once (same gpu, same node)")
     assert (result.verdict.same_gpu, result.verdict.same_node) == ("cuda-aware", "cuda-aware")
     assert result.verdict.across == "staged"
     assert all(

@@ -37,7 +37,7 @@ CALLS = {
     "reduce-scatter": lambda group, x, op, root: reduce_scatter(group, x, op),
     "all-gather": lambda group, x, op, root: all_gather(group, x),
     "ordered-reduce-scatter": lambda group, x, op, root: ordered.reduce_scatter(
-        group, ordered.Tree(group.link.size, group.link.size), [x], x, op
+        group, ordered.SumTree(group.link.size, group.link.size), [x], x, op
     ),
     "doubling": lambda group, x, op, root: all_gathers.doubling(group, x),
     "broadcasts": lambda group, x, op, root: all_gathers.broadcasts(group, x),

@@ -135,7 +135,11 @@ def environment(mpi: Mpi, ranks: int, environ: Mapping[str, str]) -> dict[str, s
     Programs are looked for beside this Python first: `hpctrain` and `python` are then these.
     """
     path = {"PATH": f"{Path(sys.executable).parent}:{environ.get('PATH', os.defpath)}"}
-    inherited = {k: v for k, v in launchers.scrubbed(environ).items() if not k.startswith("SLURM")}
+    inherited = {
+        k: v
+        for k, v in launchers.without_rank_variables(environ).items()
+        if not k.startswith("SLURM")
+    }
     return _defaults(mpi, ranks) | inherited | path
 
 

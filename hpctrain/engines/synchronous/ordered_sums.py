@@ -16,7 +16,7 @@ import numpy as np
 
 from hpctrain.collectives import AllReduceFunction, Group, Operation, ordered
 from hpctrain.collectives.all_gathers import IN_MEMORY, AllGather
-from hpctrain.collectives.ordered import Tree
+from hpctrain.collectives.ordered import SumTree
 from hpctrain.collectives.ring import reduce_scatter
 from hpctrain.gradients.arena import offset_in
 from hpctrain.gradients.blocks import NOTHING, BlockReplica, in_order
@@ -45,7 +45,7 @@ class FastSums:
 class OrderedSums:
     """Sums of gradients and losses over ranks, in an order that does not depend on the ranks."""
 
-    def __init__(self, replica: Replica, tree: Tree, rank: int, all_gather: AllGather):
+    def __init__(self, replica: Replica, tree: SumTree, rank: int, all_gather: AllGather):
         """Raise UsageError where the replica cannot be computed in blocks."""
         self.replica, self.allreduce = BlockReplica(replica, tree, rank), self.ordered
         self._tree, self._rank, self._all_gather = tree, rank, all_gather

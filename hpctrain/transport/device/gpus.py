@@ -33,7 +33,7 @@ class Gpu:
 
     ordinal: int
     uuid: str
-    pci: str  #: address as in sysfs; "" where CUDA does not tell
+    pci: str  #: address as in sysfs; "" where CUDA does not report it
 
     def __str__(self) -> str:
         return f"gpu {self.ordinal}, {self.uuid}"
@@ -67,7 +67,7 @@ def gpu_for(launched: Launched, visible: int, listed: Sequence[str] = ()) -> Gpu
         return GpuChoice(0, "the only one visible" + _one_slice(listed))
     rank, unsure = launched.local_rank, ""
     if rank is None:
-        rank, unsure = launched.rank, ", by its rank: the launcher does not tell the local rank"
+        rank, unsure = launched.rank, ", by its rank: the launcher sets no local rank"
     if launched.local_size is not None and launched.local_size > visible:
         unsure += f"; {launched.local_size} ranks share {visible} GPUs"
     return GpuChoice(rank % visible, f"one of {visible} visible, taken in turn{unsure}")

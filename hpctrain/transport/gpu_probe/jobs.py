@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.core.interpreter import module_command
-from hpctrain.core.launchers import scrubbed
+from hpctrain.core.launchers import without_rank_variables
 from hpctrain.transport.gpu_probe import mpi_claims
 
 CLASSES = ("same_gpu", "same_node", "across")
@@ -135,7 +135,7 @@ def run(command: Sequence[str], environ: Mapping[str, str]) -> ProbeTrial:
     leave = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
     process = subprocess.Popen(
         command,
-        env={**scrubbed(environ), **(leave if os.geteuid() == 0 else {})},
+        env={**without_rank_variables(environ), **(leave if os.geteuid() == 0 else {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -102,7 +102,7 @@ def fault(claims: Claims, environ: Mapping[str, str]) -> CudaFault:
         or _mpich_fault(claims, environ)
         or _open_mpi_fault(claims)
         or CudaFault(
-            f"{claims.vendor} says that it takes device pointers, and fails",
+            f"{claims.vendor} reports support of device pointers, but fails",
             "the driver and what MPI or UCX were built for may not fit: tell the site; "
             "hpctrain does without",
         )
@@ -165,7 +165,7 @@ def _mpich_fault(claims: Claims, environ: Mapping[str, str]) -> CudaFault | None
             "export MPIR_CVAR_NOLOCAL=1",
         )
     return CudaFault(
-        f"{claims.vendor} was built without CUDA (MPIX_GPU_query_support says no)",
+        f"{claims.vendor} was built without CUDA (MPIX_GPU_query_support reports none)",
         "take the site's build for CUDA; MPICH: ./configure --with-cuda, or another UCX: "
         "docs/gpus.md, 'Open MPI from the package index'",
     )
@@ -184,7 +184,7 @@ def _open_mpi_fault(claims: Claims) -> CudaFault | None:
     if claims.reports_cuda:
         return None
     return CudaFault(
-        "Open MPI was built without CUDA (MPIX_Query_cuda_support says no)",
+        "Open MPI was built without CUDA (MPIX_Query_cuda_support reports none)",
         "take the site's build for CUDA (`ompi_info | grep -i cuda`), or select UCX: "
         "OMPI_MCA_pml=ucx",
     )

@@ -153,7 +153,7 @@ def probe(environ: Mapping[str, str], again: bool = False) -> ProbeResult:
         return ProbeResult(replace(STAGED, reason="no mpiexec and no srun to start a trial with"))
     missing = {name: line for name, line in commands.items() if name not in results}
     if missing:
-        message = f"trying which way GPU memory takes here, once ({', '.join(missing)})"
+        message = f"probing the path of GPU memory, once ({', '.join(missing)})"
         print(message.replace("_", " "), file=sys.stderr, flush=True)
     results |= {name: jobs.run(line, environ) for name, line in missing.items()}
     judgement = judge(results, gdr.gdr(nics.nics()), environ)

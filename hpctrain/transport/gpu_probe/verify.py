@@ -79,7 +79,7 @@ def _without(verdict: Verdict, corrupted: set[str]) -> Verdict:
         for name in ("same_gpu", "same_node", "across")
     }
     names = ", ".join(sorted(corrupted))
-    return replace(verdict, **chosen, reason=f"other bytes arrived by {names} than were sent")
+    return replace(verdict, **chosen, reason=f"test messages by {names} arrived corrupted")
 
 
 def pattern(rank: int, nbytes: int) -> np.ndarray:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpctrain.core.errors import HereError, UsageError
-from hpctrain.core.launchers import scrubbed
+from hpctrain.core.launchers import without_rank_variables
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _belongs(path: str, vendor: str) -> bool:
             text=True,
             timeout=10,
             stdin=subprocess.DEVNULL,
-            env=scrubbed(os.environ),
+            env=without_rank_variables(os.environ),
         )
     except (OSError, subprocess.TimeoutExpired):
         return False

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.link import NativeCall
 from hpctrain.transport.mpi.requests import cuts
-from hpctrain.watch import About, Entry, noticed, unnoted
+from hpctrain.watch import CallNote, Entry, detectable, detectable_call
 
 LONGEST_BYTES = (1 << 31) - 1  # the limit of Open MPI in one call
 _Operations = dict[np.ufunc, MPI.Op]
@@ -52,7 +52,7 @@ class MpiCollectives:
     def __init__(self, comm: MPI.Comm, link: Owner):
         self._comm, self.link = comm, link
 
-    @noticed(lambda frame: About(frame["self"].link, b"MPI_Allreduce", frame["x"].nbytes))
+    @detectable(lambda frame: CallNote(frame["self"].link, b"MPI_Allreduce", frame["x"].nbytes))
     def allreduce(self, x: np.ndarray, op: Any) -> None:
         """Reduce `x` in place by `MPI_Allreduce`; the watch records it."""
         if not x.flags.aligned:  # mpi4py knows no datatype for it, and MPI adds aligned numbers
@@ -67,17 +67,17 @@ class MpiCollectives:
     def bind_allreduce(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
         """Return a call that does `allreduce` to flat `x`, also recorded by the watch."""
         # A longer array is cut as in `allreduce`, which other ranks may call.
-        if not (x.flags.aligned and x.nbytes <= self.link.cut_bytes and able(x, op)):
+        if not (x.flags.aligned and x.nbytes <= self.link.cut_bytes and is_native(x, op)):
             return partial(self.allreduce, x, op)
-        about = About(self.link, b"MPI_Allreduce", x.nbytes)
-        return unnoted(at_once(self._comm, x, op), about)
+        note = CallNote(self.link, b"MPI_Allreduce", x.nbytes)
+        return detectable_call(allreduce_call(self._comm, x, op), note)
 
     def bind(self, collective: str, x: np.ndarray, op: Any) -> NativeCall:
         """Return a call of MPI's own `collective` on `x`, unknown to the watch."""
         return bound(self._comm, collective, x, op)
 
 
-def able(x: np.ndarray, op: Any) -> bool:
+def is_native(x: np.ndarray, op: Any) -> bool:
     """Return whether MPI reduces `x` by `op` in one call; arrays of GPUs it is never given."""
     return isinstance(x, np.ndarray) and x.nbytes <= LONGEST_BYTES and op in _operations(x)
 
@@ -93,7 +93,7 @@ def _operations(x: np.ndarray) -> _Operations:
     return OPERATIONS.get(x.dtype.char, {})
 
 
-def at_once(comm: MPI.Comm, x: np.ndarray, op: Any) -> Callable[[], Any]:
+def allreduce_call(comm: MPI.Comm, x: np.ndarray, op: Any) -> Callable[[], Any]:
     """Return an all-reduce of flat `x`: the quickest call that mpi4py knows.
 
     In every call it asks an array for shape and format, but not memory of its own. A method that
@@ -108,19 +108,19 @@ def bound(comm: MPI.Comm, collective: str, x: np.ndarray, op: Any) -> NativeCall
 
     Raises UsageError for a dtype that MPI does not reduce, and above the limit of Open MPI.
     """
-    if not able(x, op):
+    if not is_native(x, op):
         raise UsageError(
             f"MPI's own {collective}: expected a dtype and an operation that it has, and at most "
             f"{LONGEST_BYTES} bytes, seen {x.nbytes} bytes of {x.dtype}"
         )
     chunk, kind = x.size // comm.size, MPI.Datatype.fromcode(x.dtype.char)
-    whole, chunks = [x, x.size, kind], [x, chunk, kind]
+    vector, chunks = [x, x.size, kind], [x, chunk, kind]
     in_place, by = MPI.IN_PLACE, operation(x, op)
     calls: dict[str, Callable[[], Any]] = {
-        "allreduce": partial(comm.Allreduce, in_place, whole, by),
+        "allreduce": partial(comm.Allreduce, in_place, vector, by),
         "allreduce plain": lambda: comm.Allreduce(MPI.IN_PLACE, x, by),
         "reduce-scatter": partial(comm.Reduce_scatter_block, in_place, chunks, by),
         "all-gather": partial(comm.Allgather, in_place, chunks),
-        "broadcast": partial(comm.Bcast, whole, 0),
+        "broadcast": partial(comm.Bcast, vector, 0),
     }
     return NativeCall(calls[collective], x[:chunk] if collective == "reduce-scatter" else x)

@@ -126,7 +126,7 @@ def _cores(
     if neighbours > count:
         return own, f"not bound: {neighbours} ranks share {count} cores"
     if rank is None or launched.local_size is None or rank >= neighbours:
-        return own, "not bound: the launcher does not tell the local rank"
+        return own, "not bound: the launcher sets no local rank"
     share = online[rank * count // neighbours : (rank + 1) * count // neighbours]
     return tuple(sorted(share)), f"took {len(share)} of {count} cores as local rank {rank}"
 

@@ -113,11 +113,11 @@ def select_port(
     rank, ranks = launched.local_rank, launched.local_size
     variable = next((name for name in UCX_VARIABLES if environ.get(name)), None)
     if variable is not None:
-        return "", f"{variable} is set, and obeyed"
+        return "", f"{variable} is set, and overrides this"
     if len(ports) < 2 or not ports[0].rdma:
         return "", "there is no choice of ports"
     if rank is None or ranks is None or rank >= ranks:
-        return "", "the launcher does not tell the local rank"
+        return "", "the launcher sets no local rank"
     nearest = _nearest_by_rank(spot, ranks, ports, root)
     of_gpus = {name for gpu in spot.gpus for name in nics.nearest_ports(gpu, ports, root)}
     usable = len(of_gpus if len(spot.gpus) > 1 else ports)

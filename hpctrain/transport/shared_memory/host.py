@@ -154,7 +154,7 @@ class Memory:
         skew = ALIGN_BYTES + self._link.rank * SKEW_BYTES % PAGE_BYTES
         if kind == "window":
             pages = self._link.window(nbytes + ALIGN_BYTES)
-            return [_at_a_cache_line(x) for x in pages] if self._unanimous(bool(pages)) else None
+            return [_cache_aligned(x) for x in pages] if self._unanimous(bool(pages)) else None
         token = secrets.token_bytes(16)
         file = _new_file(FILES[kind], token, skew + nbytes)
         descriptions = self._gather(
@@ -177,10 +177,10 @@ class Memory:
 def aligned_zeros(length: int, dtype: np.typing.DTypeLike) -> np.ndarray:
     """Return zeros (length,), private to this process, aligned to a cache line."""
     nbytes = length * np.dtype(dtype).itemsize
-    return _at_a_cache_line(np.zeros(nbytes + ALIGN_BYTES, np.uint8)).view(dtype)
+    return _cache_aligned(np.zeros(nbytes + ALIGN_BYTES, np.uint8)).view(dtype)
 
 
-def _at_a_cache_line(x: np.ndarray) -> np.ndarray:
+def _cache_aligned(x: np.ndarray) -> np.ndarray:
     """Return bytes `x` without the first 0 .. 64, and 64 shorter in all.
 
     All ranks that map these pages skip the same number: pages begin at cache lines everywhere.
@@ -194,11 +194,11 @@ def _anonymous() -> File:
     return File(descriptor, f"/proc/{os.getpid()}/fd/{descriptor}")
 
 
-def _named() -> File:
+def _file_in_shm() -> File:
     return File(*tempfile.mkstemp(prefix="hpctrain-", dir=SHM))
 
 
-FILES: dict[str, Callable[[], File]] = {"memfd": _anonymous, "file": _named}
+FILES: dict[str, Callable[[], File]] = {"memfd": _anonymous, "file": _file_in_shm}
 
 
 def _new_file(make: Callable[[], File], token: bytes, nbytes: int) -> File | None:
