@@ -33,7 +33,7 @@ from hpctrain.transport.shared_memory.cuda_ipc import shared_gpu_memory
 from hpctrain.transport.shared_memory.host import Memory
 from hpctrain.tuning.gpu_layout import Gpus
 from hpctrain.tuning.select import with_choices
-from hpctrain.watch import Record, Watch, record_path
+from hpctrain.watch import Watch, WatchRecord, record_path
 from hpctrain.watch.trace import Trace
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class World:
     local_rank: int = 0
     concurrent: bool = True  #: whether several threads may communicate at once
     transport: str = "local"
-    record: Record | None = None  #: of the link operations that wait; None among threads
+    record: WatchRecord | None = None  #: of the link operations that wait; None among threads
     gpu: gpus.Gpu | None = None  #: the one this rank computes on; None: on its cores
     places: tuple[RankPlace, ...] = ()  #: of each rank: its node, and its GPU where it has one
     verdict: Verdict = STAGED  #: the path of GPU memory between ranks
@@ -208,13 +208,13 @@ class World:
             self._record_in(before)
             record.close()
 
-    def _new_record(self, directory: Path) -> Record:
+    def _new_record(self, directory: Path) -> WatchRecord:
         try:
-            return Record(record_path(directory, self.rank), self.rank, self.size)
+            return WatchRecord(record_path(directory, self.rank), self.rank, self.size)
         except OSError as error:
             raise UsageError(f"nothing can be written in {directory}: {error.strerror}") from None
 
-    def _record_in(self, record: Record) -> None:
+    def _record_in(self, record: WatchRecord) -> None:
         """Let every thread's links record the calls that wait in `record`."""
         self.record = record
         for thread, links in {"main": self.main.links, **self.purpose_links}.items():
@@ -313,7 +313,7 @@ def _over_mpi(device: gpus.Device, timeout_s: float) -> World:
     shm_warning.warn(launched)
     from hpctrain.transport.mpi import link as mpi_link
 
-    record = Record(None, launched.rank, launched.size)
+    record = WatchRecord(None, launched.rank, launched.size)
     link = mpi_link.start(record.entry("main"), timeout_s)
     segments.announce()
     if fault := launchers.mismatch(launched, link.size, mpi_is.vendor, mpi_is.libmpi):

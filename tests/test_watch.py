@@ -27,9 +27,9 @@ from hpctrain import watch
 from hpctrain.watch import (
     Call,
     CallNote,
-    Record,
     Snapshot,
     Watch,
+    WatchRecord,
     code_location,
     detectable_call,
     read,
@@ -43,13 +43,13 @@ from hpctrain.watch.record import frame_of_each_thread
 CHILD = """
 import sys, time
 from pathlib import Path
-from hpctrain.watch import Record, Watch
+from hpctrain.watch import WatchRecord, Watch
 
 def compute():
     time.sleep(60)
 
 folder = Path(sys.argv[1])
-record = Record(folder / "rank-00001", 1, 2)
+record = WatchRecord(folder / "rank-00001", 1, 2)
 record.step = 6
 record.step = 7
 entry = record.entry("main")
@@ -88,9 +88,9 @@ def settle(job: Job, folder: Path) -> None:
 @contextmanager
 def watched(
     folder: Path | None, timeout_s: float, factor: float = 10
-) -> Iterator[tuple[Record, Queue[str]]]:
+) -> Iterator[tuple[WatchRecord, Queue[str]]]:
     """Give rank 0 of 2 a record, past its first step, and a watch that reports into a queue."""
-    record = Record(folder and record_path(folder, 0), 0, 2)
+    record = WatchRecord(folder and record_path(folder, 0), 0, 2)
     reports: Queue[str] = Queue()
     guard = Watch(record, folder, timeout_s, reports.put, factor)
     try:
@@ -291,7 +291,7 @@ def test_silence_is_three_heartbeats(timeout_s: float, age_s: float, dead: bool)
 
 
 def test_torn_records_are_read_as_something(tmp_path: Path) -> None:
-    record, noise = Record(record_path(tmp_path, 0), 0, 2), random.Random(0)
+    record, noise = WatchRecord(record_path(tmp_path, 0), 0, 2), random.Random(0)
     for index in range(watch.ENTRIES):
         record.entry(f"thread {index}").enter(b"recv", 1, index)
     raw, torn = record_path(tmp_path, 0).read_bytes(), tmp_path / "torn"
@@ -316,7 +316,7 @@ def test_what_is_no_record_is_refused(tmp_path: Path, raw: bytes) -> None:
 @pytest.mark.parametrize("folder", [True, False])
 def test_record_holds_what_was_entered(tmp_path: Path, folder: bool) -> None:
     path = record_path(tmp_path / "watch", 12) if folder else None
-    record = Record(path, 12, 16)
+    record = WatchRecord(path, 12, 16)
     record.step = 3
     names = ["main", "comm", *map(str, range(watch.ENTRIES - 2))]
     for index, name in enumerate(names):
@@ -390,8 +390,8 @@ def test_nothing_is_collected_while_frames_are_made(
 
 
 def test_where_of_a_thread_that_ended() -> None:
-    made: Queue[Record] = Queue()
-    thread = threading.Thread(target=lambda: made.put(Record(None, 0, 1)))
+    made: Queue[WatchRecord] = Queue()
+    thread = threading.Thread(target=lambda: made.put(WatchRecord(None, 0, 1)))
     thread.start()
     thread.join(10)
     record = made.get(timeout=10)
@@ -412,9 +412,9 @@ def test_one_rank_speaks(tmp_path: Path) -> None:
             threading.Thread(target=rank, daemon=True).start()
         assert sum(won.get(timeout=10) for _ in range(8)) == 1
         assert (tmp_path / watch.REPORT).read_text() == "text"
-        Record(record_path(tmp_path, 1), 1, 2).close()
+        WatchRecord(record_path(tmp_path, 1), 1, 2).close()
         assert (tmp_path / watch.REPORT).exists()
-        Record(record_path(tmp_path, 0), 0, 2).close()
+        WatchRecord(record_path(tmp_path, 0), 0, 2).close()
     assert watch.write_report(tmp_path / "lost", "text")
 
 
@@ -449,7 +449,7 @@ def test_stacks_of_all_threads(tmp_path: Path, folder: str) -> None:
 
 def test_a_call_that_notes_nothing_is_noted_by_the_watch() -> None:
     """Once it lasts for two looks; its note goes when it is over, but no later call's."""
-    record, insides = Record(None, 0, 2), LastingCalls()
+    record, insides = WatchRecord(None, 0, 2), LastingCalls()
     link = SimpleNamespace(entry=record.entry("main"))
     gates = [threading.Lock(), threading.Lock()]
 
@@ -473,7 +473,7 @@ def test_a_call_that_notes_nothing_is_noted_by_the_watch() -> None:
         insides.scan()
         assert record.snapshot().waits == waits
         gate.release()
-        while insides._noted:
+        while insides._notes:
             insides.scan()
             assert len(record.snapshot().waits) <= 1
             time.sleep(0.001)
@@ -486,12 +486,12 @@ def test_what_a_killed_rank_left_aside_goes_with_its_next_record(tmp_path):
     path = record_path(tmp_path, 1)
     for rank in (1, 2):
         record_path(tmp_path, rank).with_name(f".rank-0000{rank}.4711").touch()
-    Record(path, 1, 3).close()
+    WatchRecord(path, 1, 3).close()
     assert [left.name for left in tmp_path.iterdir()] == [".rank-00002.4711"]
 
 
 def test_a_record_that_the_disk_does_not_let_go_ends_no_run(tmp_path, monkeypatch):
-    record = Record(record_path(tmp_path, 0), 0, 1)
+    record = WatchRecord(record_path(tmp_path, 0), 0, 1)
 
     def read_only(self):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))

@@ -10,7 +10,7 @@ from pathlib import Path
 from time import time as clock
 
 from hpctrain.watch.inside import LastingCalls
-from hpctrain.watch.record import Record, Snapshot, read, record_path
+from hpctrain.watch.record import Snapshot, WatchRecord, read, record_path
 from hpctrain.watch.report import interval_s, report
 
 
@@ -23,7 +23,7 @@ class Watch:
 
     def __init__(
         self,
-        record: Record,
+        record: WatchRecord,
         directory: Path | None,
         timeout_s: float,
         on_hang: Callable[[str], None],

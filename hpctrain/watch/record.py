@@ -75,7 +75,7 @@ class Entry:
 
     __slots__ = ("_at", "_flag", "_map", "_record")
 
-    def __init__(self, record: Record, at: int) -> None:
+    def __init__(self, record: WatchRecord, at: int) -> None:
         self._record, self._map = record, record._map
         self._at, self._flag = at, at + _CALL.size - 1
 
@@ -93,7 +93,7 @@ class Entry:
         return bytes(self._map[self._at : self._flag + 1])
 
 
-class Record:
+class WatchRecord:
     """One rank's record in the file `path`, or in plain memory where `path` is None.
 
     The thread that makes it is the main thread whose line is shown. Raises OSError.

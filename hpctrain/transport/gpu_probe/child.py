@@ -40,7 +40,7 @@ from hpctrain.transport.link import Link  # noqa: E402
 from hpctrain.transport.mpi import library  # noqa: E402
 from hpctrain.transport.mpi import link as mpi_link  # noqa: E402
 from hpctrain.transport.paths import Path  # noqa: E402
-from hpctrain.watch import Record  # noqa: E402
+from hpctrain.watch import WatchRecord  # noqa: E402
 
 #: Short, long, and as long as a piece of a bucket: MPIs use another protocol for each.
 SIZES = (1, 1 << 16, 1 << 24)
@@ -91,7 +91,7 @@ def main() -> None:
     outbox, inbox = Buffer(runtime, max(SIZES)), Buffer(runtime, max(SIZES))
     if hosts[0] == hosts[1]:
         _report(comm, "ipc", **by_ipc(comm, runtime, outbox, inbox))
-    link = mpi_link.MpiLink(comm.Dup(), Record(None, comm.rank, comm.size).entry("main"))
+    link = mpi_link.MpiLink(comm.Dup(), WatchRecord(None, comm.rank, comm.size).entry("main"))
     cupy = gpus.cupy_module()
     _report(comm, "staged", seconds=messages(link, cupy, ["staged"]))
     time.sleep(OUTPUT_S)
