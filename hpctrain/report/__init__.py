@@ -1,1 +1,1 @@
-"""What became of a run, to look at: plots and one page; reads files only."""
+"""Reports of runs: plots and one page, made from the files of a run alone."""

@@ -1,1 +1,1 @@
-"""Gossip: workers average with each other, without a center."""
+"""Gossip: workers average with each other, without a centre."""
