@@ -248,6 +248,19 @@ def test_paths_of_the_pages_exist(page):
     assert not missing, f"{page} names files that are not there"
 
 
+def test_functions_of_the_ways_exist():
+    """A line `folder/file.py  name(...)` of architecture.md names a function of that file."""
+    text = PAGES["docs/architecture.md"]
+    named = re.findall(r"^(\w+(?:/\w+)*\.py) +(\w+)\(", text, re.MULTILINE)
+    assert len(named) > 15
+    missing = [
+        (file, name)
+        for file, name in named
+        if not re.search(rf"\b(def|class) {name}\b", (PACKAGE / file).read_text())
+    ]
+    assert missing == []
+
+
 def test_every_all_reduce_is_described():
     pages = [PAGES["README.md"], PAGES["docs/algorithms.md"]]
     assert [name for name in ALLREDUCE if any(f"`{name}`" not in page for page in pages)] == []
