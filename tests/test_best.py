@@ -160,7 +160,7 @@ def test_a_best_without_a_test_set_is_refused(tmp_path):
         options = CheckpointOptions(keep_best="test_loss")
         Trainer(model, optim.sgd(0.1), world=world).fit(drawn(), epochs=1, checkpoints=options)
 
-    with pytest.raises(UsageError, match="keep_best looks at test_loss, but there is no test set"):
+    with pytest.raises(UsageError, match="keep_best needs test_loss, but there is no test set"):
         run_on("threads", 2, body)
 
 

@@ -89,7 +89,7 @@ def test_early_stop_ends_a_run_as_done_with_a_checkpoint(ranks, tmp_path):
         assert first["reason"].startswith("early stop: test_accuracy has not improved on ")
         kept = ("status", "steps", "reason", "params_sha256", "test_accuracy")
         assert [again[key] for key in kept] == [first[key] for key in kept]
-        assert longer["steps"] == 6 * EPOCH and longer["reason"].endswith("in 5 looks")
+        assert longer["steps"] == 6 * EPOCH and longer["reason"].endswith("in 5 values")
         assert [r["step"] for r in run_folder.rows(folder)] == [EPOCH * i for i in range(1, 7)]
 
 
@@ -208,7 +208,7 @@ def test_when_the_model_is_evaluated(tmp_path, interval):
 # Keys of fit and its callbacks -> what is said
 REFUSED = {
     "both": ([], {"evaluate_epochs": 1, "evaluate_steps": 1}, "evaluate_epochs or evaluate_steps"),
-    "no test set": ([EarlyStop(patience=1)], {"evaluate": None}, "looks at test_loss, but there"),
+    "no test set": ([EarlyStop(patience=1)], {"evaluate": None}, "needs test_loss, but there"),
 }
 
 

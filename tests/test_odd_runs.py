@@ -180,7 +180,7 @@ def test_a_folder_is_swept_of_what_killed_writers_left(tmp_path, trained):
         path.parent.mkdir(exist_ok=True)
         path.write_text("x")
     os.utime(old, (1, 1))
-    with run_folder.claimed(run, resume=True):
+    with run_folder.claim(run, resume=True):
         pass
     assert not any(path.exists() for path in (old, *gone))
     assert all(path.exists() for path in stay)
@@ -188,7 +188,7 @@ def test_a_folder_is_swept_of_what_killed_writers_left(tmp_path, trained):
 
 def test_what_a_killed_writer_left_does_not_make_a_folder_used(tmp_path):
     (tmp_path / f".recipe.toml.{2**22 + 1}-1.1@{os.uname().nodename}").write_text("x")
-    with run_folder.claimed(tmp_path, resume=False):
+    with run_folder.claim(tmp_path, resume=False):
         assert sorted(os.listdir(tmp_path)) == [".lock"]
 
 
@@ -211,7 +211,7 @@ def test_a_lock_is_no_other_name_of_a_file(tmp_path):
     os.link(tmp_path / "victim", run / run_folder.LOCK)
     with (
         pytest.raises(UsageError, match="expected a file of its own"),
-        run_folder.claimed(run, True),
+        run_folder.claim(run, True),
     ):
         pass
     assert (tmp_path / "victim").read_text() == "precious"

@@ -82,10 +82,10 @@ REFUSED = {
     "no epochs": (["run.epochs=0"], "[run] epochs: input should be greater than or equal to 1"),
     "device": (["run.device=tpu"], "[run] device: input should be"),
     "algorithm": (["wire.algorithm=rign"], "unknown algorithm 'rign'; did you mean 'ring'?"),
-    "misplaced": (["engine.algorithm=ring"], "[engine] algorithm: belongs into [wire]"),
+    "misplaced": (["engine.algorithm=ring"], "[engine] algorithm: belongs in [wire]"),
     "key of another engine": (
         ["engine.staleness=2"],
-        "[engine] staleness: belongs to ps-async, seen with allreduce; take --engine ps-async",
+        "[engine] staleness: belongs to ps-async, seen with allreduce; use --engine ps-async",
     ),
     "key of several engines": (
         ["engine.kind=local-sgd", "engine.servers=2"],

@@ -15,7 +15,7 @@ from hpctrain.run_files import run_folder
 
 
 def claim(run, resume=False):
-    with run_folder.claimed(run, resume):
+    with run_folder.claim(run, resume):
         return sorted(path.name for path in run.iterdir())
 
 
@@ -54,7 +54,7 @@ HOLD = """
 import os, sys, time
 from pathlib import Path
 from hpctrain.run_files import run_folder as rundir
-with rundir.claimed(Path(sys.argv[1]), True):
+with rundir.claim(Path(sys.argv[1]), True):
     print("held", flush=True)
     time.sleep(60)
 """

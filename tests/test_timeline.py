@@ -187,7 +187,7 @@ def test_only_the_steps_and_spans_that_were_asked_for(tmp_path, caplog):
     dropped = [about["dropped_spans"] for about in seen.about["ranks"]]
     assert min(dropped) > 24 * 3
     said = f"trace.max_spans is 20, and rank 0 had {dropped[0]} more"
-    assert caplog.text.count("the trace is not whole") == caplog.text.count(said) == 1
+    assert caplog.text.count("the trace is incomplete") == caplog.text.count(said) == 1
 
 
 def test_no_trace_unless_asked(tmp_path):
@@ -239,7 +239,7 @@ SKEW_S = (0.0, 1000.0, -5.0, 0.25)
 def test_offsets_are_found_within_their_uncertainty():
     def body(world):
         skew = SKEW_S[world.rank]
-        return timeline.compared(world.link, [1, 3], lambda: perf_counter() + skew)
+        return timeline.clock_offset(world.link, [1, 3], lambda: perf_counter() + skew)
 
     found = run_on("threads", 4, body)
     for rank, reading in enumerate(found):

@@ -172,7 +172,7 @@ def test_the_recipe_of_a_run_keeps_folder_and_hash(project, tmp_path, caplog):
     assert "code has changed" not in caplog.text
     project.write_text(MODULE + "# another line")
     train(recipe.load(str(tmp_path / "run" / run_folder.RECIPE)), tmp_path / "again")
-    assert f"code has changed since the recipe was kept: module {project.stem}" in caplog.text
+    assert f"code has changed since the run was recorded: module {project.stem}" in caplog.text
 
 
 def test_without_own_code_nothing_is_kept():
@@ -215,13 +215,13 @@ def opened(path: Path, bits: int) -> None:
 
 # name: (what is done to run and module, what the refusal says)
 STRANGE = {
-    "run": (lambda run, module: opened(run, 0o2), "run: all may write to it; chmod o-w"),
+    "run": (lambda run, module: opened(run, 0o2), "run: every user may write to it; chmod o-w"),
     "recipe": (
         lambda run, module: opened(run / run_folder.RECIPE, 0o2),
-        "recipe.toml: all may write",
+        "recipe.toml: every user may write",
     ),
-    "folder": (lambda run, module: opened(module.parent, 0o2), "project: all may write"),
-    "module": (lambda run, module: opened(module, 0o2), ".py: all may write"),
+    "folder": (lambda run, module: opened(module.parent, 0o2), "project: every user may write"),
+    "module": (lambda run, module: opened(module, 0o2), ".py: every user may write"),
     "cache": (lambda run, module: opened(module.parent / "__pycache__", 0o2), "__pycache__: all"),
     "changed": (lambda run, module: module.write_text(MODULE + "#"), "expected SHA-256 "),
     "no hash": (forget, "no SHA-256 is recorded, seen "),

@@ -212,7 +212,7 @@ def test_weights_that_do_not_fit_are_listed(tmp_path, misfit, size):
         run_on("threads", size, body)
     for line in said:
         assert str(error.value).count(line) == 1
-    assert len(str(error.value).splitlines()) <= 1 + weights.TOLD + 1
+    assert len(str(error.value).splitlines()) <= 1 + weights.MOST_FAULTS + 1
 
 
 def test_weights_of_another_precision_fit(tmp_path):
@@ -287,7 +287,7 @@ def test_a_checkpoint_without_names_is_loaded_but_lends_no_weights(made, tmp_pat
     old = without(run, tmp_path, "weights", "model")
     expected = tensors_of(run)
     assert all(np.array_equal(x, expected[key]) for key, x in tensors_of(old).items())
-    with pytest.raises(UsageError, match="does not tell the names of its tensors"):
+    with pytest.raises(UsageError, match="does not name its tensors"):
         weights.read(old)
 
 

@@ -37,8 +37,8 @@ def read(cls: type[T], table: Any, name: str) -> T:
         # an unknown key first: it may be a misspelling of the missing one
         errors = sorted(error.errors(), key=lambda e: e["type"] in _MISSING)
         faults = [_fault(e, keys, name) for e in errors[:_MOST_FAULTS]]
-        rest = [f"[{name}] and {len(errors) - _MOST_FAULTS} more"] * (len(errors) > _MOST_FAULTS)
-        raise UsageError("\n".join(faults + rest)) from None
+        more = [f"[{name}] and {len(errors) - _MOST_FAULTS} more"] * (len(errors) > _MOST_FAULTS)
+        raise UsageError("\n".join(faults + more)) from None
 
 
 def read_kind(kinds: Mapping[str, type[T]], table: Mapping[str, Any], name: str) -> T:

@@ -24,7 +24,7 @@ RIVALS = {
 Table = dict[str, Any]
 
 
-def applied(tables: Table, settings: Iterable[str]) -> Table:
+def apply(tables: Table, settings: Iterable[str]) -> Table:
     """Change `tables` by `settings` and return them; an empty value removes its key.
 
     Raises UsageError for an invalid setting, and if a table has another type.
@@ -52,7 +52,7 @@ def _setting(override: str) -> tuple[tuple[str, str], Any]:
 def _value(text: str, place: str) -> Any:
     """Return `text` as a TOML value; text that is no TOML is a string as it is."""
     try:
-        tables = toml.parsed(f"value = {text}", place)
+        tables = toml.parse(f"value = {text}", place)
     except toml.SyntaxFault:
         return text
     return tables["value"] if len(tables) == 1 else text  # further lines with other keys

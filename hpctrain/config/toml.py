@@ -31,7 +31,7 @@ class SyntaxFault(UsageError):
     """The text is not valid TOML."""
 
 
-def parsed(text: str, source: str) -> dict[str, Any]:
+def parse(text: str, source: str) -> dict[str, Any]:
     """Return the tables of `text` from `source`; raise UsageError that names the line."""
     try:
         if (key := _DEEP_KEY.search(text)) is not None:

@@ -1,4 +1,4 @@
-"""User functions that a recipe names, `package.module:function`: import, and check of ownership.
+"""User functions that a recipe names, `package.module:function`: import and ownership checks.
 
 Modules are imported as Python finds them, installed packages first, and then from the folder of the
 recipe: that is appended to sys.path, so a `queue.py` beside the recipe breaks nothing. Functions of
@@ -54,13 +54,13 @@ class Code:
     """The code that a recipe names: its folder, and its modules by the SHA-256 of their files."""
 
     folder: str
-    named: bool = False  #: whether there is any
+    exists: bool = False  #: whether the recipe names any
     sha256: Mapping[str, str] = field(default_factory=dict)  #: as they are now, where found
     recorded: Mapping[str, str] = field(default_factory=dict)  #: as recorded in the recipe's [code]
 
     def tables(self) -> dict[str, Any]:
         """Return the table [code] of a run's recipe.toml; no table if the recipe names no code."""
-        if not self.named:
+        if not self.exists:
             return {}
         return {"code": {"folder": os.path.abspath(self.folder), "sha256": dict(self.sha256)}}
 
@@ -74,8 +74,8 @@ def read(tables: Mapping[str, Any], callbacks: Sequence[str], folder: str) -> Co
     options = config.read(CodeOptions, tables["code"], "code")
     folder = options.folder or folder
     targets = [("[run] callbacks", target) for target in callbacks]
-    called = [name for name in ("data", "model") if is_target(tables[name])]
-    targets += [(f"[{name}] kind", tables[name]["kind"]) for name in called]
+    tables_with_target = [name for name in ("data", "model") if is_target(tables[name])]
+    targets += [(f"[{name}] kind", tables[name]["kind"]) for name in tables_with_target]
     if not targets:
         return Code(".")
     return Code(folder, bool(targets), _hashes(targets, folder), options.sha256)
@@ -104,11 +104,10 @@ def _unknown_key(signature: inspect.Signature, positional: int, keys: Iterable[s
     parameters = list(signature.parameters.values())
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return ""
-    names = [p.name for p in parameters[:positional] if p.kind is p.KEYWORD_ONLY]
-    names += [
+    names = [
         p.name
-        for p in parameters[positional:]
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        for i, p in enumerate(parameters)
+        if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and i >= positional)
     ]
     unknown = [key for key in keys if key not in signature.parameters]
     return config.unknown("key", unknown[0], names) if unknown and names else ""
@@ -125,7 +124,7 @@ def find(target: str, place: str, folder: str) -> Callable[..., Any]:
 
     Raises UsageError, with the nearest name, if there is none or if it is one of Python's own.
     """
-    at, (module_name, function_name) = _at(place, target), _parts(target, place)
+    at, (module_name, function_name) = _place_text(place, target), _parts(target, place)
     _must_be_users(module_name, at, folder)
     module = _import(module_name, at, folder)
     functions = {name: value for name, value in vars(module).items() if inspect.isroutine(value)}
@@ -143,7 +142,7 @@ def source(name: str, folder: str) -> Path | None:
     if not _is_name(name) or _is_standard(name):
         return None
     top, *below = name.split(".")
-    spec = _chosen(_installed(top), _beside(top, folder))
+    spec = _choose(_installed_spec(top), _recipe_spec(top, folder))
     for part in below:
         if spec is None or spec.submodule_search_locations is None:
             return None
@@ -162,16 +161,16 @@ def must_be_own(run: Path, recipe: Path, code: Code) -> None:
     for name in code.sha256:
         file = source(name, code.folder)
         assert file is not None  # it was hashed
-        own |= dict.fromkeys(_decisive(file, Path(os.path.abspath(code.folder))))
+        own |= dict.fromkeys(_code_paths(file, Path(os.path.abspath(code.folder))))
         if (sha256 := code.recorded.get(name)) != code.sha256[name]:
-            was = f"expected SHA-256 {sha256}" if sha256 else "no SHA-256 is recorded"
-            faults.append(f"module {name} ({file}): {was}, seen {code.sha256[name]}")
-    faults = [*filter(None, map(_not_own, own)), *faults]
+            expected = f"expected SHA-256 {sha256}" if sha256 else "no SHA-256 is recorded"
+            faults.append(f"module {name} ({file}): {expected}, seen {code.sha256[name]}")
+    faults = [*filter(None, map(_foreign_access, own)), *faults]
     if faults:
         raise UsageError(
             f"{run} names code of its own ({', '.join(code.sha256)}), which is not run:"
             + "".join(f"\n  {fault}" for fault in faults)
-            + "\nRead it, then add --trust (in Python: trust=True) to run it all the same"
+            + "\nRead it, then add --trust (in Python: trust=True) to run it anyway"
         )
 
 
@@ -180,20 +179,20 @@ def _hashes(targets: Sequence[tuple[str, str]], folder: str) -> dict[str, str]:
     hashes = {}
     for place, target in targets:
         name = _parts(target, place)[0]
-        _must_be_users(name, _at(place, target), folder)
+        _must_be_users(name, _place_text(place, target), folder)
         if (file := source(name, folder)) is not None:
             hashes[name] = _sha256(file)
     return hashes
 
 
-def _at(place: str, target: str) -> str:
+def _place_text(place: str, target: str) -> str:
     return f"{place} {files.brief(target)}"
 
 
 def _parts(target: str, place: str) -> tuple[str, str]:
     module, _, function = target.partition(":")
     if not _is_name(module) or not function.isidentifier():
-        raise UsageError(f"{_at(place, target)}: expected 'package.module:function'")
+        raise UsageError(f"{_place_text(place, target)}: expected 'package.module:function'")
     return module, function
 
 
@@ -215,29 +214,31 @@ def _origin(function: Any) -> str:
 def _must_be_users(name: str, at: str, folder: str) -> None:
     """Raise UsageError if Python would import a module of its own or of another package."""
     top = name.partition(".")[0]
-    beside = _beside(top, folder)
+    beside = _recipe_spec(top, folder)
     own = beside.origin if beside else None
     rename = f"; rename {own}" if own else ""
     if _is_standard(name):
         raise UsageError(f"{at}: {EXPECTED}, seen Python's own module {top}{rename}")
-    installed = _installed(top)  # not before: another finder of Python's modules would run code
+    installed = _installed_spec(
+        top
+    )  # not before: another finder of Python's modules would run code
     other = installed.origin if installed else None
     if own and other and os.path.realpath(own) != os.path.realpath(other):
         raise UsageError(f"{at}: Python takes {other} for {top}{rename}")
 
 
-def _chosen(installed: ModuleSpec | None, beside: ModuleSpec | None) -> ModuleSpec | None:
+def _choose(installed: ModuleSpec | None, beside: ModuleSpec | None) -> ModuleSpec | None:
     """Return the spec that Python imports: a folder without __init__.py only as the last choice."""
     if installed and (installed.origin or not (beside and beside.origin)):
         return installed
     return beside
 
 
-def _beside(top: str, folder: str) -> ModuleSpec | None:
+def _recipe_spec(top: str, folder: str) -> ModuleSpec | None:
     return PathFinder.find_spec(top, [os.path.abspath(folder)])
 
 
-def _installed(top: str) -> ModuleSpec | None:
+def _installed_spec(top: str) -> ModuleSpec | None:
     """Return the spec of module `top` that Python finds before the recipe's folder."""
     try:
         return importlib.util.find_spec(top)
@@ -252,15 +253,15 @@ def _import(name: str, at: str, folder: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        looked = f"looked in {folder} and the installed packages"
-        raise UsageError(f"{at}: {error}; {looked}") from error
+        places = f"looked in {folder} and the installed packages"
+        raise UsageError(f"{at}: {error}; {places}") from error
 
 
 def _sha256(file: Path) -> str:
     return hashlib.sha256(files.read_bytes(file, MODULE_BYTES)).hexdigest()
 
 
-def _decisive(file: Path, folder: Path) -> Iterator[Path]:
+def _code_paths(file: Path, folder: Path) -> Iterator[Path]:
     """Yield the paths that determine the code of a module in `folder`; none if it is installed."""
     if folder in file.parents:
         yield from (path for path in (file, *file.parents) if path.is_relative_to(folder))
@@ -268,13 +269,13 @@ def _decisive(file: Path, folder: Path) -> Iterator[Path]:
             yield cache
 
 
-def _not_own(path: Path) -> str:
-    """Return how another user could have made or changed `path`; '' if none could."""
+def _foreign_access(path: Path) -> str:
+    """Return how another user could have made or changed `path`; '' if no other user could."""
     status = os.stat(path)
     if status.st_uid != os.geteuid():
         return f"{path}: expected your own, seen that of {_user(status.st_uid)}"
     if status.st_mode & stat.S_IWOTH:
-        return f"{path}: all may write to it; chmod o-w"
+        return f"{path}: every user may write to it; chmod o-w"
     if status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid):
         return f"{path}: its group {_group(status.st_gid)} may write to it; chmod g-w"
     return ""

@@ -111,9 +111,10 @@ def read_log(
 
 
 def append_lines(path: str | Path, text: str) -> None:
-    """Add whole lines to a log, all or none, behind its last whole line; raise OSError.
+    """Append whole lines to a log, all or none, after its last whole line; raise OSError.
 
-    The rest of an earlier write that was cut off is removed first.
+    What an earlier write that was cut off has left is removed first; a whole last line that lacks
+    only its newline is kept, and gets one.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
     handle = os.open(path, flags, 0o666)

@@ -36,9 +36,9 @@ LOCK = ".lock"
 #: The number of steps done again by all parts of a run: a part that is killed cannot report it.
 REDONE = ".redone"
 #: A job script writes the reason to stop there, before it sends the signal.
-WHY = ".why"
+STOP_REASON = ".why"
 #: A job script writes its Slurm job there, before it starts the ranks.
-BEGAN = ".began"
+SLURM_JOB = ".began"
 NOTE_BYTES, RECIPE_BYTES, SUMMARY_BYTES = 4096, files.MIB, 16 * files.MIB
 #: The variable in which `hpctrain launch` names a file; rank 0 writes the run's folder there. It
 #: lies in launch's memory, under this name: it vanishes when launch ends, also when killed.
@@ -53,7 +53,7 @@ def default_path(recipe_name: str) -> Path:
 
 
 @contextmanager
-def claimed(run: Path, resume: bool) -> Iterator[None]:
+def claim(run: Path, resume: bool) -> Iterator[None]:
     """Make the folder and lock it for this job; the kernel releases the lock at any exit.
 
     Raises UsageError if another job holds it, if a run lies there and `resume` is not set, or if
@@ -66,7 +66,7 @@ def claimed(run: Path, resume: bool) -> Iterator[None]:
                 f"--out {run} is in use: it holds {names}. Add --resume to go on with that run, or "
                 "name a new folder"
             )
-        lock = locked(run)
+        lock = lock_folder(run)
     except OSError as error:
         raise UsageError(f"--out {run} cannot be written: {error.strerror}") from None
     try:
@@ -75,19 +75,19 @@ def claimed(run: Path, resume: bool) -> Iterator[None]:
         os.close(lock)
 
 
-class HeldError(UsageError):
-    """Another process writes to a folder."""
+class LockedError(UsageError):
+    """A folder is locked: another process writes to it."""
 
 
-def locked(run: Path) -> int:
-    """Lock a folder, return the lock's file descriptor; raise HeldError if it is locked already."""
-    lock = _opened(run / LOCK)
+def lock_folder(run: Path) -> int:
+    """Lock a folder, return the file descriptor; raise LockedError if it is locked already."""
+    lock = _open_lock(run / LOCK)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.read(lock, 200).decode(errors="replace")
         os.close(lock)
-        raise HeldError(f"--out {run} is being written by {brief(holder)[1:-1]}") from None
+        raise LockedError(f"--out {run} is being written by {brief(holder)[1:-1]}") from None
     except OSError as error:  # some parallel file systems have no locks
         log.warning("%s cannot be locked (%s): let no other job write there", run, error.strerror)
     os.ftruncate(lock, 0)
@@ -97,7 +97,7 @@ def locked(run: Path) -> int:
     return lock
 
 
-def _opened(path: Path) -> int:
+def _open_lock(path: Path) -> int:
     """Open a lock's file for writing; refuse a link to another file, symbolic or hard."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     status = os.fstat(handle)
@@ -127,7 +127,7 @@ def _names(run: Path) -> str:
 def begin(run: Path) -> None:
     """Remove the summary of an earlier part; announce `run` to `hpctrain launch`, if any."""
     (run / SUMMARY).unlink(missing_ok=True)
-    (run / WHY).unlink(missing_ok=True)
+    (run / STOP_REASON).unlink(missing_ok=True)
     _announce(run)
 
 
@@ -141,12 +141,12 @@ def _announce(run: Path) -> None:
 
 def stop_reason(run: Path) -> str:
     """Return the reason to stop that a job script has written; empty if none."""
-    return _note(run / WHY)
+    return _note(run / STOP_REASON)
 
 
-def begun_by(run: Path) -> str:
-    """Return the Slurm job that began last with the run; empty if none is recorded."""
-    return _note(run / BEGAN)
+def slurm_job(run: Path) -> str:
+    """Return the Slurm job that last started the run; empty if none is recorded."""
+    return _note(run / SLURM_JOB)
 
 
 def _note(path: Path) -> str:
@@ -157,12 +157,12 @@ def _note(path: Path) -> str:
         return ""
 
 
-def ended_by(run: Path, job: str) -> bool:
-    """Return whether summary.json is of `job`: it began last, and the summary is newer."""
-    summary, began = run / SUMMARY, run / BEGAN
-    if begun_by(run) != job or not summary.exists():
+def is_summary_of(run: Path, job: str) -> bool:
+    """Return whether `job` wrote summary.json: it started last, and the summary is newer."""
+    summary, start = run / SUMMARY, run / SLURM_JOB
+    if slurm_job(run) != job or not summary.exists():
         return False
-    return summary.stat().st_mtime_ns >= began.stat().st_mtime_ns
+    return summary.stat().st_mtime_ns >= start.stat().st_mtime_ns
 
 
 def write_recipe(run: Path, text: str) -> None:
@@ -182,8 +182,8 @@ def append_row(run: Path, *rows: Mapping[str, Any]) -> None:
     files.append_lines(run / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def appended(run: Path, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Append rows to metrics.jsonl; after a failure warn, and return them: they are still due."""
+def try_append(run: Path, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Append rows to metrics.jsonl; after a failure warn, and return them as still pending."""
     try:
         append_row(run, *new)
     except OSError as error:  # as where a checkpoint cannot be saved, training goes on

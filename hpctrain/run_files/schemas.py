@@ -19,7 +19,7 @@ Histogram = dict[Annotated[str, Field(pattern=r"^[0-9]{1,6}$")], Count]
 _OPEN = pydantic.ConfigDict(strict=True, extra="allow")
 
 
-class Measured(pydantic.BaseModel):
+class Metrics(pydantic.BaseModel):
     """The entries that rows and summaries share."""
 
     model_config = _OPEN
@@ -41,7 +41,7 @@ class Measured(pydantic.BaseModel):
     idle_fraction: list[Number] | None = None
 
 
-class Row(Measured):
+class MetricsRow(Metrics):
     """A row of metrics.jsonl."""
 
     step: Annotated[int, Field(ge=1, lt=2**63)]
@@ -53,7 +53,7 @@ class Row(Measured):
     interrupted: bool = False
 
 
-class Summary(Measured):
+class Summary(Metrics):
     """The entries of summary.json; of a run that failed early there are few."""
 
     status: str
@@ -78,15 +78,15 @@ class Summary(Measured):
 
 def row(entry: dict[str, Any]) -> dict[str, Any]:
     """Return a row of metrics.jsonl as it is; raise ValueError if an entry is of another type."""
-    return _checked(Row, entry)
+    return _validate(MetricsRow, entry)
 
 
 def summary(entry: dict[str, Any]) -> dict[str, Any]:
     """Return a summary as it is; raise ValueError if an entry is of another type."""
-    return _checked(Summary, entry)
+    return _validate(Summary, entry)
 
 
-def _checked(model: type[pydantic.BaseModel], entry: dict[str, Any]) -> dict[str, Any]:
+def _validate(model: type[pydantic.BaseModel], entry: dict[str, Any]) -> dict[str, Any]:
     try:
         model.model_validate(entry)
     except pydantic.ValidationError as error:

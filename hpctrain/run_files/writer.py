@@ -18,7 +18,7 @@ class RunFiles:
 
     def __init__(self, run: Path | None):
         self.run = run
-        self.due: list[Row] = []  #: rows that could not be written yet; a checkpoint keeps them
+        self.pending: list[Row] = []  #: rows that could not be written yet; a checkpoint keeps them
         self.steps_redone = 0
 
     def go_back(self, step: int, about: Mapping[str, Any]) -> tuple[list[Row], Row | None]:
@@ -43,9 +43,9 @@ class RunFiles:
             run_folder.begin(self.run)
 
     def add(self, row: Row) -> None:
-        """Write a row, and those before it that are due; if that fails, training goes on."""
+        """Write a row after the pending ones; if that fails, training goes on."""
         if self.run is not None:
-            self.due = run_folder.appended(self.run, [*self.due, row])
+            self.pending = run_folder.try_append(self.run, [*self.pending, row])
 
     def sync(self) -> None:
         """Write the rows through to the disk before a checkpoint that counts on them."""
@@ -53,13 +53,13 @@ class RunFiles:
             run_folder.sync_rows(self.run)
 
     def end(self, summary: Row) -> str:
-        """Write the rows that are due, then the summary; return the fault, '' for none.
+        """Write the pending rows, then the summary; return the fault, '' for none.
 
         A run that lacks rows is not done: then no summary "done" is written.
         """
         if self.run is None:
             return ""
-        fault = self._write_due()
+        fault = self._write_pending()
         if fault and summary["status"] == "done":
             return fault
         try:
@@ -68,16 +68,16 @@ class RunFiles:
             return f"{self.run / run_folder.SUMMARY} cannot be written: {error.strerror}"
         return fault
 
-    def _write_due(self) -> str:
+    def _write_pending(self) -> str:
         assert self.run is not None
         try:
-            if self.due:
-                run_folder.append_row(self.run, *self.due)
+            if self.pending:
+                run_folder.append_row(self.run, *self.pending)
         except OSError as error:
-            steps = ", ".join(str(row["step"]) for row in self.due)
+            steps = ", ".join(str(row["step"]) for row in self.pending)
             return (
                 f"{self.run / run_folder.METRICS} lacks the rows of steps {steps}: "
                 f"{error.strerror}. The last checkpoint has them: make room, go on with --resume"
             )
-        self.due = []
+        self.pending = []
         return ""

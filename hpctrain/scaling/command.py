@@ -67,7 +67,7 @@ def _held(out: Path) -> Iterator[Folder]:
     try:
         with claimed(out) as folder:
             yield folder
-    except run_folder.HeldError:
+    except run_folder.LockedError:
         _look(Folder(out))
         raise
     except KeyboardInterrupt:

@@ -133,7 +133,7 @@ def read(path: Path) -> Study:
 def claimed(path: Path) -> Iterator[Folder]:
     """Make the folder of a study and lock it; the kernel releases the lock however we end.
 
-    Raises UsageError if something else lies there or if it cannot be written, rundir.HeldError if
+    Raises UsageError if something else lies there or if it cannot be written, LockedError if
     another process holds it.
     """
     try:
@@ -141,7 +141,7 @@ def claimed(path: Path) -> Iterator[Folder]:
         names = sorted(entry.name for entry in path.iterdir() if entry.name != run_folder.LOCK)
         if names and FILE not in names:
             raise UsageError(f"--out {path} is in use, and by no study: it holds {names[0]}, ...")
-        lock = run_folder.locked(path)
+        lock = run_folder.lock_folder(path)
     except OSError as error:
         raise UsageError(f"--out {path} cannot be written: {error.strerror}") from None
     try:

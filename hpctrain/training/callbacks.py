@@ -45,10 +45,10 @@ class EarlyStop:
 
 
 class _Patience:
-    """The state of early stop in one run: the best value, and the values since."""
+    """The state of early stop in one run: the best value, and the number of values since then."""
 
     def __init__(self, options: EarlyStop):
-        self._options, self._waited = options, 0
+        self._options, self._count = options, 0
         self._best: float | None = None
         self._best_step = 0
 
@@ -59,14 +59,15 @@ class _Patience:
         if value is None or row.get("interrupted"):
             return None
         if better(options.metric, value, self._best, options.min_delta):
-            self._best, self._best_step, self._waited = value, row["step"], 0
+            self._best, self._best_step, self._count = value, row["step"], 0
         else:
-            self._waited += 1
-        return self._reason() if self._waited >= options.patience else None
+            self._count += 1
+        return self._reason() if self._count >= options.patience else None
 
     def _reason(self) -> str:
+        metric = self._options.metric
         best = "" if self._best is None else f" on {self._best:.6g} of step {self._best_step}"
-        return f"early stop: {self._options.metric} has not improved{best} in {self._waited} looks"
+        return f"early stop: {metric} has not improved{best} in {self._count} values"
 
 
 class Callbacks:
@@ -76,32 +77,32 @@ class Callbacks:
         """Take the rank's own; `gather` returns every rank's text."""
         self._own, self._gather = list(callbacks), gather
         self._functions: list[tuple[str, Function]] = []
-        self._any = False
+        self._in_use = False
 
     def begin(self, rows: Sequence[Row]) -> str:
         """Begin after `rows`; return the reason to stop at once, '' to go on; collective."""
-        self._any = any(self._gather("some" if self._own else ""))
-        self._functions = [(_name(callback), _began(callback, rows[:-1])) for callback in self._own]
-        return self.tell(rows[-1]) if rows else ""
+        self._in_use = any(self._gather("some" if self._own else ""))
+        self._functions = [(_name(callback), _begin(callback, rows[:-1])) for callback in self._own]
+        return self.call(rows[-1]) if rows else ""
 
-    def tell(self, row: Row) -> str:
+    def call(self, row: Row) -> str:
         """Pass on a row; return the reason to stop, equal on all ranks, '' to go on; collective."""
-        if not self._any:
+        if not self._in_use:
             return ""
         answers = [_answer(name, function, dict(row)) for name, function in self._functions]
         reasons = self._gather("; ".join(dict.fromkeys(filter(None, answers))))
         return "; ".join(dict.fromkeys(filter(None, reasons)))
 
 
-def _began(callback: Any, rows: Sequence[Row]) -> Function:
+def _begin(callback: Any, rows: Sequence[Row]) -> Function:
     begin = getattr(callback, "begin", None)
     if begin is None:
         return callback
-    return _called(_name(callback), begin, list(rows))
+    return _call(_name(callback), begin, list(rows))
 
 
 def _answer(name: str, function: Function, row: Row) -> str:
-    answer = _called(name, function, row)
+    answer = _call(name, function, row)
     if isinstance(answer, str):
         return answer
     if answer is None or isinstance(answer, bool | np.bool_):
@@ -111,7 +112,7 @@ def _answer(name: str, function: Function, row: Row) -> str:
     )
 
 
-def _called(name: str, function: Callable[[Any], Any], argument: Any) -> Any:
+def _call(name: str, function: Callable[[Any], Any], argument: Any) -> Any:
     try:
         return function(argument)
     except Exception as error:

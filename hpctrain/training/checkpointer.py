@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when one is due, the facts beside the state, and the best value so far."""
+"""Checkpoints of a run: when to save, the metadata beside the state, and the best value so far."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 SCALE = "loss_scale"
 
 
-class Keeper:
-    """The checkpoints of one call of fit; every rank has a Keeper, and all decide alike."""
+class Checkpointer:
+    """The checkpoints of one call of fit; all ranks decide alike when to save."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Keeper:
                     "the engine that it was made with"
                 )
 
-    def due(self, step: int, row: Row) -> bool:
+    def is_due(self, step: int, row: Row) -> bool:
         """Return whether to save after `step`, whose row of metrics is `row`, empty for none."""
         regular = any(period and step % period == 0 for period in self.periods)
         return regular or self._new_best(row) is not None

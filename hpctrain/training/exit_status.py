@@ -57,7 +57,7 @@ def summary_on_exit(journal: Journal) -> Iterator[None]:
 def _fail_alone(journal: Journal, error: BaseException) -> bool:
     """Write the summary of a rank that fails alone.
 
-    Returns whether it was the first to do so, as far as it can tell.
+    Returns whether this rank was the first, as far as it can know.
     """
     error, world = shortage(error) or error, journal.world
     journal.end_alone()

@@ -17,8 +17,7 @@ from hpctrain.core import progress
 from hpctrain.core.errors import SaveError
 from hpctrain.core.metrics import idle, means
 from hpctrain.data import Sampler, TextOptions
-from hpctrain.engines import Engine
-from hpctrain.engines import staleness as stale
+from hpctrain.engines import Engine, staleness
 from hpctrain.engines.staleness import Staleness
 from hpctrain.machine import versions
 from hpctrain.nn import Sums, add
@@ -60,11 +59,13 @@ class Journal:
         self._timeline = Timeline(world, run, trace)
         self._bar = progress.Bar(self.name, 0, total_steps, visible=False)  # until training begins
         self._last: dict[str, Any] = {}  # the latest row
-        self._whole: dict[str, Any] | None = None  # the summary of a run that was done before
-        self._tested: dict[str, Any] = {"test_loss": None, "test_accuracy": None}
+        self._done_summary: dict[str, Any] | None = (
+            None  # the summary of a run that was done before
+        )
+        self._test_metrics: dict[str, Any] = {"test_loss": None, "test_accuracy": None}
         self._sums, self._row_step, self._row_s = NOTHING, 0, 0.0
-        self._stale_before: Staleness | None = None  # in the parts before this one
-        self._first_step, self._began, self._drawn = 0, perf_counter(), 0.0
+        self._earlier_staleness: Staleness | None = None  # in the parts before this one
+        self._first_step, self._start_s, self._bar_s = 0, perf_counter(), 0.0
 
     def resume(self, step: int, about: dict[str, Any]) -> list[dict[str, Any]]:
         """Go on after `step`: drop the rows of steps to be done again; return the remaining rows.
@@ -74,23 +75,23 @@ class Journal:
         if about.get("batch") not in (None, self.sampler.batch):
             log.warning("batch was %s before, now %s", about["batch"], self.sampler.batch)
         if about.get("staleness"):
-            self._stale_before = Staleness.from_json(about["staleness"])
+            self._earlier_staleness = Staleness.from_json(about["staleness"])
         self.intervals = about.get("intervals", None if step else 0)
         self.skips.resume(about)
         open_row = about.get("open_row") or {"since_step": step, "sums": NOTHING}
         self._row_step = open_row["since_step"]
         if self.world.rank == 0:  # they are the sums of all ranks
             self._sums = Sums(*open_row["sums"])
-        rows, whole = self.world.together(lambda: self.files.go_back(step, about))
-        rows, whole = json.loads(self.world.gather(json.dumps([rows, whole]))[0])
+        rows, summary = self.world.together(lambda: self.files.go_back(step, about))
+        rows, summary = json.loads(self.world.gather(json.dumps([rows, summary]))[0])
         self.steps_redone = self.files.steps_redone
-        if whole and (whole["status"], whole.get("steps")) == ("done", step):
-            self._whole = whole
+        if summary and (summary["status"], summary.get("steps")) == ("done", step):
+            self._done_summary = summary
         # A run that was complete makes no new row: its summary is from the last one.
         self._last = rows[-1] if rows else {}
-        self._tested = {key: self._last.get(key) for key in self._tested}
+        self._test_metrics = {key: self._last.get(key) for key in self._test_metrics}
         if step:
-            self._tell("resumed at step %d of %d", step, self.total_steps)
+            self._log("resumed at step %d of %d", step, self.total_steps)
         return rows
 
     def begin(self, step: int) -> None:
@@ -103,7 +104,7 @@ class Journal:
         self._bar = progress.Bar(self.name, step, self.total_steps, visible)
         self._times_before = dict(vars(self.engine.times))
         self.skips.begin()
-        self._began = perf_counter()
+        self._start_s = perf_counter()
 
     def count_interval(self) -> None:
         """Count an interval, unless an older part of the run did not count them."""
@@ -113,8 +114,8 @@ class Journal:
         """Add this rank's share of a step that is done."""
         self._sums = add(self._sums, sums)
         now = self._wall_s()
-        if self._bar.drawn and now - self._drawn >= BAR_S and self._sums.count:
-            self._drawn = now
+        if self._bar.drawn and now - self._bar_s >= BAR_S and self._sums.count:
+            self._bar_s = now
             loss, rate = self._sums.loss / self._sums.count, self._samples(step) / now
             self._bar.show(step, self._epoch(step), loss, rate)
 
@@ -128,10 +129,10 @@ class Journal:
         """
         if step == self._row_step:
             return None
-        sums, ranks = self._summed()
+        sums, ranks = self._sum_over_ranks()
         now = float(ranks["wall_s"][self.world.rank])
         samples = self._samples(step) - max(self._samples(self._row_step), 0)
-        self._tested = means("test", *tested) if tested else dict.fromkeys(self._tested)
+        self._test_metrics = means("test", *tested) if tested else dict.fromkeys(self._test_metrics)
         self._last = {
             "step": step,
             "steps": step - self._row_step,
@@ -139,7 +140,7 @@ class Journal:
             "epoch": self._epoch(step),
             "samples": self.sampler.samples_before(step),
             **means("train", *sums),
-            **self._tested,
+            **self._test_metrics,
             "skipped_steps": self.skips.skipped_steps,
             "rate": None if self.rate is None else rate_of(self.rate, self._updates(step)),
             "rates": rate_curve(self.rate, self._row_step + 1, step, self._updates),
@@ -147,7 +148,7 @@ class Journal:
             "wall_s": now,
             **self._times(),
             "ranks": {name: ranks[name].round(6).tolist() for name in self._times()},
-            **stale.metrics(self._staleness),
+            **staleness.metrics(self._staleness),
             "dropped_gradients": self.skips.dropped_gradients(ranks, self._staleness),
             "idle_fraction": idle(ranks),
         }
@@ -174,8 +175,8 @@ class Journal:
             "staleness": self._staleness and self._staleness.to_json(),
             "steps_redone": self.steps_redone,
             "intervals": self.intervals,
-            "rows_due": self.files.due,
-            **self.skips.state(self._summed()[1]),
+            "rows_due": self.files.pending,
+            **self.skips.state(self._sum_over_ranks()[1]),
             "recipe": self.name,
             "recipe_sha256": self.recipe and self.recipe.sha256,
         }
@@ -184,13 +185,13 @@ class Journal:
         """Return the sums so far for a row that is not due yet; collective."""
         if step == self._row_step:
             return None
-        return {"since_step": self._row_step, "sums": self._summed()[0]}
+        return {"since_step": self._row_step, "sums": self._sum_over_ranks()[0]}
 
     def finish(self, status: str, exit_code: int, reason: str | None = None) -> dict[str, Any]:
         """Write the summary, show the closing table and return the summary; collective."""
         summary = self._summary(status, exit_code, reason)
-        if self._whole and status == "done" and self._row_step == self._first_step:
-            summary = self._whole  # nothing was done: what was measured stands
+        if self._done_summary and status == "done" and self._row_step == self._first_step:
+            summary = self._done_summary  # nothing was done: what was measured stands
         self._bar.close(self._row_step)
         self._timeline.end()  # summary.json is the last of all files
         self._write_end(summary)
@@ -201,7 +202,7 @@ class Journal:
         return summary
 
     def _write_end(self, summary: dict[str, Any]) -> None:
-        """Write the rows that are still due, and the summary; collective.
+        """Write the pending rows and the summary; collective.
 
         If that fails, a run that is done raises SaveError; one that has failed only warns.
         """
@@ -218,7 +219,7 @@ class Journal:
 
     def _summary(self, status: str, exit_code: int, reason: str | None) -> dict[str, Any]:
         world, engine, step = self.world, self.engine, self._row_step
-        _, ranks = self._summed()
+        _, ranks = self._sum_over_ranks()
         wall = float(ranks["wall_s"][world.rank])
         return {
             "status": status,
@@ -228,7 +229,7 @@ class Journal:
             **run_facts.of_run(world, engine),
             "epochs": step / self.sampler.steps_per_epoch,
             "steps": step,
-            "since_step": self._first_step,  # of a resumed run: since when times are told
+            "since_step": self._first_step,  # start of the clocks of a resumed run
             "steps_redone": self.steps_redone,
             "skipped_steps": self.skips.skipped_steps,
             "samples": self.sampler.samples_before(step),
@@ -237,15 +238,15 @@ class Journal:
             **{name: float(ranks[name].mean()) for name in self._times()},
             "bytes_sent_per_rank": int(ranks["bytes_sent"].mean()),
             "train_loss": self._last.get("train_loss"),
-            **self._tested,
-            **stale.metrics(self._staleness),
+            **self._test_metrics,
+            **staleness.metrics(self._staleness),
             "dropped_gradients": self.skips.dropped_gradients(ranks, self._staleness),
             "idle_fraction": idle(ranks),
             "params_sha256": run_facts.trained_sha256(world, engine),
             "seed": self.sampler.seed,
         }
 
-    def _summed(self) -> tuple[Sums, dict[str, np.ndarray]]:
+    def _sum_over_ranks(self) -> tuple[Sums, dict[str, np.ndarray]]:
         """Return the sums of this interval, and by name each rank's own numbers: float64 (ranks,).
 
         One all-reduce; all ranks get the same.
@@ -255,7 +256,7 @@ class Journal:
             **self._times(),
             "wall_s": self._wall_s(),
             "bytes_sent": engine.bytes_sent,
-            **self.skips.of_this_rank(),
+            **self.skips.rank_counts(),
         }
         table = np.zeros((len(own), self.world.size))
         table[:, self.world.rank] = list(own.values())
@@ -272,8 +273,8 @@ class Journal:
     @property
     def _staleness(self) -> Staleness | None:
         """The counts since the first step, also those before the run was resumed."""
-        since_resume, before = self.engine.staleness, self._stale_before
-        return since_resume.merged(before) if since_resume and before else since_resume or before
+        since_resume, earlier = self.engine.staleness, self._earlier_staleness
+        return since_resume.merged(earlier) if since_resume and earlier else since_resume or earlier
 
     def _updates(self, step: int) -> int:
         """Return the number of updates before that of step `step`, counted from 1."""
@@ -284,12 +285,12 @@ class Journal:
         if not self._bar.drawn:
             log.info(progress.line(self._last, self.total_steps))
 
-    def _tell(self, text: str, *args: Any) -> None:
+    def _log(self, text: str, *args: Any) -> None:
         if self.world.rank == 0:
             log.info(text, *args)
 
     def _wall_s(self) -> float:
-        return perf_counter() - self._began
+        return perf_counter() - self._start_s
 
     def _epoch(self, step: int) -> int:
         return -(-step // self.sampler.steps_per_epoch)

@@ -27,7 +27,7 @@ from hpctrain.gradients.blocks import NOTHING, in_order
 from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.run_files import run_folder
 from hpctrain.training.callbacks import Callbacks, Row
-from hpctrain.training.checkpointer import Keeper
+from hpctrain.training.checkpointer import Checkpointer
 from hpctrain.training.journal import Journal
 from hpctrain.training.tasks import Plan, Tasks
 from hpctrain.world import World
@@ -76,8 +76,10 @@ class Loop:
         )
         self.step, self.rows = 0, list[Row]()  # rows: those of the run before this part
         self.row: Row = {}  # of this step, where there is one
-        self.keeper = Keeper(world, engine, replica, journal, plan.checkpoints, plan.about)
-        self.ended = ""  # the reason to end before the last step
+        self.checkpointer = Checkpointer(
+            world, engine, replica, journal, plan.checkpoints, plan.about
+        )
+        self.stop_reason = ""  # the reason to end before the last step
 
     def begin(self) -> None:
         """Prepare the files of the run for the steps after `step`; collective.
@@ -93,19 +95,19 @@ class Loop:
 
     def run(self, request: StopRequest) -> dict[str, Any]:
         """Train from `step` to the end, or to the step of a request to stop."""
-        self.ended = self.callbacks.begin(self.rows)
+        self.stop_reason = self.callbacks.begin(self.rows)
         with Tasks(self.world, self.engine, self.plan, self.journal, request) as work:
             self._train(work)
         self.replay_log.end()
         early = self.step < self.journal.total_steps
-        return self.journal.finish("done", 0, self.ended if early else None)
+        return self.journal.finish("done", 0, self.stop_reason if early else None)
 
     def _train(self, work: Tasks) -> None:
         total = self.journal.total_steps
-        while self.step < total and not self.ended:
+        while self.step < total and not self.stop_reason:
             work.at(self.step)
             before = self.step
-            self.step, flags = self.engine.train(work, self.step, self._until())
+            self.step, flags = self.engine.train(work, self.step, self._next_stop())
             self.journal.count_interval()
             self.replay_log.write()
             if self.step > before:
@@ -114,18 +116,18 @@ class Loop:
                 self.journal.skips.skip(self.step, flags.failed - 1, self.plan.max_skipped)
                 self.step += 1
             stopped = bool(flags.stop) and self.step < total
-            self._look(stopped)
-            last = self.step == total or stopped or bool(self.ended)
+            self._make_row(stopped)
+            last = self.step == total or stopped or bool(self.stop_reason)
             if last:
                 self.engine.settle()  # the arena then holds the trained parameters
                 finish(self.engine.replica.arena.param)  # no copy into it outlives us
-            if last or self.keeper.due(self.step, self.row):
+            if last or self.checkpointer.is_due(self.step, self.row):
                 self.replay_log.sync()
-                self.keeper.save(self.step, self.row, must=last)
-            if stopped and not self.ended:
-                raise self._stopped(flags.stop)
+                self.checkpointer.save(self.step, self.row, must=last)
+            if stopped and not self.stop_reason:
+                raise self._stop_error(flags.stop)
 
-    def _stopped(self, number: int) -> Stopped:
+    def _stop_error(self, number: int) -> Stopped:
         run, by = self.journal.run, cause(number)
         stopped = f"stopped at step {self.step} of {self.journal.total_steps} {by}"
         if run is None:
@@ -133,7 +135,7 @@ class Loop:
         reason = run_folder.stop_reason(run)
         return Stopped(f"{stopped}{f' ({reason})' if reason else ''}; resume me")
 
-    def _look(self, stopped: bool) -> None:
+    def _make_row(self, stopped: bool) -> None:
         """Make a row of metrics and evaluate if due, and call the callbacks with the row."""
         last = self.step == self.journal.total_steps
         evaluated = last or self._multiple_of(self.plan.evaluate_every)
@@ -141,17 +143,17 @@ class Loop:
         self.row = {}
         if regular or stopped:
             # No evaluation for a stop: the time until the job is killed may be short.
-            tested = self._evaluated() if evaluated else None
+            tested = self._evaluate() if evaluated else None
             self.row = self.journal.row(self.step, tested, interrupted=not regular) or {}
-            self.ended = self.callbacks.tell(self.row) if self.row else ""
+            self.stop_reason = self.callbacks.call(self.row) if self.row else ""
 
     def repeat(self, run: Path) -> None:
         """Let the engine repeat the order of events in `run`; raise UsageError if it cannot."""
         rank, recorder = self.world.rank, self.engine.recorder
         if recorder is None:
             raise UsageError(
-                f"--replay: the engine '{self.engine.name}' always does the same, in the same "
-                "order; train again without --replay"
+                f"--replay: the engine '{self.engine.name}' is deterministic by itself; "
+                "train again without --replay"
             )
         recorded, intervals = self.world.together(
             lambda: replay.read(run, rank, self._depends_on())
@@ -174,42 +176,42 @@ class Loop:
         }
 
     def resume(self, run: Path) -> None:
-        """Go to the newest good checkpoint, if any was ever written."""
+        """Restore the newest good checkpoint, if there is one."""
         loaded = checkpoint.load(run, self.world.link)
         if loaded is None:  # a part that was lost before its first checkpoint may have left rows
             self.journal.resume(0, {})
             return
-        self.keeper.must_fit(loaded)
+        self.checkpointer.must_fit(loaded)
         ratio = self.engine.updates_per_step / loaded.about.get("updates_per_step", 1.0)
-        arrays = _counted(common_arrays(loaded.arrays), ratio)
+        arrays = _convert_counts(common_arrays(loaded.arrays), ratio)
         self.world.together(lambda: self.engine.load(arrays))
-        self.keeper.load(arrays)
+        self.checkpointer.load(arrays)
         self.step = loaded.step
         self.rows = self.journal.resume(loaded.step, loaded.about)
-        self.keeper.resume(run)
+        self.checkpointer.resume(run)
 
     @property
     def _epoch(self) -> int:
         return self.plan.sampler.steps_per_epoch
 
-    def _until(self) -> int:
+    def _next_stop(self) -> int:
         """Return the next step with a row, an evaluation, an epoch's end or a checkpoint."""
         plan = self.plan
-        periods = (plan.interval, plan.evaluate_every, self._epoch, *self.keeper.periods)
+        periods = (plan.interval, plan.evaluate_every, self._epoch, *self.checkpointer.periods)
         due = [(self.step // period + 1) * period for period in periods if period]
         return min(self.journal.total_steps, *due)
 
     def _multiple_of(self, *periods: int) -> bool:
         return any(period and self.step % period == 0 for period in periods)
 
-    def _evaluated(self) -> nn.Sums | None:
+    def _evaluate(self) -> nn.Sums | None:
         if self.plan.test is None:
             return None
         with self.world.trace.span("evaluate", "other"):
             return evaluate(self.engine, self.plan.test, self.plan.blocks)
 
 
-def _counted(arrays: Mapping[str, np.ndarray], ratio: float) -> dict[str, np.ndarray]:
+def _convert_counts(arrays: Mapping[str, np.ndarray], ratio: float) -> dict[str, np.ndarray]:
     """Return `arrays` with the update counts of optimizers, hence schedules, times `ratio`.
 
     A regime with more updates per step has counted more of them at the same step.

@@ -160,7 +160,7 @@ def load(name: str, settings: Iterable[str] = ()) -> Recipe:
     with every fault of a table, and the nearest name.
     """
     folder = Path(name).parent if _is_file(name) else "."
-    return check(overrides.applied(read_tables(name), settings), folder)
+    return check(overrides.apply(read_tables(name), settings), folder)
 
 
 def built_in() -> list[str]:
@@ -171,7 +171,7 @@ def built_in() -> list[str]:
 
 def read_tables(name: str) -> Table:
     """Return the tables of a recipe as written in its file."""
-    return toml.parsed(_source(name), f"recipe {name}")
+    return toml.parse(_source(name), f"recipe {name}")
 
 
 def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
@@ -233,7 +233,9 @@ def _source(name: str) -> str:
 
 
 def _run(table: Table) -> RunOptions:
-    options: RunOptions = _one_of(config.read(RunOptions, table, "run"), "run", "epochs", "steps")
+    options: RunOptions = _exactly_one(
+        config.read(RunOptions, table, "run"), "run", "epochs", "steps"
+    )
     if options.evaluate_epochs and options.evaluate_steps:
         raise UsageError("[run] takes evaluate_epochs or evaluate_steps, not both")
     most_skipped(options.not_finite, options.max_skipped)
@@ -265,7 +267,7 @@ def _engine(table: Table, wire: Table) -> Any:
     allreduce_named(wire_options.algorithm)
     misplaced = {option.name for option in fields(WireOptions)} & table.keys()
     if misplaced:
-        raise UsageError(f"[engine] {', '.join(sorted(misplaced))}: belongs into [wire]")
+        raise UsageError(f"[engine] {', '.join(sorted(misplaced))}: belongs in [wire]")
     kind = config.pick(engines.ENGINES, table["kind"], "[engine] kind")
     _must_belong(table, kind)
     options = {option.name for option in fields(kind)}
@@ -282,12 +284,12 @@ def _must_belong(table: Table, kind: Any) -> None:
         if owners:
             raise UsageError(
                 f"[engine] {key}: belongs to {' and '.join(owners)}, seen with {table['kind']}; "
-                f"take --engine {owners[0]}, or remove it"
+                f"use --engine {owners[0]}, or remove the key"
             )
 
 
 def _batch(table: Table) -> BatchOptions:
-    options: BatchOptions = _one_of(
+    options: BatchOptions = _exactly_one(
         config.read(BatchOptions, table, "optimizer"), "optimizer", *overrides.BATCH_KEYS
     )
     if options.size(1) % options.micro_batches:
@@ -303,7 +305,7 @@ def _batch(table: Table) -> BatchOptions:
     return options
 
 
-def _one_of(options: Any, table: str, first: str, second: str) -> Any:
+def _exactly_one(options: Any, table: str, first: str, second: str) -> Any:
     """Return `options` if exactly one of two keys is given."""
     if (getattr(options, first) is None) == (getattr(options, second) is None):
         raise UsageError(f"[{table}] needs exactly one of {first} and {second}")

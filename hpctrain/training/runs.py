@@ -11,7 +11,6 @@ from typing import Any, get_args
 import numpy as np
 
 from hpctrain import checkpoint, config, engines, nn
-from hpctrain import world as worlds
 from hpctrain.config import usercode
 from hpctrain.core.errors import UsageError
 from hpctrain.core.launchers import launched
@@ -29,7 +28,7 @@ from hpctrain.training.recipe import Recipe
 from hpctrain.training.trainer import Trainer
 from hpctrain.transport.device import gpus
 from hpctrain.transport.device.gpus import Device
-from hpctrain.world import World
+from hpctrain.world import World, current
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +95,7 @@ def _optimizer(spec: Recipe, ranks: int, steps_per_epoch: int, total_steps: int)
 
 
 def _has_begun(world: World, out: Path | None) -> bool:
-    """Return whether rank 0 sees checkpoints in `out`, good or bad: they go before `[model] init`.
+    """Return whether rank 0 sees checkpoints in `out`, good or bad: they override `[model] init`.
 
     Collective.
     """
@@ -106,11 +105,13 @@ def _has_begun(world: World, out: Path | None) -> bool:
 
 def _agree_on_code(spec: Recipe, world: World) -> None:
     """Raise UsageError unless all ranks have the same code; warn if it has changed."""
-    now, recorded = spec.code.sha256, spec.code.recorded
-    world.must_agree(str(sorted(now.items())), "the code that the recipe names (by its SHA-256)")
-    changed = [name for name in now.keys() & recorded.keys() if now[name] != recorded[name]]
+    current, recorded = spec.code.sha256, spec.code.recorded
+    world.must_agree(
+        str(sorted(current.items())), "the code that the recipe names (by its SHA-256)"
+    )
+    changed = [name for name in current.keys() & recorded.keys() if current[name] != recorded[name]]
     if changed and world.rank == 0:
-        log.warning("code has changed since the recipe was kept: module %s", ", ".join(changed))
+        log.warning("code has changed since the run was recorded: module %s", ", ".join(changed))
 
 
 def _callbacks(spec: Recipe) -> list[Any]:
@@ -157,7 +158,7 @@ def load(
     if model is not None:
         loaded = weights.checkpoint_of(folder, best)
         precision: Precision = "float64" if loaded.arrays["param"].itemsize == 8 else "float32"
-        return _holding(to_read(model, 0, precision, _on_gpu(device)), loaded)
+        return _fill(to_read(model, 0, precision, _on_gpu(device)), loaded)
     spec = _recipe_of(folder, trust)
     return with_weights(spec, weights.checkpoint_of(folder, best), _on_gpu(device))
 
@@ -166,7 +167,7 @@ def _recipe_of(run: Path, trust: bool) -> Recipe:
     """Return the recipe of a run; raise UsageError if its code may not be executed."""
     file = run / run_folder.RECIPE
     spec = recipe.load(str(file))
-    if spec.code.named and not trust:
+    if spec.code.exists and not trust:
         usercode.must_be_own(run, file, spec.code)
     return spec
 
@@ -183,13 +184,13 @@ def with_weights(
         model = build_model(spec, spec.data.load(spec.run.seed))
     else:
         model = spec.model.build(tuple(facts["input_shape"]), facts["classes"])
-    return _holding(to_read(model, spec.run.seed, spec.run.precision, on_gpu), loaded)
+    return _fill(to_read(model, spec.run.seed, spec.run.precision, on_gpu), loaded)
 
 
 def _on_gpu(device: Device) -> bool:
     """Return whether the model computes on a GPU, which is then current in this thread."""
     config.pick(dict.fromkeys(get_args(Device)), device, "device")
-    world = worlds.current()
+    world = current()
     if world is None or world.gpu is None:
         on_cores = world is not None and device == "auto"  # as `init` chose
         return not on_cores and gpus.take(device, launched(os.environ)) is not None
@@ -198,11 +199,11 @@ def _on_gpu(device: Device) -> bool:
     return device != "cpu"
 
 
-def _holding(
+def _fill(
     replica: ModelReplica | MixedReplica, loaded: checkpoint.Loaded
 ) -> ModelReplica | MixedReplica:
     if "weights" in loaded.about:
-        weights.take(replica.arena, weights.named(loaded), str(loaded.path))
+        weights.copy_into(replica.arena, weights.tensors_of(loaded), str(loaded.path))
     else:
         load_into(replica.arena, {}, loaded.arrays)
     return replica

@@ -36,14 +36,14 @@ class SkipCounter:
         self._dropped_at_begin = self._check.dropped
 
     def state(self, ranks: Mapping[str, np.ndarray]) -> dict[str, int]:
-        """Return the counts for a checkpoint; `ranks`: those of every rank, see `of_this_rank`."""
+        """Return the counts for a checkpoint; `ranks`: those of every rank, see `rank_counts`."""
         return {
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.in_a_row,
             "dropped_not_finite": self._dropped(ranks),
         }
 
-    def of_this_rank(self) -> dict[str, float]:
+    def rank_counts(self) -> dict[str, float]:
         """Return this rank's counts for `dropped_gradients` and `state`."""
         dropped = self._check.dropped - self._dropped_at_begin
         return {"dropped": dropped, "own_steps": self._check.own_steps}
@@ -69,7 +69,7 @@ class SkipCounter:
         place = f"rank {rank} ({self._world.hosts[rank]})" if rank < size else "all ranks"
         text = f"{fault} at step {step} on {place}"
         if own_steps or self.in_a_row >= limit:
-            advice = _advice(limit, "gradients that it made" if own_steps else "steps")
+            advice = _advice(limit, "gradient" if own_steps else "step")
             raise TrainingError(f"{text}; no rank has taken its gradient. {advice}")
         if self._world.rank == 0 and not self.skipped_steps:
             log.warning("%s; the step is skipped. Rows of metrics count skipped_steps", text)
@@ -84,4 +84,4 @@ def _advice(limit: int, subject: str) -> str:
     advice = "Lower the rate or lengthen the warm-up"
     if not limit:
         return f"{advice}, or set [run] not_finite = 'skip'"
-    return f"Nor were the {limit} {subject} before. {advice}"
+    return f"The limit is {limit} skipped {subject}{'s' * (limit > 1)} in a row. {advice}"

@@ -46,7 +46,7 @@ class Timeline:
         if options.enabled and run is None:
             raise UsageError("a trace is written into the folder of a run: give fit out=DIR")
         self._world, self._run, self._options = world, run, options
-        self._begun, self._origin_s = False, 0.0
+        self._active, self._origin_s = False, 0.0
         self._remote: list[int] = []  # ranks on another host than rank 0: they have another clock
         self._readings: tuple[Reading, ...] = ()
 
@@ -55,37 +55,37 @@ class Timeline:
         if self._run is None or not self._options.enabled:
             return
         if self._world.rank == 0:
-            _forget(self._run)
+            _remove_earlier(self._run)
         replies = self._world.gather(f"{kernel()} {perf_counter()!r}")
         kernels, clocks = zip(*(reply.rsplit(" ", 1) for reply in replies), strict=True)
         self._origin_s = float(clocks[0])
         self._remote = [rank for rank, kernel in enumerate(kernels) if kernel != kernels[0]]
-        self._readings = (compared(self._world.link, self._remote),)
+        self._readings = (clock_offset(self._world.link, self._remote),)
         self._world.trace.start(self._options)
-        self._begun = True
+        self._active = True
 
     def end(self) -> None:
         """Write the files; warn if that fails; collective."""
-        if not self._begun:
+        if not self._active:
             return
         self._stop()
-        self._readings += (compared(self._world.link, self._remote),)
+        self._readings += (clock_offset(self._world.link, self._remote),)
         faults = self._world.gather(_fault_of(self._write))
         if self._world.rank == 0:
-            self._say(faults, _fault_of(self._merge))
+            self._warn(faults, _fault_of(self._merge))
 
     def end_alone(self) -> None:
         """Write this rank's spans and merge the files present; the other ranks do not take part."""
-        if self._begun:
+        if self._active:
             self._stop()
             _fault_of(self._write)
             _fault_of(self._merge)
 
     def _stop(self) -> None:
         self._world.trace.stop()
-        self._begun = False
+        self._active = False
 
-    def _say(self, faults: list[str], fault: str) -> None:
+    def _warn(self, faults: list[str], fault: str) -> None:
         hosts = self._world.hosts
         failed = [
             f"rank {rank} on {hosts[rank]}: {text}" for rank, text in enumerate(faults) if text
@@ -96,8 +96,8 @@ class Timeline:
             log.warning("the trace in %s could not be written: %s%s", self._run, failed[0], rest)
         elif dropped := self._world.trace.dropped:
             log.warning(
-                "the trace is not whole: trace.max_spans is %d, and rank 0 had %d more; raise it "
-                "or name trace.steps",
+                "the trace is incomplete: trace.max_spans is %d, and rank 0 had %d more; raise it "
+                "or set trace.steps",
                 self._options.max_spans,
                 dropped,
             )
@@ -143,7 +143,7 @@ def _files(run: Path, size: int) -> list[Path]:
     return [path for path in paths if path.exists()]
 
 
-def compared(
+def clock_offset(
     link: Link, remote: Iterable[int], clock: Callable[[], float] = perf_counter
 ) -> Reading:
     """Return how far rank 0's clock is ahead of this rank's; collective.
@@ -165,11 +165,11 @@ def compared(
 
 def _ask(link: Link, clock: Callable[[], float]) -> Reading:
     reply = np.empty(1)
-    sent = clock()
+    send_s = clock()
     link.sendrecv(np.empty(1), 0, reply, 0)
-    received = clock()
-    middle = (sent + received) / 2
-    return Reading(middle, float(reply[0]) - middle, (received - sent) / 2)
+    receive_s = clock()
+    middle = (send_s + receive_s) / 2
+    return Reading(middle, float(reply[0]) - middle, (receive_s - send_s) / 2)
 
 
 def _answer(link: Link, rank: int, clock: Callable[[], float]) -> None:
@@ -187,7 +187,7 @@ def kernel() -> str:
         return socket.gethostname()
 
 
-def _forget(run: Path) -> None:
+def _remove_earlier(run: Path) -> None:
     """Remove the trace of an earlier part, which may have had more ranks."""
     with contextlib.suppress(OSError):
         for path in (run / MERGED, *(run / FOLDER).glob("rank-*.json")):
@@ -205,7 +205,7 @@ def _fault_of(write: Callable[[], None]) -> str:
 
 
 def _write(path: Path, about: dict[str, Any], events: Iterable[str]) -> None:
-    """Write a trace whole or not at all: a header line, then a line per event."""
+    """Write a trace atomically: a header line, then a line per event."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}")
     head = json.dumps({"displayTimeUnit": "ms", "otherData": about})
     try:

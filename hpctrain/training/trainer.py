@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+import hpctrain.world
 from hpctrain import checkpoint, engines, nn
-from hpctrain import world as worlds
 from hpctrain.core.errors import UsageError
 from hpctrain.core.metrics import Metric
 from hpctrain.core.signals import StopRequest
@@ -26,12 +26,11 @@ from hpctrain.gradients.slowed import SlowedReplica
 from hpctrain.optim import Optimizer
 from hpctrain.run_files import run_folder
 from hpctrain.run_files.last_lines import last_lines
-from hpctrain.training import loop as loops
 from hpctrain.training import weights
 from hpctrain.training.callbacks import Callbacks, EarlyStop
 from hpctrain.training.exit_status import summary_on_exit
 from hpctrain.training.journal import Journal
-from hpctrain.training.loop import Loop
+from hpctrain.training.loop import Loop, evaluate
 from hpctrain.training.recipe import CheckpointOptions, NotFinite, Recipe, most_skipped
 from hpctrain.training.tasks import Plan
 from hpctrain.watch.trace import TraceOptions
@@ -64,7 +63,7 @@ class Trainer:
         fit, or if ranks have different models, and GpuMemoryError, on the rank itself, if its GPU
         has too little memory.
         """
-        self.world = world or worlds.init()
+        self.world = world or hpctrain.world.init()
         self.seed, self.rate, self.callbacks = seed, optimizer.rate, callbacks
         on_gpu = self.world.gpu is not None
         self.replica = self.world.together(lambda: replica_of(model, seed, precision, on_gpu))
@@ -124,7 +123,7 @@ class Trainer:
             raise UsageError("fit needs exactly one of epochs and steps")
         if evaluate_epochs and evaluate_steps:
             raise UsageError("fit takes evaluate_epochs or evaluate_steps, not both")
-        self._must_be_made(checkpoints.keep_best, evaluate is not None)
+        self._must_be_evaluated(checkpoints.keep_best, evaluate is not None)
         self.replica.micro_batches = self._micro_batches(micro_batches)
         total = steps or (epochs or 0) * sampler.steps_per_epoch
         plan_text = (
@@ -158,7 +157,7 @@ class Trainer:
                 loop.resume(run)
             if replay is not None:
                 loop.repeat(Path(replay))
-            # Before the summary: a second signal during its writing must not end the process.
+            # Before the summary: a second signal while it is written must not end the process.
             request = stack.enter_context(StopRequest(partial(self._last_words, run)))
             loop.begin()
             stack.enter_context(summary_on_exit(journal))
@@ -177,7 +176,7 @@ class Trainer:
 
     def evaluate(self, samples: Samples) -> nn.Sums:
         """Return the sums of loss and right answers over `samples`; each rank does its share."""
-        return loops.evaluate(self.engine, samples, self._blocks)
+        return evaluate(self.engine, samples, self._blocks)
 
     def _slowed(self, faults: FaultsOptions) -> Replica:
         faults.check(self.world.size)
@@ -188,7 +187,7 @@ class Trainer:
     def _warm_start(self, path: Path) -> None:
         """Load the weights at `path`; every rank reads them, as it does with a checkpoint."""
         arena = self.replica.arena
-        self.world.together(lambda: weights.take(arena, weights.read(path), str(path)))
+        self.world.together(lambda: weights.copy_into(arena, weights.read(path), str(path)))
         sha256 = params_sha256(arena)
         self.world.must_agree(sha256, f"the SHA-256 of the weights at {path}")
 
@@ -196,25 +195,25 @@ class Trainer:
         engines.must_fit(self._options, self.world.size, batch, len(train))
         return Sampler(len(train), batch, self.seed)
 
-    def _must_be_made(self, keep_best: Metric | None, tested: bool) -> None:
+    def _must_be_evaluated(self, keep_best: Metric | None, has_test_set: bool) -> None:
         """Raise UsageError if early stop or keep_best needs a metric that is never evaluated."""
-        looks = [
+        users = [
             ("early stop", callback.metric)
             for callback in self.callbacks
             if isinstance(callback, EarlyStop)
         ]
-        for user, metric in [*looks, ("keep_best", keep_best)]:
-            if metric and metric.startswith("test") and not tested:
+        for user, metric in [*users, ("keep_best", keep_best)]:
+            if metric and metric.startswith("test") and not has_test_set:
                 raise UsageError(
-                    f"{user} looks at {metric}, but there is no test set to evaluate on; "
-                    "give one, or let it look at train_loss"
+                    f"{user} needs {metric}, but there is no test set to evaluate on; "
+                    "add one, or use train_loss"
                 )
 
     def _micro_batches(self, pieces: int) -> int:
         if pieces > 1 and self.replica.model.buffers:
             raise UsageError(
-                f"micro_batches is {pieces}, but the model normalizes over the batch: over pieces "
-                "of it the result would be another; set micro_batches = 1"
+                f"micro_batches is {pieces}, but the model normalizes over the batch: smaller "
+                "pieces would change the result; set micro_batches = 1"
             )
         return pieces
 
@@ -228,7 +227,7 @@ class Trainer:
 
         def claim() -> None:
             if self.world.rank == 0:
-                stack.enter_context(run_folder.claimed(run, resume))
+                stack.enter_context(run_folder.claim(run, resume))
                 checkpoint.sweep(run)
 
         self.world.together(claim)

@@ -1,4 +1,4 @@
-"""Weights by name: taken from a run to begin another, and written for other frameworks to read.
+"""Weights by name: read from a run to initialize another, and exported for other frameworks.
 
 A checkpoint holds whole planes of the arena; its manifest has the place of each tensor in them:
 
@@ -29,9 +29,16 @@ from hpctrain.machine import version
 from hpctrain.transport.threads.link import run_ranks
 
 Tensors = dict[str, np.ndarray]
-TOLD = 10  # differences that an error lists
+MOST_FAULTS = 10  # differences that an error lists
 # What reading a file of another kind may raise, bfloat16 included, which NumPy does not have.
-_NONSENSE = (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError)
+_READ_ERRORS = (
+    safetensors.SafetensorError,
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+)
 
 
 def layout(arena: Arena) -> dict[str, Any]:
@@ -39,7 +46,7 @@ def layout(arena: Arena) -> dict[str, Any]:
     return {"param": _places(arena.slots), "buffer": _places(arena.buffer_slots)}
 
 
-def named(loaded: Loaded) -> Tensors:
+def tensors_of(loaded: Loaded) -> Tensors:
     """Return the tensors of a checkpoint by name, parameters first: views.
 
     Raises UsageError if the checkpoint does not have their names.
@@ -47,11 +54,11 @@ def named(loaded: Loaded) -> Tensors:
     planes = loaded.about.get("weights")
     if planes is None:
         raise UsageError(
-            f"{loaded.path} does not tell the names of its tensors: an older hpctrain wrote it; "
-            "resume its run for a step with this one"
+            f"{loaded.path} does not name its tensors: an older hpctrain wrote it; "
+            "resume its run for one step with this version"
         )
     return {
-        name: _cut(loaded.arrays[plane], place["offset"], place["shape"])
+        name: _view(loaded.arrays[plane], place["offset"], place["shape"])
         for plane, places in planes.items()
         for name, place in places.items()
     }
@@ -76,7 +83,7 @@ def read(path: Path) -> Tensors:
     Raises UsageError if it is none of these, or damaged.
     """
     if path.is_dir():
-        return named(checkpoint_of(path))
+        return tensors_of(checkpoint_of(path))
     try:
         open_regular(path).close()  # to open a FIFO would block all ranks
         return safetensors.numpy.load_file(path)
@@ -87,12 +94,12 @@ def read(path: Path) -> Tensors:
         ) from None
     except FileError:
         raise
-    except _NONSENSE as error:
+    except _READ_ERRORS as error:
         raise UsageError(f"{path} cannot be read as a .safetensors file: {error}") from None
 
 
-def take(arena: Arena, tensors: Mapping[str, np.ndarray], source: str) -> None:
-    """Copy `tensors` into the slots of the same names; floating point of any precision will do.
+def copy_into(arena: Arena, tensors: Mapping[str, np.ndarray], source: str) -> None:
+    """Copy `tensors` of any floating-point precision into the slots of the same names.
 
     Raises UsageError that lists missing slots, slots of another shape, and tensors without a slot.
     """
@@ -100,8 +107,8 @@ def take(arena: Arena, tensors: Mapping[str, np.ndarray], source: str) -> None:
     faults = [fault for name, x in views.items() if (fault := _fault(name, x, tensors.get(name)))]
     faults += [f"'{name}': the model has none" for name in sorted(tensors) if name not in views]
     if faults:
-        rest = [f"and {len(faults) - TOLD} more"] if len(faults) > TOLD else []
-        listed = "".join(f"\n  {line}" for line in faults[:TOLD] + rest)
+        rest = [f"and {len(faults) - MOST_FAULTS} more"] if len(faults) > MOST_FAULTS else []
+        listed = "".join(f"\n  {line}" for line in faults[:MOST_FAULTS] + rest)
         raise UsageError(f"the weights of {source} do not fit the model:{listed}")
     for name, view in views.items():
         xp.copy(view, tensors[name])
@@ -117,7 +124,9 @@ def export(run: Path, output: Path | None = None, best: bool = False, force: boo
     file = output or loaded.path.parent.parent / f"weights-{loaded.path.name}.safetensors"
     if file.exists() and not force:
         raise UsageError(f"{file} exists; name another --output, or replace it with --force")
-    tensors = {name: np.ascontiguousarray(x).reshape(x.shape) for name, x in named(loaded).items()}
+    tensors = {
+        name: np.ascontiguousarray(x).reshape(x.shape) for name, x in tensors_of(loaded).items()
+    }
     try:
         atomic.replace(file, safetensors.numpy.save(tensors, _metadata(loaded)))
     except OSError as error:
@@ -137,7 +146,7 @@ def _places(slots: tuple[Slot, ...]) -> dict[str, Any]:
     return {slot.name: {"shape": list(slot.shape), "offset": slot.offset} for slot in slots}
 
 
-def _cut(plane: np.ndarray, offset: int, shape: list[int]) -> np.ndarray:
+def _view(plane: np.ndarray, offset: int, shape: list[int]) -> np.ndarray:
     return plane[offset : offset + prod(shape)].reshape(shape)
 
 

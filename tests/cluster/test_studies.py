@@ -43,7 +43,7 @@ def trial(study: Path, size: str, repeat: int, job: int, step: int, status: str 
     run_folder.write_json(kept / submit.JOBS, {"jobs": [job]})
     if step:
         run.mkdir()
-        (run / run_folder.BEGAN).write_text(f"{job}\n")
+        (run / run_folder.SLURM_JOB).write_text(f"{job}\n")
     make(run, step, status)
 
 

@@ -328,7 +328,7 @@ def test_status_shows_job_and_run(commands):
         assert words in shown
     (found,) = json.loads(told("status", "--json", "runs/a"))
     assert (found["state"], found["restarts"], found["step"]) == ("PENDING", 1, 120)
-    Path("runs/a", run_folder.BEGAN).write_text("17\n")
+    Path("runs/a", run_folder.SLURM_JOB).write_text("17\n")
     run_folder.write_summary(Path("runs/a"), {"status": "failed", "reason": "rank 1: disk full"})
     commands("scontrol", f"echo '{JOB.format(17, 'FAILED', 'NonZeroExitCode')}'")
     assert "17: rank 1: disk full" in told("status", "runs/a")

@@ -426,7 +426,7 @@ def test_what_does_not_fit_is_refused(wrong):
 
 def test_what_always_does_the_same_is_not_replayed(tmp_path):
     def train(world):
-        with pytest.raises(UsageError, match="always does the same"):
+        with pytest.raises(UsageError, match="is deterministic by itself"):
             trained(world, PsSync(), replay=tmp_path)
         return True
 

@@ -189,7 +189,7 @@ def weights_case(rng: Generator, folder: Path) -> None:
 
 
 SITES = [
-    toml.parsed(one.read_text(), one.name)
+    toml.parse(one.read_text(), one.name)
     for one in sorted(
         resources.files("hpctrain.cluster.slurm").joinpath("sites").iterdir(), key=str
     )

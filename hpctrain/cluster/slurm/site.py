@@ -142,7 +142,7 @@ def load(name: str) -> Site:
     Raises UsageError that names the nearest profile or key.
     """
     source = f"site {name}"
-    table = toml.parsed(_text(name), source)
+    table = toml.parse(_text(name), source)
     toml.must_be_plain(table, source)
     kinds = {k: config.read(Nodes, table.pop(k), f"{source}.{k}") for k in KINDS if k in table}
     site = config.read(Site, table | kinds, source)

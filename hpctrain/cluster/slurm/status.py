@@ -63,7 +63,7 @@ def job_history(folder: Path) -> JobHistory:
 
     Raises UsageError for damaged ids, and OSError where the script is gone.
     """
-    jobs, began = [str(job) for job in jobs_of(folder)], run_folder.begun_by(folder)
+    jobs, began = [str(job) for job in jobs_of(folder)], run_folder.slurm_job(folder)
     if began and began not in jobs:
         jobs = sorted([*jobs, began], key=_numbers)
     script = folder / SCRIPT
@@ -163,7 +163,7 @@ def run_progress(run: Path, job: str) -> Row:
         last |= {key: row[key] for key in OF_ROWS if row.get(key) is not None}
     summary = run_folder.read_summary(run) or {}
     options = _run_options(run)
-    ended = summary if run_folder.ended_by(run, job) else {}
+    ended = summary if run_folder.is_summary_of(run, job) else {}
     return {
         "status": ended.get("status"),
         "reason_of_run": ended.get("reason"),
@@ -177,7 +177,7 @@ def _run_options(run: Path) -> Row:
     """Return `[run]` of the resolved recipe; empty before training begins."""
     path = run / run_folder.RECIPE
     text = files.read_text(path, toml.LIMIT_BYTES) if path.exists() else ""
-    table = toml.parsed(text, str(path)).get("run")
+    table = toml.parse(text, str(path)).get("run")
     return table if isinstance(table, dict) else {}
 
 

@@ -24,10 +24,10 @@ def folders(path: Path) -> list[Path]:
 
     For a job array submitted by hand, the folders of its sizes. Empty where no job was submitted.
     """
-    if (path / JOBS).exists() or run_folder.begun_by(path):
+    if (path / JOBS).exists() or run_folder.slurm_job(path):
         return [path]
     trials = [job.parent for job in path.glob(f"trials/*/*/{JOBS}")]
-    sizes = [size for size in path.glob("nodes-*") if run_folder.begun_by(size)]
+    sizes = [size for size in path.glob("nodes-*") if run_folder.slurm_job(size)]
     return sorted(trials or sizes, key=_in_order)
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from hpctrain.doctor.check import Check
-from hpctrain.training.timeline import compared
+from hpctrain.training.timeline import clock_offset
 from hpctrain.watch.trace import Reading
 from hpctrain.world import World
 
@@ -19,7 +19,7 @@ def reading(world: World, kernels: Sequence[str]) -> Reading:
     The first rank on each kernel measures; `kernels` are those of all ranks.
     """
     firsts = {kernels.index(name) for name in kernels if name != kernels[0]}
-    return compared(world.link, sorted(firsts), time.time)
+    return clock_offset(world.link, sorted(firsts), time.time)
 
 
 def check(behind_s: Mapping[str, Reading]) -> Check:
