@@ -64,7 +64,7 @@ def _job(file: Path | None, options: dict[str, Any]) -> int:
         options["device"] = config.pick(DEVICES, options["device"], "--device")
     if launchers.launched(os.environ).rank == 0:
         _write(file, {})
-    return examine.run(examine.Asked(json=file, **options))
+    return examine.run(examine.Options(json=file, **options))
 
 
 def _write(file: Path | None, content: dict[str, Any]) -> None:

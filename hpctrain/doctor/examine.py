@@ -14,13 +14,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster import gpu_probe as trying
+from hpctrain.cluster import gpu_probe
 from hpctrain.cluster.launch import find_mpi
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
 from hpctrain.doctor import gpus, mpi, network, node
 from hpctrain.doctor.check import Check, exit_code
-from hpctrain.doctor.topology import Picture, lines, picture
+from hpctrain.doctor.topology import Topology, find_topology, lines
 from hpctrain.hardware import gdr, nics, nvidia, pci, quota
 from hpctrain.machine import version
 from hpctrain.transport.gpu_probe import verdicts
@@ -39,7 +39,7 @@ class Hardware:
     on_bus: int  #: GPUs that the driver knows, hidden ones among them
     nics: tuple[nics.Nic, ...]
     gdr: gdr.Gdr
-    drawn: Picture
+    topology: Topology
     lines: list[str]
     quota: float | None = None  #: CPU time of so many cores by the control group; None: no limit
 
@@ -48,20 +48,20 @@ class Hardware:
         return {
             "gpus": [asdict(card) for card in self.cards.cards],
             "nics": [asdict(nic) for nic in self.nics],
-            "topology": asdict(self.drawn),
+            "topology": asdict(self.topology),
             "gdr": asdict(self.gdr),
             "cpu_quota": self.quota,
         }
 
 
 @dataclass(frozen=True)
-class Examined:
+class NodeResult:
     """Checks and hardware of a node."""
 
     host: str
     checks: list[Check]
     hardware: Hardware
-    told: ProbeResult | None
+    gpu_paths: ProbeResult | None
 
     def table(self) -> dict[str, Any]:
         """Return the table that --json writes."""
@@ -70,22 +70,22 @@ class Examined:
             "exit_code": exit_code(self.checks),
             "checks": [asdict(check) for check in self.checks],
             **self.hardware.table(),
-            "gpu_paths": None if self.told is None else asdict(self.told),
+            "gpu_paths": None if self.gpu_paths is None else asdict(self.gpu_paths),
         }
 
 
-def examine() -> Examined:
+def examine() -> NodeResult:
     """Check this node; raise UsageError inside a job of several ranks."""
     _refuse(launchers.launched(os.environ))
     node_hardware = hardware(socket.gethostname())
     gpu_paths = _gpu_paths() if node_hardware.cards.cards and cupy() else None
-    checks = [_versions(), *_of_mpi(), _blas(node_hardware.quota)]
-    checks += of_node(node_hardware, gpu_paths)
-    checks += network.named(node_hardware.nics, os.environ)
-    return Examined(socket.gethostname(), checks, node_hardware, gpu_paths)
+    checks = [_versions(), *_mpi_checks(), _blas(node_hardware.quota)]
+    checks += node_checks(node_hardware, gpu_paths)
+    checks += network.named_nics(node_hardware.nics, os.environ)
+    return NodeResult(socket.gethostname(), checks, node_hardware, gpu_paths)
 
 
-def of_node(node_hardware: Hardware, gpu_paths: ProbeResult | None) -> list[Check]:
+def node_checks(node_hardware: Hardware, gpu_paths: ProbeResult | None) -> list[Check]:
     """Return the checks of memory, GPUs and network, the same for all processes of a node."""
     rdma = any(nic.rdma for nic in node_hardware.nics)
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -100,11 +100,11 @@ def hardware(host: str, root: Path = pci.ROOT) -> Hardware:
     """Return GPUs, adapters and the topology between them."""
     of_driver = [nvidia.nvml(), nvidia.smi()] if root == pci.ROOT else [None, None]
     cards, adapters = nvidia.cards(root, *of_driver), nics.nics(root)
-    drawn = picture(cards, adapters, root)
+    topology = find_topology(cards, adapters, root)
     on_bus = len(list((root / "proc/driver/nvidia/gpus").glob("*")))
-    text = lines(host, cards, adapters, drawn, root)
+    text = lines(host, cards, adapters, topology, root)
     quota_cores = quota.cores(root)
-    return Hardware(cards, on_bus, adapters, gdr.gdr(adapters, root), drawn, text, quota_cores)
+    return Hardware(cards, on_bus, adapters, gdr.gdr(adapters, root), topology, text, quota_cores)
 
 
 def _refuse(launched: launchers.Launched) -> None:
@@ -121,7 +121,7 @@ def _versions() -> Check:
     return Check("versions", "ok", ", ".join([f"Python {platform.python_version()}", *packages]))
 
 
-def _of_mpi() -> list[Check]:
+def _mpi_checks() -> list[Check]:
     try:
         library = find_mpi()
     except UsageError as error:
@@ -145,6 +145,6 @@ def cupy() -> str | None:
 
 def _gpu_paths() -> ProbeResult | None:
     try:
-        return verdicts.from_json(trying.verdict(again=True))
+        return verdicts.from_json(gpu_probe.verdict(again=True))
     except (ValueError, KeyError, TypeError, json.JSONDecodeError):
         return None

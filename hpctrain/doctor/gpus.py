@@ -11,7 +11,7 @@ from hpctrain.hardware.nvidia import Card, Cards
 from hpctrain.transport.device.gpus import VISIBLE, listed
 from hpctrain.transport.gpu_probe.verdicts import ProbeResult
 
-ALL_IN_SIGHT = (
+SHOW_ALL = (
     "srun --gpus-per-node=N --ntasks-per-node=N, where the site binds tasks to GPUs also "
     "--gpu-bind=none: every rank sees all GPUs, and hpctrain takes one by the local rank"
 )
@@ -30,8 +30,8 @@ def checks(
     """
     if not cards.cards and not on_bus:
         return [Check("GPUs", "note", "none: training runs on the cores")]
-    rows = [_inventory(cards), _in_sight(cards, on_bus, environ)]
-    rows += filter(None, [_listed(cards.cards, environ)])
+    rows = [_inventory(cards), _visible(cards, on_bus, environ)]
+    rows += filter(None, [_visible_list(cards.cards, environ)])
     rows.append(_cupy(cupy))
     if gpu_paths is not None:
         rows.append(_path(gpu_paths))
@@ -54,21 +54,21 @@ def _inventory(cards: Cards) -> Check:
     return Check("GPUs", "ok", observed)
 
 
-def _in_sight(cards: Cards, on_bus: int, environ: Mapping[str, str]) -> Check:
+def _visible(cards: Cards, on_bus: int, environ: Mapping[str, str]) -> Check:
     """Return the check for GPUs of the node hidden from this process, or from CUDA in it."""
     words, count = listed(environ), len(cards.cards)
     if on_bus > count:
         observed = f"{count} of {on_bus} GPUs: a control group hides the neighbours'"
-        return Check("GPUs in sight", "slow", f"{observed}, CUDA IPC fails", ALL_IN_SIGHT)
+        return Check("GPUs in sight", "slow", f"{observed}, CUDA IPC fails", SHOW_ALL)
     if VISIBLE in environ and not words:
         return Check("GPUs in sight", "bad", f"none: {VISIBLE} is empty", f"unset {VISIBLE}")
     if words and len(words) < count and not words[0].startswith("MIG-"):
         observed = f"{len(words)} of {count}: {VISIBLE}={','.join(words)}"
-        return Check("GPUs in sight", "note", observed, f"unset {VISIBLE}; {ALL_IN_SIGHT}")
+        return Check("GPUs in sight", "note", observed, f"unset {VISIBLE}; {SHOW_ALL}")
     return Check("GPUs in sight", "ok", f"all {count}" if not words else ",".join(words))
 
 
-def _listed(cards: Sequence[Card], environ: Mapping[str, str]) -> Check | None:
+def _visible_list(cards: Sequence[Card], environ: Mapping[str, str]) -> Check | None:
     """Return the fault of a CUDA_VISIBLE_DEVICES that names a GPU twice, or one that is not there.
 
     CUDA stops reading at such a word, and shows the GPUs before it.

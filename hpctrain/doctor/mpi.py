@@ -22,7 +22,7 @@ _NAMES = ("mpirun", "mpiexec")
 
 
 @dataclass(frozen=True)
-class Started:
+class LaunchReport:
     """Answers of the two ranks started by the launcher: sizes of their jobs, thread level."""
 
     sizes: tuple[int, ...]
@@ -31,22 +31,22 @@ class Started:
     fault: str = ""  #: error text if no rank answered
 
 
-def checks(mpi: Mpi, started: Started | None, on_path: Mapping[str, str]) -> list[Check]:
-    """Return the checks of `mpi`; `started` is None if it has no launcher.
+def checks(mpi: Mpi, report: LaunchReport | None, on_path: Mapping[str, str]) -> list[Check]:
+    """Return the checks of `mpi`; `report` is None if it has no launcher.
 
     `on_path` maps mpirun and mpiexec to the programs that the PATH of the user finds.
     """
     rows = [Check("MPI", "ok", f"{mpi.vendor} {mpi.version}, {mpi.libmpi or 'path unknown'}")]
     rows.append(_launcher(mpi, on_path))
-    if started is None:
+    if report is None:
         return rows
-    if started.sizes != (2, 2):
-        return [*rows, _not_two(mpi, started)]
+    if report.sizes != (2, 2):
+        return [*rows, _launch_fault(mpi, report)]
     return [*rows, Check("ranks", "ok", "2 ranks started and see each other"),
-            threads(started.threads), _ulfm(mpi, started)]  # fmt: skip
+            threads(report.threads), _ulfm(mpi, report)]  # fmt: skip
 
 
-def start(mpi: Mpi) -> Started | None:
+def start(mpi: Mpi) -> LaunchReport | None:
     """Start two ranks as `hpctrain launch` would, with ULFM if the launcher knows it."""
     if mpi.mpiexec is None:
         return None
@@ -63,7 +63,7 @@ def on_path(path: str | None = None) -> dict[str, str]:
     return {name: place for name, place in paths.items() if place}
 
 
-def _run(line: list[str], extra: Mapping[str, str]) -> Started:
+def _run(line: list[str], extra: Mapping[str, str]) -> LaunchReport:
     try:
         process = subprocess.run(
             line,
@@ -74,10 +74,10 @@ def _run(line: list[str], extra: Mapping[str, str]) -> Started:
             timeout=LIMIT_S,
         )
     except subprocess.TimeoutExpired:
-        return Started((), fault=f"no answer within {LIMIT_S:.0f} s")
+        return LaunchReport((), fault=f"no answer within {LIMIT_S:.0f} s")
     except OSError as error:
-        return Started((), fault=str(error))
-    return understood(process.stdout, process.returncode, process.stderr)
+        return LaunchReport((), fault=str(error))
+    return parse_output(process.stdout, process.returncode, process.stderr)
 
 
 def environ(environment: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
@@ -90,15 +90,15 @@ def environ(environment: Mapping[str, str], extra: Mapping[str, str]) -> dict[st
     return {k: v for k, v in clean if not (inside and k.startswith("SLURM_"))} | dict(extra)
 
 
-def understood(output: str, code: int, errors: str) -> Started:
+def parse_output(output: str, code: int, errors: str) -> LaunchReport:
     """Parse the output of `python -m hpctrain.transport.mpi.hello`."""
     answers = [json.loads(line) for line in output.splitlines() if line.startswith('{"size"')]
     if code or not answers:  # Hydra prints the signal that ended a rank on stdout
         messages = [line for line in output.splitlines() if not line.startswith('{"size"')]
         words = " ".join(" ".join([*messages, errors]).split())
-        return Started((), fault=f"exit code {code}: {words[-200:]}")
+        return LaunchReport((), fault=f"exit code {code}: {words[-200:]}")
     sizes = tuple(answer["size"] for answer in answers)
-    return Started(sizes, answers[0]["threads"], all(answer["ulfm"] for answer in answers))
+    return LaunchReport(sizes, answers[0]["threads"], all(answer["ulfm"] for answer in answers))
 
 
 def _launcher(mpi: Mpi, on_path: Mapping[str, str]) -> Check:
@@ -124,13 +124,13 @@ def _launcher(mpi: Mpi, on_path: Mapping[str, str]) -> Check:
     )
 
 
-def _not_two(mpi: Mpi, started: Started) -> Check:
-    observed = f"{mpi.mpiexec} -n 2: {started.fault or f'jobs of {started.sizes} ranks'}"
+def _launch_fault(mpi: Mpi, report: LaunchReport) -> Check:
+    observed = f"{mpi.mpiexec} -n 2: {report.fault or f'jobs of {report.sizes} ranks'}"
     remedy = "the launcher must belong to the MPI that mpi4py loads"
-    if "Bus error" in started.fault:
-        remedy = "MPI found no room where its ranks share memory: see `shared memory`"
-    elif started.fault:
-        remedy = f"read what it says: {mpi.mpiexec} -n 2 python -m {RANKS}"
+    if "Bus error" in report.fault:
+        remedy = "MPI found too little shared memory for its ranks: see `shared memory`"
+    elif report.fault:
+        remedy = f"read its output: {mpi.mpiexec} -n 2 python -m {RANKS}"
     return Check("ranks", "bad", observed, remedy)
 
 
@@ -146,7 +146,7 @@ def threads(level: str) -> Check:
     )
 
 
-def _ulfm(mpi: Mpi, started: Started) -> Check:
-    if started.ulfm:
-        return Check("ULFM", "note", "on where asked for: mpirun --with-ft ulfm")
+def _ulfm(mpi: Mpi, report: LaunchReport) -> Check:
+    if report.ulfm:
+        return Check("ULFM", "note", "available on request: mpirun --with-ft ulfm")
     return Check("ULFM", "note", f"none: a lost rank ends the job ({mpi.vendor})")

@@ -23,14 +23,14 @@ def checks(nics: Sequence[Nic]) -> list[Check]:
     if down:
         names = ", ".join(nic.name for nic in down)
         rows.append(Check("links down", "slow", names, "ask the site: ibstat, ibdev2netdev"))
-    slow = _slower_than_others(nics)
+    slow = _slow_ports(nics)
     if slow:
         names = ", ".join(f"{nic.name} {nic.gbit_s:g} Gbit/s" for nic in slow)
         rows.append(Check("slow links", "slow", names, "a cable or a port: tell the site"))
     return rows
 
 
-def named(nics: Sequence[Nic], environ: Mapping[str, str], root: Path = ROOT) -> list[Check]:
+def named_nics(nics: Sequence[Nic], environ: Mapping[str, str], root: Path = ROOT) -> list[Check]:
     """Return the check of the adapters that UCX_NET_DEVICES names; none if it is not set."""
     value = environ.get(nearest_nics.UCX_DEVICES, "")
     if not nearest_nics.device_names(value):
@@ -54,7 +54,7 @@ def describe(nic: Nic) -> str:
     return f"{nic.name} {nic.kind} {rate}{'' if nic.active else ' DOWN'}"
 
 
-def _slower_than_others(nics: Sequence[Nic]) -> list[Nic]:
+def _slow_ports(nics: Sequence[Nic]) -> list[Nic]:
     """Return the active RDMA ports slower than the node's fastest: damaged links train down."""
     rdma = [nic for nic in nics if nic.rdma and nic.active and nic.gbit_s]
     best = max((nic.gbit_s or 0 for nic in rdma), default=0)

@@ -14,7 +14,7 @@ from hpctrain.hardware.shm import GIB, MIB, SHM
 from hpctrain.transport.placement.check import FEWER_THREADS
 
 #: Files of MPI libraries and of hpctrain; those of a dead job stay until they are removed.
-LEFT_OVERS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*", "hpctrain-*")
+LEFTOVERS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*", "hpctrain-*")
 MORE_TIME = "Kubernetes: resources.limits.cpu; docker run --cpus=N"
 
 
@@ -40,7 +40,7 @@ def shared_memory(folder: Path = SHM, in_use: Collection[str] | None = None) -> 
     except OSError as error:
         remedy = "mount a tmpfs there; containers: --shm-size=8g or --ipc=host"
         return [Check("shared memory", "bad", f"{folder}: {error.strerror}", remedy)]
-    return [room(folder, free), _left(folder, _mapped() if in_use is None else in_use)]
+    return [free_memory(folder, free), _leftovers(folder, _mapped() if in_use is None else in_use)]
 
 
 def memlock(limit: int, rdma: bool) -> Check:
@@ -58,7 +58,7 @@ def memlock(limit: int, rdma: bool) -> Check:
     )
 
 
-def room(folder: Path, free: int) -> Check:
+def free_memory(folder: Path, free: int) -> Check:
     """Return the check of `free` bytes of shared memory in `folder`."""
     observed = shm.free_text(free, folder)
     if free >= shm.ENOUGH:
@@ -66,8 +66,8 @@ def room(folder: Path, free: int) -> Check:
     return Check("shared memory", "bad" if free < shm.LEAST else "slow", observed, shm.GROW)
 
 
-def _left(folder: Path, in_use: Collection[str]) -> Check:
-    files = [f for pattern in LEFT_OVERS for f in folder.glob(pattern) if str(f) not in in_use]
+def _leftovers(folder: Path, in_use: Collection[str]) -> Check:
+    files = [f for pattern in LEFTOVERS for f in folder.glob(pattern) if str(f) not in in_use]
     user_files = [file for file in files if _owner(file) == os.geteuid()]
     if not user_files:
         return Check("left-overs", "ok", f"none of yours in {folder}")
@@ -76,13 +76,13 @@ def _left(folder: Path, in_use: Collection[str]) -> Check:
         "left-overs",
         "slow" if total > GIB else "note",
         f"{len(user_files)} files of dead jobs in {folder}, {total / MIB:,.0f} MiB of memory",
-        f"when no job of yours runs here: rm {' '.join(_named(folder, user_files))}",
+        f"when no job of yours runs here: rm {' '.join(_patterns(folder, user_files))}",
     )
 
 
-def _named(folder: Path, files: Collection[Path]) -> list[str]:
+def _patterns(folder: Path, files: Collection[Path]) -> list[str]:
     """Return the patterns that match `files`."""
-    return [f"{folder}/{pattern}" for pattern in LEFT_OVERS if any(f.match(pattern) for f in files)]
+    return [f"{folder}/{pattern}" for pattern in LEFTOVERS if any(f.match(pattern) for f in files)]
 
 
 def _mapped() -> set[str]:

@@ -1,4 +1,4 @@
-"""Print the result of the doctor: the picture of the node, the table of checks, the remedies."""
+"""Print the result of the doctor: the topology of the node, the table of checks, the remedies."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from rich.table import Table
 from rich.text import Text
 
 from hpctrain.doctor.check import Check
-from hpctrain.doctor.examine import Examined
+from hpctrain.doctor.examine import NodeResult
 
 COLOURS = {"ok": "green", "note": "cyan", "slow": "yellow", "bad": "bold red"}
 WIDTH = 110  # where there is no terminal
 
 
-def show(result: Examined, console: Console) -> None:
-    """Print the picture, the table, then the remedies, a line each that can be copied."""
+def show(result: NodeResult, console: Console) -> None:
+    """Print the topology, the table, then the remedies, a line each that can be copied."""
     for line in result.hardware.lines:
         console.print(Text(line), soft_wrap=True)
     console.print(table(result.checks))
@@ -32,11 +32,11 @@ def remedies(checks: Sequence[Check], console: Console) -> None:
 
 def table(checks: Sequence[Check]) -> Table:
     """Return a row per check."""
-    drawn = Table("check", "verdict", "seen", "remedy")
+    grid = Table("check", "verdict", "seen", "remedy")
     for check in checks:
         verdict = Text(check.verdict, COLOURS[check.verdict])
-        drawn.add_row(check.name, verdict, Text(check.seen), Text(check.remedy))
-    return drawn
+        grid.add_row(check.name, verdict, Text(check.seen), Text(check.remedy))
+    return grid
 
 
 def console() -> Console:

@@ -16,7 +16,7 @@ NUMA node, SYS two"
 
 
 @dataclass(frozen=True)
-class Picture:
+class Topology:
     """NUMA nodes by number (cores as the kernel lists them), and the matrix with its headings."""
 
     numa: dict[int, str]
@@ -24,8 +24,8 @@ class Picture:
     matrix: tuple[tuple[str, ...], ...]
 
 
-def picture(cards: Cards, nics: Sequence[Nic], root: Path = pci.ROOT) -> Picture:
-    """Return the picture of the node below `root` with these GPUs and adapters."""
+def find_topology(cards: Cards, nics: Sequence[Nic], root: Path = pci.ROOT) -> Topology:
+    """Return the topology of the node below `root` with these GPUs and adapters."""
     devices = [(f"GPU{card.index}", card.pci) for card in cards.cards]
     devices += [(nic.name, nic.pci) for nic in nics if nic.pci]
     wires = {frozenset((f"GPU{i}", f"GPU{j}")): f"NV{n}" for (i, j), n in cards.nvlinks.items()}
@@ -36,27 +36,29 @@ def picture(cards: Cards, nics: Sequence[Nic], root: Path = pci.ROOT) -> Picture
         )
         for a, at in devices
     )
-    return Picture(_numa(root), tuple(name for name, _ in devices), rows)
+    return Topology(_numa(root), tuple(name for name, _ in devices), rows)
 
 
-def lines(host: str, cards: Cards, nics: Sequence[Nic], drawn: Picture, root: Path = pci.ROOT
+def lines(host: str, cards: Cards, nics: Sequence[Nic], topology: Topology, root: Path = pci.ROOT
           ) -> list[str]:  # fmt: skip
-    """Return the picture as text: a line per NUMA node; with GPUs the matrix as well.
+    """Return the topology as text: a line per NUMA node; with GPUs the matrix as well.
 
     With several adapters, a last line names those nearest to each GPU.
     """
-    of: dict[int | None, list[str]] = {number: [] for number in drawn.numa}
+    by_node: dict[int | None, list[str]] = {number: [] for number in topology.numa}
     for card in cards.cards:
-        of.setdefault(pci.numa_node(card.pci, root), []).append(_named(card))
+        by_node.setdefault(pci.numa_node(card.pci, root), []).append(_card_text(card))
     for nic in nics:
-        of.setdefault(pci.numa_node(nic.pci, root), []).append(network.describe(nic))
+        by_node.setdefault(pci.numa_node(nic.pci, root), []).append(network.describe(nic))
     out = [f"node {host}"]
-    for number, things in of.items():
-        if number in drawn.numa:
-            out.append(f"  NUMA {number}, cores {drawn.numa[number]}: {'; '.join(things) or '-'}")
+    for number, devices in by_node.items():
+        if number in topology.numa:
+            out.append(
+                f"  NUMA {number}, cores {topology.numa[number]}: {'; '.join(devices) or '-'}"
+            )
         else:
-            out.append(f"  NUMA node unknown: {'; '.join(things)}")
-    return out + (_matrix(drawn) + _nearest(cards, nics, root) if cards.cards else [])
+            out.append(f"  NUMA node unknown: {'; '.join(devices)}")
+    return out + (_matrix(topology) + _nearest(cards, nics, root) if cards.cards else [])
 
 
 def _nearest(cards: Cards, nics: Sequence[Nic], root: Path) -> list[str]:
@@ -68,17 +70,17 @@ def _nearest(cards: Cards, nics: Sequence[Nic], root: Path) -> list[str]:
     return [f"  near: {'; '.join(texts)}"]
 
 
-def _matrix(drawn: Picture) -> list[str]:
-    width = max(map(len, drawn.headings)) + 2
-    head = "".join(name.ljust(width) for name in ("", *drawn.headings))
+def _matrix(topology: Topology) -> list[str]:
+    width = max(map(len, topology.headings)) + 2
+    head = "".join(name.ljust(width) for name in ("", *topology.headings))
     rows = [
         "".join(word.ljust(width) for word in (name, *row))
-        for name, row in zip(drawn.headings, drawn.matrix, strict=True)
+        for name, row in zip(topology.headings, topology.matrix, strict=True)
     ]
     return [f"  {line.rstrip()}" for line in (head, *rows, _KEY)]
 
 
-def _named(card: Card) -> str:
+def _card_text(card: Card) -> str:
     memory = f" {card.memory_bytes / 2**30:.0f} GiB" if card.memory_bytes else ""
     return f"GPU{card.index} {card.name}{memory}"
 

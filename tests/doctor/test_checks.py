@@ -12,8 +12,8 @@ from machines import ethernet, infiniband, juwels_booster, pci_device, write
 from hpctrain.cluster.launch import Mpi
 from hpctrain.doctor import gpus, mpi, network, node
 from hpctrain.doctor.check import Check, exit_code
-from hpctrain.doctor.examine import Examined, hardware
-from hpctrain.doctor.mpi import Started
+from hpctrain.doctor.examine import NodeResult, hardware
+from hpctrain.doctor.mpi import LaunchReport
 from hpctrain.doctor.show import show
 from hpctrain.hardware.gdr import Gdr
 from hpctrain.hardware.nics import Nic
@@ -32,7 +32,7 @@ def found(checks, name):
 # ---- MPI ----
 
 OPEN = Mpi("Open MPI", "5.0.11", "/env/lib/libmpi.so.40", "/env/bin/mpiexec")
-TWO = Started((2, 2), "MULTIPLE", True)
+TWO = LaunchReport((2, 2), "MULTIPLE", True)
 OURS = {"mpirun": "/env/bin/mpirun", "mpiexec": "/env/bin/mpiexec"}
 OTHERS = {"mpirun": "/usr/bin/mpirun", "mpiexec": "/env/bin/mpiexec"}
 # mpi, started, on the PATH, name of the check -> verdict, a word seen, a word of the remedy
@@ -42,11 +42,12 @@ OF_MPI = {
                      "put /env/bin first"),
     "no mpiexec": (OPEN._replace(mpiexec=None), None, OTHERS, "launcher", "bad",
                    "no mpiexec belongs", "srun"),
-    "jobs of one": (OPEN, Started((1, 1), "MULTIPLE"), OURS, "ranks", "bad", "jobs of (1, 1)",
+    "jobs of one": (OPEN, LaunchReport((1, 1), "MULTIPLE"), OURS, "ranks", "bad", "jobs of (1, 1)",
                     "must belong"),
-    "does not start": (OPEN, Started((), fault="exit code 1: no slots"), OURS, "ranks", "bad",
+    "does not start": (OPEN, LaunchReport((), fault="exit code 1: no slots"), OURS, "ranks", "bad",
                        "no slots", "/env/bin/mpiexec -n 2 python -m hpctrain.transport.mpi.hello"),
-    "no room": (OPEN, Started((), fault="exit code 7: Bus error (signal 7)"), OURS, "ranks", "bad",
+    "no room": (OPEN, LaunchReport((), fault="exit code 7: Bus error (signal 7)"),
+               OURS, "ranks", "bad",
                 "signal 7", "see `shared memory`"),
     "ranks": (OPEN, TWO, OURS, "ranks", "ok", "2 ranks", ""),
     "threads": (OPEN, TWO, OURS, "threads", "ok", "MULTIPLE", ""),
@@ -69,9 +70,9 @@ def test_mpi(case, monkeypatch):
 
 def test_lines_of_ranks_among_noise():
     line = '{"size": 2, "threads": "MULTIPLE", "ulfm": true}\n'
-    assert mpi.understood(f"hello\n{line}{line}", 0, "") == TWO
-    assert mpi.understood(f"x\n{line}", 1, "a\n b").fault == "exit code 1: x a b"
-    assert "exit code 0" in mpi.understood("", 0, "").fault
+    assert mpi.parse_output(f"hello\n{line}{line}", 0, "") == TWO
+    assert mpi.parse_output(f"x\n{line}", 1, "a\n b").fault == "exit code 1: x a b"
+    assert "exit code 0" in mpi.parse_output("", 0, "").fault
 
 
 def test_in_a_step_mpiexec_does_not_ask_slurm():
@@ -237,11 +238,11 @@ def test_network():
 )
 def test_what_ucx_was_told(value, verdict, words, tmp_path):
     good = Nic("a:1", "InfiniBand", True, 400.0, "")
-    (check,) = network.named(
+    (check,) = network.named_nics(
         [good, replace(good, name="c:1", active=False)], {"UCX_NET_DEVICES": value}, tmp_path
     )
     assert (check.verdict, words in check.seen) == (verdict, True)
-    assert network.named([good], {}, tmp_path) == []
+    assert network.named_nics([good], {}, tmp_path) == []
 
 
 @pytest.fixture
@@ -294,7 +295,7 @@ def test_what_is_shown(root, capsys):
     from rich.console import Console
 
     faults = [Check("one", "bad", "it [broke]", "mend it"), Check("two", "note", "x", "or not")]
-    told = Examined("here", faults, hardware("here", root), None)
+    told = NodeResult("here", faults, hardware("here", root), None)
     show(told, Console(width=100))
     out = capsys.readouterr().out
     assert PICTURE.splitlines()[1] in out

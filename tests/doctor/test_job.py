@@ -14,10 +14,9 @@ from ranks import on_ranks
 
 from hpctrain import collectives
 from hpctrain import world as worlds
-from hpctrain.doctor.check import Check
+from hpctrain.doctor.check import Check, node_list
 from hpctrain.doctor.job import (
     binding,
-    clocks,
     consistency,
     cores,
     known_sums,
@@ -25,14 +24,12 @@ from hpctrain.doctor.job import (
     ping_pong,
     show,
 )
-from hpctrain.doctor.job.cores import Core
-from hpctrain.doctor.job.gather import to_first
-from hpctrain.doctor.job.hosts import listed
-from hpctrain.doctor.job.outliers import usual
+from hpctrain.doctor.job.cores import CoreTiming
+from hpctrain.doctor.job.outliers import median_mad
 from hpctrain.doctor.job.output_folder import FolderState
 from hpctrain.doctor.job.ping_pong import Ping
 from hpctrain.doctor.job.rank_facts import RankFacts, from_table
-from hpctrain.doctor.job.result import JobResult
+from hpctrain.doctor.job.result import JobResult, gather_json
 from hpctrain.hardware.nics import Nic
 from hpctrain.transport.placement.check import RankBinding
 from hpctrain.transport.placement.nearest_nics import NicPorts
@@ -63,7 +60,7 @@ def found(checks, name):
     ],
 )
 def test_nodes_as_slurm_writes_them(hosts, text):
-    assert listed(hosts) == text
+    assert node_list(hosts) == text
 
 
 # figures -> those that stick out
@@ -81,7 +78,7 @@ FIGURES = {
 @pytest.mark.parametrize("case", FIGURES)
 def test_outliers(case):
     values, out = FIGURES[case]
-    assert [value for value in values if value > usual(values).limit] == out
+    assert [value for value in values if value > median_mad(values).limit] == out
 
 
 # ---- what must be the same on all ranks ----
@@ -258,20 +255,20 @@ def test_output_folder(case, tmp_path):
 def test_a_folder_is_looked_at_and_left_as_it_was(tmp_path):
     place = output_folder.nearest_existing(tmp_path / "runs" / "new")
     assert place == tmp_path
-    marked, word = output_folder.mark(place)
-    seen = output_folder.look(place, marked, word)
+    marked, word = output_folder.make_probe(place)
+    seen = output_folder.inspect(place, marked, word)
     assert (seen.fault, seen.shared) == ("", True)
     assert seen.free > 0 and seen.fsync_s > 0
-    assert not output_folder.look(place, marked, "another word").shared
+    assert not output_folder.inspect(place, marked, "another word").shared
     output_folder.remove(marked)
-    assert not output_folder.look(place, marked, word).shared
+    assert not output_folder.inspect(place, marked, word).shared
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_slow_disk_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(output_folder.time, "perf_counter", count(0.0, 1.5).__next__)
     check = found(
-        output_folder.checks(tmp_path, {"n1": output_folder.look(tmp_path, "", "")}),
+        output_folder.checks(tmp_path, {"n1": output_folder.inspect(tmp_path, "", "")}),
         "file system",
     )
     assert check[:2] == ("slow", "median 1500.0 ms to write 64 KiB and fsync (MAD 0.0); n1: up to "
@@ -284,7 +281,7 @@ def test_what_lies_there_is_no_folder(asked, tmp_path):
     (tmp_path / "afile").touch()
     place = output_folder.nearest_existing(tmp_path / asked)
     checks = output_folder.checks(
-        place, {"n1": output_folder.look(place, *output_folder.mark(place))}
+        place, {"n1": output_folder.inspect(place, *output_folder.make_probe(place))}
     )
     assert found(checks, "output folder")[:2] == ("bad", f"n1: {tmp_path}/afile: Not a directory")
 
@@ -311,7 +308,7 @@ def full(tmp_path, monkeypatch):
 
 
 def test_a_full_disk(full):
-    checks = output_folder.checks(full, {"n1": output_folder.look(full, "", "")})
+    checks = output_folder.checks(full, {"n1": output_folder.inspect(full, "", "")})
     assert found(checks, "disk")[0] == "bad"
     assert "No space left on device" in found(checks, "output folder")[1]
     assert "--out" in found(checks, "output folder")[2]
@@ -328,14 +325,14 @@ def test_every_core_of_a_machine_is_tried_once():
 
 
 def test_speed_of_cores():
-    fine = [Core(rank, f"n{rank}", 7, 0.030, 1.0) for rank in range(4)]
+    fine = [CoreTiming(rank, f"n{rank}", 7, 0.030, 1.0) for rank in range(4)]
     assert cores.check(fine).verdict == "ok"
-    check = cores.check([*fine, Core(4, "n9", 3, 0.060, 0.49)])
+    check = cores.check([*fine, CoreTiming(4, "n9", 3, 0.060, 0.49)])
     assert (check.verdict, check.nodes) == ("slow", ("n9",))
     for words in ("median 30.0 ms", "core 3 of n9 (rank 4): 2.0 x", "given 49% of its time"):
         assert words in check.seen
     assert "ps -eLo psr" in check.remedy
-    assert "a slow core" in cores.check([*fine, Core(4, "n9", 3, 0.060, 1.0)]).seen
+    assert "a slow core" in cores.check([*fine, CoreTiming(4, "n9", 3, 0.060, 1.0)]).seen
     assert cores.check([]).verdict == "note"
 
 
@@ -354,7 +351,7 @@ SHARES = {
 @pytest.mark.parametrize("shares", SHARES)
 def test_cores_that_somebody_else_uses(shares):
     given, verdict, named = SHARES[shares]
-    check = cores.check([Core(r, "n1", r, 0.030 / s, s) for r, s in enumerate(given)])
+    check = cores.check([CoreTiming(r, "n1", r, 0.030 / s, s) for r, s in enumerate(given)])
     assert check.verdict == verdict
     for core, share in enumerate(given):
         words = f"core {core} of n1 (rank {core}): "
@@ -372,8 +369,8 @@ def test_a_core_is_tried_again_where_somebody_else_ran(monkeypatch):
 
 
 def test_a_core_under_a_quota():
-    fine = [Core(rank, f"n{rank}", 7, 0.030, 1.0) for rank in range(4)]
-    check = cores.check([*fine, Core(4, "n9", 3, 0.150, 0.2, quota=0.2)])
+    fine = [CoreTiming(rank, f"n{rank}", 7, 0.030, 1.0) for rank in range(4)]
+    check = cores.check([*fine, CoreTiming(4, "n9", 3, 0.150, 0.2, quota=0.2)])
     assert "core 3 of n9 (rank 4): 5.0 x, given 20% of its time: a quota of 0.2" in check.seen
     assert "limits.cpu" in check.remedy
 
@@ -411,14 +408,14 @@ def test_a_core_is_tried_and_left():
     ],
 )
 def test_clocks(behind, verdict, words, nodes):
-    check = clocks.check({node: Reading(0.0, s, 1e-5) for node, s in behind.items()})
+    check = consistency.clocks({node: Reading(0.0, s, 1e-5) for node, s in behind.items()})
     assert (check.verdict, check.nodes) == (verdict, nodes)
     assert words in check.seen
 
 
 @on_ranks(3, mpi=(3,))
 def test_clocks_are_read_once_per_kernel(ranks):
-    readings = ranks(lambda world: (world.rank, clocks.reading(world, "aba")))
+    readings = ranks(lambda world: (world.rank, consistency.clock_reading(world, "aba")))
     for rank, one in readings:
         assert abs(one.offset_s) < 1.0
         assert (one.uncertainty_s > 0) == (rank == 1)
@@ -512,25 +509,25 @@ def test_messages_are_held_against_the_rate_of_adapters(case):
     seconds, ports, wanted = RATES[case]
     measured = [Ping(0, 1, True, 1e-6, 1e-5), Ping(0, 2, False, 2e-6, seconds)]
     measured.append(Ping(1, 3, False, 2e-6, 2 * seconds))
-    found = ping_pong.of_adapters(measured, ports)
+    found = ping_pong.check_rdma(measured, ports)
     assert [(one.verdict, bool(one.remedy)) for one in found] == (
         [(wanted[0], wanted[0] == "slow")] if wanted else []
     )
     assert all(wanted[1] in one.seen for one in found)
-    assert ping_pong.of_adapters(measured[:1], ports) == []
+    assert ping_pong.check_rdma(measured[:1], ports) == []
 
 
 @pytest.mark.parametrize("case", LINKS)
 def test_slow_links_are_named(case):
     measured, hosts, verdict, words, nodes = LINKS[case]
-    (check,) = ping_pong.checks(measured, hosts, crowded=False)
+    (check,) = ping_pong.checks(measured, hosts, oversubscribed=False)
     assert (check.verdict, check.nodes) == (verdict, nodes)
     assert words in check.seen
     assert bool(check.remedy) == (verdict != "ok")
 
 
 def test_ranks_that_take_turns_are_not_judged():
-    (check,) = ping_pong.checks(links(FOUR, [2]), FOUR, crowded=True)
+    (check,) = ping_pong.checks(links(FOUR, [2]), FOUR, oversubscribed=True)
     assert (check.verdict, "not judged" in check.seen) == ("note", True)
 
 
@@ -539,7 +536,7 @@ def test_ranks_that_take_turns_are_not_judged():
 
 @on_ranks(1, 2, 3, 5, mpi=(1, 3))
 def test_sums_are_right(ranks):
-    wrong = ranks(known_sums.wrong)
+    wrong = ranks(known_sums.failed_algorithms)
     assert not any(wrong)
     assert known_sums.check(wrong, ["ring"]).verdict == "ok"
 
@@ -551,7 +548,7 @@ def test_a_wrong_sum_is_named(ranks, monkeypatch):
         x[-1:] += group.link.rank == 1
 
     monkeypatch.setitem(collectives.ALLREDUCE, "ring", off_by_one)
-    wrong = ranks(lambda world: world.gather(",".join(known_sums.wrong(world))))
+    wrong = ranks(lambda world: world.gather(",".join(known_sums.failed_algorithms(world))))
     assert all(one == ["", "ring", ""] for one in wrong)
     check = known_sums.check([[], ["ring"], []], ["auto", "ring"])
     assert (check.verdict, "ring is wrong on rank 1" in check.seen) == ("bad", True)
@@ -568,7 +565,7 @@ def test_direct_is_left_out_where_there_are_several_nodes():
 
 @on_ranks(1, 3, mpi=(3,))
 def test_rank_0_hears_all(ranks):
-    said = ranks(lambda world: (world.rank, to_first(world.link, {"is": "ä" * world.rank})))
+    said = ranks(lambda world: (world.rank, gather_json(world.link, {"is": "ä" * world.rank})))
     for rank, heard in said:
         assert heard == ([] if rank else [{"is": "ä" * r} for r in range(ranks.size)])
 
@@ -609,11 +606,11 @@ def test_what_many_nodes_say_fits_on_a_page(capsys):
     between = combinations(range(0, len(hosts), 8), 2)
     slow = [Ping(a, b, False, 2e-6, 9e-4 if a // 8 % 2 else 1e-4) for a, b in between]
     job = JobResult(
-        tuple(hosts), tuple(sitting), told, ping_pong.checks(slow, hosts, crowded=False)
+        tuple(hosts), tuple(sitting), told, ping_pong.checks(slow, hosts, oversubscribed=False)
     )
     show.show(job)
     out = capsys.readouterr().out
     assert "node n[01-64]" in out
-    assert "n[02-63] sit as n01: --json" in out
+    assert "n[02-63] are bound as n01: --json" in out
     assert len(out.splitlines()) < 60
     assert len(job.table()["ranks"]) == 512

@@ -1,13 +1,14 @@
 """The preflight of a whole job: all ranks together, in less than a minute, before they train.
 
-    rank_facts.py facts of each rank; a node's checks come from its first rank
-    consistency.py ranks that differ; the checks of all nodes as one row
-    binding.py   the binding map, and its faults
-    output_folder.py the output folder: space, write and fsync, on all nodes
-    cores.py     a short computation on every core          outliers.py   outliers by median
-    ping_pong.py all pairs, as a tournament                               and MAD
-    known_sums.py each all-reduce, on integers
-    examine.py   the stages in their order; rank 0 gathers, show.py prints
+    examine.py        the stages in their order
+    result.py         answers gathered on rank 0; show.py prints them
+    rank_facts.py     facts of each rank; a node's checks come from its first rank
+    consistency.py    ranks and clocks that differ; the checks of all nodes as one row
+    binding.py        the binding map, and its faults
+    output_folder.py  the output folder: space, write and fsync, on all nodes
+    cores.py          a short computation on every core          outliers.py   outliers by median
+    ping_pong.py      all pairs, as a tournament                               and MAD
+    known_sums.py     each all-reduce, on integers
 
 A rank that does not answer ends the job after a while, with its name and the result so far.
 """

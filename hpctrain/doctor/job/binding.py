@@ -51,7 +51,7 @@ def checks(seats: Sequence[RankBinding]) -> list[Check]:
     for wrong in grouped_by_kind(problems):
         out.append(Check(wrong[0].name, KINDS[wrong[0].name], *description(wrong)))
     if not any(fault.name in ("cores shared", "BLAS threads") for fault in problems):
-        out.append(_turns(seats))
+        out.append(_shared_cores(seats))
     shared = any(fault.name == "GPUs shared" for fault in problems)
     if any(seat.gpu for seat in seats) and not shared:
         out.append(_gpus(seats))
@@ -60,11 +60,11 @@ def checks(seats: Sequence[RankBinding]) -> list[Check]:
     return out
 
 
-def _first(words: Sequence[str]) -> str:
+def _shorten(words: Sequence[str]) -> str:
     return "; ".join(words[:SHOWN]) + f"; and {len(words) - SHOWN} more" * (len(words) > SHOWN)
 
 
-def crowded(seats: Sequence[RankBinding]) -> bool:
+def is_oversubscribed(seats: Sequence[RankBinding]) -> bool:
     """Return whether any ranks share fewer cores than they are."""
     return any(len(ranks) > len(core_list(cores)) for ranks, cores, _ in _sharing(seats, "cores"))
 
@@ -80,16 +80,16 @@ def _launcher(seats: Sequence[RankBinding]) -> Check:
                  "srun, mpirun or hpctrain launch -n N")  # fmt: skip
 
 
-def _turns(seats: Sequence[RankBinding]) -> Check:
+def _shared_cores(seats: Sequence[RankBinding]) -> Check:
     """Return the check of ranks that share cores, though none is idle."""
     groups = list(_sharing(seats, "cores"))
     if not groups:
         return Check("cores", "ok", "every rank has its own")
-    observed = _first([
+    observed = _shorten([
         f"{named(ranks)} of {host} share {len(core_list(cores))} cores"
         for ranks, cores, host in groups
     ])  # fmt: skip
-    if crowded(seats):
+    if is_oversubscribed(seats):
         return Check("cores", "slow", f"{observed}: they take turns", "start fewer ranks per node")
     remedy = unbind(seats[0].launcher)
     return Check("cores", "note", f"{observed}: ranks are not bound", remedy)
@@ -100,7 +100,7 @@ def _gpus(seats: Sequence[RankBinding]) -> Check:
     texts = [f"{named(ranks)} of {host} share {gpu}" for ranks, gpu, host in _sharing(seats, "gpu")
              if gpu]  # fmt: skip
     if texts:
-        return Check("GPUs", "note", _first(texts), "start as many ranks per node as it has GPUs")
+        return Check("GPUs", "note", _shorten(texts), "start as many ranks per node as it has GPUs")
     return Check("GPUs", "ok", "every rank has its own")
 
 
@@ -117,12 +117,8 @@ def _nics(seats: Sequence[RankBinding]) -> list[Check]:
         if len(nics.nearest) > UCX_RAILS and not nics.named
     ]
     if texts:
-        observed = f"{_first(texts)}: UCX may give all of them the same {UCX_RAILS}"
-        return [
-            Check(
-                "NICs", "note", observed, f"export {NIC_VARIABLE}={NEAR}: ranks share the ports out"
-            )
-        ]
+        observed = f"{_shorten(texts)}: UCX may give all of them the same {UCX_RAILS}"
+        return [Check("NICs", "note", observed, f"export {NIC_VARIABLE}={NEAR}: ranks share the ports out")]
     return [Check("NICs", "ok", "those near each rank are in the map")]
 
 

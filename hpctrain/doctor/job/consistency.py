@@ -1,15 +1,19 @@
-"""Consistency: ranks that differ from the majority, and the checks of all nodes merged by name."""
+"""Consistency: ranks and clocks that differ; the checks of all nodes merged by name."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from hpctrain.doctor.check import VERDICTS, Check
-from hpctrain.doctor.job.hosts import listed
+from hpctrain.doctor.check import VERDICTS, Check, node_list
 from hpctrain.doctor.job.rank_facts import REFUSED, RankFacts
+from hpctrain.training.timeline import clock_offset
 from hpctrain.transport.placement.check import named
+from hpctrain.watch.trace import Reading
+from hpctrain.world import World
 
+LITTLE_S, MUCH_S = 0.1, 1.0
 SHOWN = 4  # groups of nodes in one row
 INSTALL = "let all nodes use one environment: activate it in the job script, or install it anew"
 COPY = "give all ranks one file: a folder that all nodes see, and an absolute path"
@@ -50,7 +54,7 @@ def machines(facts: Sequence[RankFacts], hosts: Sequence[str]) -> list[Check]:
     if not twice:
         return []
     count = max(len(kernels[host]) for host in twice)
-    observed = f"{listed(twice)} is the name of {count} machines"
+    observed = f"{node_list(twice)} is the name of {count} machines"
     return [Check("host names", "bad", f"{observed}: their ranks take each other for neighbours",
                   "give each machine, or container, its own hostname")]  # fmt: skip
 
@@ -82,7 +86,7 @@ def _row(checks: Mapping[str, Check], nodes: int) -> Check:
     if worst in ("ok", "note") or (not rest and len(blamed) == nodes):
         return Check(name, worst, first + f"; {len(rest)} more like it" * bool(rest), remedy)
     observed = "; ".join(
-        f"{listed(group)}: {observed}" for (observed, _), group in list(groups.items())[:SHOWN]
+        f"{node_list(group)}: {observed}" for (observed, _), group in list(groups.items())[:SHOWN]
     )
     observed += f"; and {len(groups) - SHOWN} more" * (len(groups) > SHOWN)
     return Check(name, worst, observed, remedy, tuple(blamed))
@@ -94,7 +98,7 @@ def _difference(values: Sequence[str], hosts: Sequence[str]) -> str:
     ranks_of: dict[str, list[int]] = {}
     for rank in odd:
         ranks_of.setdefault(values[rank], []).append(rank)
-    differ = [f"{named(ranks)} on {listed(hosts[r] for r in ranks)} {_has(ranks)} {value}"
+    differ = [f"{named(ranks)} on {node_list(hosts[r] for r in ranks)} {_has(ranks)} {value}"
               for value, ranks in list(ranks_of.items())[:SHOWN]]  # fmt: skip
     return f"{usual}, but {', '.join(differ)}"
 
@@ -105,3 +109,27 @@ def _has(ranks: Sequence[int]) -> str:
 
 def _nodes(ranks: Sequence[int], hosts: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(hosts[rank] for rank in ranks))
+
+
+def clock_reading(world: World, kernels: Sequence[str]) -> Reading:
+    """Return the offset of this rank's clock behind rank 0's; collective.
+
+    The first rank on each kernel measures; `kernels` are those of all ranks.
+    """
+    firsts = {kernels.index(name) for name in kernels if name != kernels[0]}
+    return clock_offset(world.link, sorted(firsts), time.time)
+
+
+def clocks(behind_s: Mapping[str, Reading]) -> Check:
+    """Return the check of the nodes' clocks."""
+    worst = max(behind_s, key=lambda node: abs(behind_s[node].offset_s))
+    largest = behind_s[worst]
+    skew = abs(largest.offset_s)
+    if len(behind_s) == 1 or skew <= LITTLE_S:
+        observed = f"apart by {skew * 1e3:.1f} ms at most (+- {largest.uncertainty_s * 1e3:.1f})"
+        return Check("clocks", "ok", observed)
+    word = "behind" if largest.offset_s > 0 else "ahead of"
+    observed = f"{worst} is {skew:.1f} s {word} rank 0's node"
+    wrong = tuple(node for node, clock in behind_s.items() if abs(clock.offset_s) > MUCH_S)
+    return Check("clocks", "slow" if wrong else "note", f"{observed}: logs and file times mislead",
+                 "ask the site for chrony or ntpd on it: timedatectl", wrong)  # fmt: skip

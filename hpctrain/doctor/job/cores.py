@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.doctor.check import Check
-from hpctrain.doctor.job.outliers import usual
+from hpctrain.doctor.job.outliers import median_mad
 from hpctrain.doctor.node import MORE_TIME
 from hpctrain.hardware import quota
 from hpctrain.hardware.pci import core_list
@@ -29,11 +29,11 @@ from hpctrain.transport.placement.core_binding import on_core
 LENGTH, CALLS = 4096, 60_000  # 32 KiB in all, in the first cache; some 30 ms
 #: The smallest share of CPU time of a thread on a core of its own. A thread that shares its core
 #: with another gets half; a daemon that wakes up once leaves seven eighths of 30 ms.
-ALONE = 0.8
+MIN_SHARE = 0.8
 
 
 @dataclass(frozen=True)
-class Core:
+class CoreTiming:
     """Wall time of the computation on one core, and the share of it that was CPU time."""
 
     rank: int
@@ -56,25 +56,25 @@ def assign(seats: Sequence[RankBinding], machines: Sequence[str]) -> list[list[i
     return out
 
 
-def measure(rank: int, host: str, cores: Iterable[int]) -> list[Core]:
+def measure(rank: int, host: str, cores: Iterable[int]) -> list[CoreTiming]:
     """Return a measurement of each of `cores` that the thread can be bound to."""
     timings, quota_cores = [], quota.cores()
     for core in cores:
         try:
             with on_core(core):
-                timings.append(Core(rank, host, core, *_best_of_two(), quota_cores))
+                timings.append(CoreTiming(rank, host, core, *_best_of_two(), quota_cores))
         except OSError:  # removed from the rank since
             continue
     return timings
 
 
-def check(timings: Sequence[Core]) -> Check:
+def check(timings: Sequence[CoreTiming]) -> Check:
     """Return the check of the speed of all cores."""
     if not timings:
         return Check("speed of cores", "note", "none could be tried")
-    stats = usual([core.seconds for core in timings])
+    stats = median_mad([core.seconds for core in timings])
     observed = f"{len(timings)} cores, median {stats.median * 1e3:.1f} ms for a short computation"
-    slow = [c for c in timings if c.seconds > stats.limit or c.share < ALONE]
+    slow = [c for c in timings if c.seconds > stats.limit or c.share < MIN_SHARE]
     slow.sort(key=lambda c: -c.seconds)
     if not slow:
         lowest = min(1.0, *(c.share for c in timings))
@@ -106,32 +106,32 @@ def quotas(seats: Sequence[RankBinding], quota_of: Mapping[str, float | None]) -
                   f"{FEWER_THREADS}, or ask for more: {MORE_TIME}")]  # fmt: skip
 
 
-def _remedy(core: Core) -> str:
+def _remedy(core: CoreTiming) -> str:
     if _throttled(core):
         return f"ask for more CPU time ({MORE_TIME}), or start fewer ranks"
     return (
-        f"look who runs there (on {core.host}: ps -eLo psr,pcpu,pid,user,comm | awk '$1 == "
+        f"see what else runs there (on {core.host}: ps -eLo psr,pcpu,pid,user,comm | awk '$1 == "
         f"{core.core}'), ask for whole nodes (srun --exclusive), or leave the node out"
     )
 
 
-def _throttled(core: Core) -> bool:
-    return core.share < ALONE and core.quota is not None
+def _throttled(core: CoreTiming) -> bool:
+    return core.share < MIN_SHARE and core.quota is not None
 
 
-def _reason(core: Core) -> str:
+def _reason(core: CoreTiming) -> str:
     share = f", given {core.share:.0%} of its time"
     if _throttled(core):
         return f"{share}: a quota of {core.quota:g} cores"
-    if core.share < ALONE:
-        return f"{share} (expected: {ALONE:.0%}): something else runs there"
+    if core.share < MIN_SHARE:
+        return f"{share} (expected: {MIN_SHARE:.0%}): something else runs there"
     return ", all of its time: a slow core, a hot one, or another model"
 
 
 def _best_of_two() -> tuple[float, float]:
     """Return the result of `_compute`, of the better of two tries if the core was shared."""
     first = _compute()
-    return first if first[1] >= ALONE else max(first, _compute(), key=lambda timing: timing[1])
+    return first if first[1] >= MIN_SHARE else max(first, _compute(), key=lambda timing: timing[1])
 
 
 def _compute() -> tuple[float, float]:

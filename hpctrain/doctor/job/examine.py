@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain import world as worlds
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
 from hpctrain.doctor import mpi
 from hpctrain.doctor.check import Check, exit_code
 from hpctrain.doctor.job import (
     binding,
-    clocks,
     consistency,
     cores,
     known_sums,
@@ -26,25 +25,25 @@ from hpctrain.doctor.job import (
     rank_facts,
     show,
 )
-from hpctrain.doctor.job.gather import to_first, watched
-from hpctrain.doctor.job.result import JobResult
-from hpctrain.doctor.node import room
+from hpctrain.doctor.job.result import JobResult, gather_json, watched
+from hpctrain.doctor.node import free_memory
 from hpctrain.hardware import shm
 from hpctrain.hardware.nics import Nic
 from hpctrain.training.timeline import kernel
 from hpctrain.transport.device import gpus
 from hpctrain.transport.placement.check import RankBinding
 from hpctrain.watch.trace import Reading
-from hpctrain.world import World
+from hpctrain.world import World, init
 
 #: How long a rank may keep others waiting before the report names it.
 LIMIT_S = 30.0
 SPEAK_FIRST_S = 3.0  # for rank 0 to print an error that all ranks have raised
 OUT = Path()
+Answers = list[Any]  #: of all ranks, in their order
 
 
 @dataclass(frozen=True)
-class Asked:
+class Options:
     """Options of the command line."""
 
     json: Path | None = None
@@ -53,93 +52,112 @@ class Asked:
     device: gpus.Device = "auto"
 
 
-def run(options: Asked) -> int:
+def run(options: Options) -> int:
     """Check the whole job; return the exit code, the same on all ranks; collective."""
     launched = launchers.launched(os.environ)
-    stages = show.Stages(launched.rank == 0)
+    line = show.StageLine(launched.rank == 0)
     _before_mpi(launched, options)
-    stages.say(f"starting MPI on {launched.size} ranks")
+    line.say(f"starting MPI on {launched.size} ranks")
     try:
-        world = worlds.init(options.device, 2 * LIMIT_S)
+        world = init(options.device, 2 * LIMIT_S)
     except UsageError as error:
         return _report_no_job(launched, str(error), options)
     result = JobResult(world.hosts, world.bindings)
-    place, marked = output_folder.nearest_existing(options.out), ""
+    place, probe = output_folder.nearest_existing(options.out), ""
 
-    def hung(text: str) -> None:
+    def on_hang(text: str) -> None:
         result.checks.append(_hang_check(text))
         _publish(result, options)
-        output_folder.remove(marked)
+        output_folder.remove(probe)
 
-    with watched(world, None, LIMIT_S, hung):
-        stages.say(f"output folder {place}")
-        marked = _folder(world, result, place)
-    with watched(world, Path(marked) if marked else None, LIMIT_S, hung):
-        _stages(world, result, options, stages)
+    with watched(world, None, LIMIT_S, on_hang):
+        line.say(f"output folder {place}")
+        probe = _check_folder(world, result, place)
+    with watched(world, Path(probe) if probe else None, LIMIT_S, on_hang):
+        _run_stages(world, result, options, line)
         world.link.barrier()
     if world.rank == 0:
-        output_folder.remove(marked)
-        stages.end()
+        output_folder.remove(probe)
+        line.end()
         _publish(result, options)
     return int(world.gather(str(exit_code(result.checks)))[0])
 
 
-def _folder(world: World, result: JobResult, place: Path) -> str:
+def _check_folder(world: World, result: JobResult, place: Path) -> str:
     """Check the output folder; return a folder in it shared by all nodes, "" if there is none."""
-    marked, word = output_folder.mark(place) if world.rank == 0 else ("", "")
-    marked, word = json.loads(world.gather(json.dumps([marked, word]))[0])
-    speaks = rank_facts.first_of_node(world)
-    state = output_folder.look(place, marked, word) if speaks else output_folder.FolderState()
-    of_nodes = _by_node(world, to_first(world.link, asdict(state)))
+    probe, word = output_folder.make_probe(place) if world.rank == 0 else ("", "")
+    probe, word = json.loads(world.gather(json.dumps([probe, word]))[0])
+    is_first = rank_facts.is_first_of_node(world)
+    state = output_folder.inspect(place, probe, word) if is_first else output_folder.FolderState()
+    of_nodes = _by_node(world, gather_json(world.link, asdict(state)))
     if of_nodes:
         nodes = {host: output_folder.FolderState(**table) for host, table in of_nodes.items()}
         result.checks += output_folder.checks(place, nodes)
     shared = all(flag == "True" for flag in world.gather(str(state.shared)))
     if not shared and world.rank == 0:
-        output_folder.remove(marked)
-    return marked if shared else ""
+        output_folder.remove(probe)
+    return probe if shared else ""
 
 
-def _stages(world: World, result: JobResult, options: Asked, stages: show.Stages) -> None:
-    """Run the stages after the output folder; rank 0 makes the checks."""
-    link, on_first = world.link, world.rank == 0
-    stages.say("versions, bindings, hardware")
-    answers = to_first(link, asdict(rank_facts.local_facts(world, options.recipe)))
-    result.told = [rank_facts.from_table(table) for table in answers]
-    if on_first:
-        result.checks[:0] = _fact_checks(result)
-    stages.say("clocks")
+def _run_stages(world: World, result: JobResult, options: Options, line: show.StageLine) -> None:
+    """Run the stages after the output folder: all ranks measure, rank 0 adds to the result."""
     machines = world.gather(kernel())
-    answers = to_first(link, clocks.reading(world, machines))
-    if on_first:
-        readings = {host: Reading(*fields) for host, fields in _by_node(world, answers).items()}
-        result.checks.append(clocks.check(readings))
-    stages.say("speed of cores")
-    answers = to_first(link, _cores(world, machines))
-    result.cores = [cores.Core(**row) for rows in answers for row in rows]
-    if on_first:
-        result.checks.append(cores.check(result.cores))
-    stages.say("messages between all pairs")
-    answers = to_first(link, [asdict(ping) for ping in ping_pong.all_pairs(world)])
-    result.pings = [ping_pong.Ping(**row) for rows in answers for row in rows]
-    if on_first:
-        result.checks += ping_pong.checks(
-            result.pings, world.hosts, binding.crowded(world.bindings)
-        )
-        ports = [[Nic(**nic) for nic in facts.hardware["nics"]] for facts in result.nodes.values()]
-        result.checks += ping_pong.of_adapters(result.pings, ports)
-    stages.say("sums")
-    answers = to_first(link, known_sums.wrong(world))
-    if on_first:
-        result.checks.append(known_sums.check(answers, known_sums.names(world)))
+    stages: tuple[tuple[str, Callable[[], Any], Callable[[World, JobResult, Answers], None]], ...]
+    stages = (
+        ("versions, bindings, hardware", lambda: _facts(world, options), _add_facts),
+        ("clocks", lambda: consistency.clock_reading(world, machines), _add_clocks),
+        ("speed of cores", lambda: _measure_cores(world, machines), _add_cores),
+        ("messages between all pairs", lambda: _measure_pings(world), _add_pings),
+        ("sums", lambda: known_sums.failed_algorithms(world), _add_sums),
+    )
+    for title, measure, add in stages:
+        line.say(title)
+        answers = gather_json(world.link, measure())
+        if world.rank == 0:
+            add(world, result, answers)
 
 
-def _cores(world: World, machines: list[str]) -> list[dict[str, Any]]:
+def _facts(world: World, options: Options) -> dict[str, Any]:
+    return asdict(rank_facts.local_facts(world, options.recipe))
+
+
+def _add_facts(world: World, result: JobResult, answers: Answers) -> None:
+    result.facts = [rank_facts.from_table(table) for table in answers]
+    result.checks[:0] = _fact_checks(result)  # before those of the output folder
+
+
+def _add_clocks(world: World, result: JobResult, answers: Answers) -> None:
+    readings = {host: Reading(*fields) for host, fields in _by_node(world, answers).items()}
+    result.checks.append(consistency.clocks(readings))
+
+
+def _measure_cores(world: World, machines: list[str]) -> list[dict[str, Any]]:
     assigned = cores.assign(world.bindings, machines)[world.rank]
     world.link.barrier()  # all at once, as in training
     timings = cores.measure(world.rank, world.host, assigned)
-    ping_pong.wait_quietly(world.link)  # idle ranks would spin and disturb those that still measure
+    ping_pong.sleeping_barrier(world.link)  # spinning ranks would disturb those that still measure
     return [asdict(timing) for timing in timings]
+
+
+def _add_cores(world: World, result: JobResult, answers: Answers) -> None:
+    result.cores = [cores.CoreTiming(**row) for rows in answers for row in rows]
+    result.checks.append(cores.check(result.cores))
+
+
+def _measure_pings(world: World) -> list[dict[str, Any]]:
+    return [asdict(ping) for ping in ping_pong.all_pairs(world)]
+
+
+def _add_pings(world: World, result: JobResult, answers: Answers) -> None:
+    result.pings = [ping_pong.Ping(**row) for rows in answers for row in rows]
+    oversubscribed = binding.is_oversubscribed(world.bindings)
+    result.checks += ping_pong.checks(result.pings, world.hosts, oversubscribed)
+    ports = [[Nic(**nic) for nic in facts.hardware["nics"]] for facts in result.nodes.values()]
+    result.checks += ping_pong.check_rdma(result.pings, ports)
+
+
+def _add_sums(world: World, result: JobResult, answers: Answers) -> None:
+    result.checks.append(known_sums.check(answers, known_sums.names(world)))
 
 
 def _by_node(world: World, answers: list[Any]) -> dict[str, Any]:
@@ -148,17 +166,17 @@ def _by_node(world: World, answers: list[Any]) -> dict[str, Any]:
 
 
 def _fact_checks(result: JobResult) -> list[Check]:
-    levels = (facts.threads for facts in result.told)
+    levels = (facts.threads for facts in result.facts)
     level = next((level for level in levels if level != "MULTIPLE"), "MULTIPLE")
-    ulfm = all(facts.ulfm for facts in result.told)
+    ulfm = all(facts.ulfm for facts in result.facts)
     return [
-        Check("MPI", "ok", result.told[0].versions["MPI"]),
+        Check("MPI", "ok", result.facts[0].versions["MPI"]),
         mpi.threads(level),
         Check("ULFM", "note", "on: ranks can outlive a lost one") if ulfm else
         Check("ULFM", "note", "off: a lost rank ends the job", "Open MPI: mpirun --with-ft ulfm"),
-        consistency.versions(result.told, result.hosts),
-        *consistency.recipe(result.told, result.hosts),
-        *consistency.machines(result.told, result.hosts),
+        consistency.versions(result.facts, result.hosts),
+        *consistency.recipe(result.facts, result.hosts),
+        *consistency.machines(result.facts, result.hosts),
         *binding.checks(_seats(result)),
         *cores.quotas(result.seats, {host: facts.hardware["cpu_quota"]
                                      for host, facts in result.nodes.items()}),
@@ -178,15 +196,15 @@ def _seats(result: JobResult) -> tuple[RankBinding, ...]:
     return tuple(replace(seat, gpus=max(seat.gpus, count[seat.host])) for seat in result.seats)
 
 
-def _before_mpi(launched: launchers.Launched, options: Asked) -> None:
+def _before_mpi(launched: launchers.Launched, options: Options) -> None:
     """Save the check of /dev/shm before MPI_Init, which may crash; `world` prints the warning."""
     with suppress(OSError):
-        check = room(shm.SHM, shm.free())
+        check = free_memory(shm.SHM, shm.free())
         if launched.rank == 0 and options.json and check.verdict == "bad":
             _save(JobResult(checks=[check]), options.json)
 
 
-def _report_no_job(launched: launchers.Launched, reason: str, options: Asked) -> int:
+def _report_no_job(launched: launchers.Launched, reason: str, options: Options) -> int:
     """Report from the launcher's rank 0 why the ranks form no job; return the exit code."""
     if launched.rank == 0:
         start = f"hpctrain launch -n {launched.size} doctor --job"
@@ -204,7 +222,7 @@ def _hang_check(text: str) -> Check:
     return Check("answers", "bad", text, remedy)
 
 
-def _publish(result: JobResult, options: Asked) -> None:
+def _publish(result: JobResult, options: Options) -> None:
     show.show(result)
     if options.json is not None:
         _save(result, options.json)

@@ -25,13 +25,13 @@ def names(world: World) -> list[str]:
     return ["auto", *(name for name in collectives.ALLREDUCE if name not in unfit)]
 
 
-def wrong(world: World) -> list[str]:
+def failed_algorithms(world: World) -> list[str]:
     """Return the algorithms with a wrong sum on this rank; collective."""
-    return [name for name in names(world) if not _right(world, name)]
+    return [name for name in names(world) if not _is_correct(world, name)]
 
 
 def check(failures: Sequence[Sequence[str]], tried: Sequence[str]) -> Check:
-    """Return the check of the algorithms that were `wrong` on each rank."""
+    """Return the check of the algorithms that gave a wrong sum on each rank."""
     bad = {name: [rank for rank, failed in enumerate(failures) if name in failed] for name in tried}
     bad = {name: ranks for name, ranks in bad.items() if ranks}
     if not bad:
@@ -39,15 +39,15 @@ def check(failures: Sequence[Sequence[str]], tried: Sequence[str]) -> Check:
     observed = "; ".join(f"{name} is wrong on {named(ranks)}" for name, ranks in bad.items())
     if set(bad) == {"native"}:
         return Check("sums", "bad", f"{observed}: the MPI library's own",
-                     "take another of them: [wire] algorithm; tell the site")  # fmt: skip
+                     "use another one: [wire] algorithm; tell the site")  # fmt: skip
     return Check("sums", "bad", observed, "messages are damaged, or shared memory is: try MPI over "
                  "another transport (UCX_TLS, OMPI_MCA_btl), and tell us")  # fmt: skip
 
 
-def _right(world: World, name: str) -> bool:
+def _is_correct(world: World, name: str) -> bool:
     """Return whether `name` sums correctly: one element, one more than ranks, several segments."""
     allreduce = auto if name == "auto" else collectives.ALLREDUCE[name]
-    right = True
+    correct = True
     for length in (1, world.size + 1, 100_003):
         numbers = np.arange(length) % PERIOD
         x = numbers * (world.rank + 1)
@@ -55,5 +55,5 @@ def _right(world: World, name: str) -> bool:
             allreduce(world.main, x, np.add)
         except HpctrainError:  # on all ranks alike; otherwise the watch names the missing rank
             return False
-        right &= bool((x == numbers * (world.size * (world.size + 1) // 2)).all())
-    return right
+        correct &= bool((x == numbers * (world.size * (world.size + 1) // 2)).all())
+    return correct

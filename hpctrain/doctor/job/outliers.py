@@ -21,7 +21,7 @@ MIN_MARGIN = 0.5  # of the median
 
 
 @dataclass(frozen=True)
-class Usual:
+class MedianMad:
     """Median and MAD of figures, and the limit above which a figure is an outlier."""
 
     median: float
@@ -33,8 +33,8 @@ class Usual:
         return f"{value / self.median:.1f} x"
 
 
-def usual(values: Sequence[float], margin: float = MIN_MARGIN) -> Usual:
+def median_mad(values: Sequence[float], margin: float = MIN_MARGIN) -> MedianMad:
     """Return the statistics of `values`, one or more; the limit is at least `margin` beyond."""
     middle = median_low(values)
     mad = median_low([abs(value - middle) for value in values])
-    return Usual(middle, mad, middle + max(SIGMAS * OF_NORMAL * mad, margin * middle))
+    return MedianMad(middle, mad, middle + max(SIGMAS * OF_NORMAL * mad, margin * middle))

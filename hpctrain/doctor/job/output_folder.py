@@ -4,7 +4,7 @@
     each node        writes 64 KiB, fsync, some times            the median shows a slow client
 
 All files are removed again; the records of the watch (hpctrain/watch) lie there meanwhile. A
-folder that does not exist yet is judged by its nearest ancestor that does.
+folder that does not exist yet is represented by its nearest ancestor that does.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from hpctrain.doctor.check import Check, Verdict
-from hpctrain.doctor.job.hosts import listed
-from hpctrain.doctor.job.outliers import usual
+from hpctrain.doctor.check import Check, Verdict, node_list
+from hpctrain.doctor.job.outliers import median_mad
 from hpctrain.hardware.shm import GIB, MIB
 
 NAME, WORD = ".hpctrain-doctor-", "word"
@@ -49,7 +48,7 @@ def nearest_existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if os.path.lexists(path))
 
 
-def mark(place: Path) -> tuple[str, str]:
+def make_probe(place: Path) -> tuple[str, str]:
     """Make a folder with a word in it; return its path and the word, both empty on failure."""
     path, word = place / f"{NAME}{secrets.token_hex(4)}", secrets.token_hex(8)
     try:
@@ -61,15 +60,15 @@ def mark(place: Path) -> tuple[str, str]:
     return str(path), word
 
 
-def remove(marked: str) -> None:
-    """Remove the folder that `mark` made, if any."""
-    if marked:
-        shutil.rmtree(marked, ignore_errors=True)
+def remove(probe: str) -> None:
+    """Remove the folder that `make_probe` made, if any."""
+    if probe:
+        shutil.rmtree(probe, ignore_errors=True)
 
 
-def look(folder: Path, marked: str, word: str) -> FolderState:
-    """Return the state of `folder` on this node; rank 0 wrote `word` into its folder `marked`."""
-    shared = not marked or _reads(Path(marked, WORD), word)
+def inspect(folder: Path, probe: str, word: str) -> FolderState:
+    """Return the state of `folder` on this node; rank 0 wrote `word` into its folder `probe`."""
+    shared = not probe or _reads(Path(probe, WORD), word)
     file = folder / f"{NAME}{secrets.token_hex(4)}"
     try:
         return FolderState(shutil.disk_usage(folder).free, _fsync_s(file), "", shared)
@@ -82,8 +81,8 @@ def look(folder: Path, marked: str, word: str) -> FolderState:
 
 def checks(folder: Path, states: Mapping[str, FolderState]) -> list[Check]:
     """Return the checks of `folder` from its states on all nodes."""
-    rows = [_room(folder, states)]
-    rows += filter(None, [_refused(folder, states), _not_one(folder, states)])
+    rows = [_free_space(folder, states)]
+    rows += filter(None, [_not_writable(folder, states), _not_shared(folder, states)])
     times = {node: state.fsync_s for node, state in states.items() if state.fsync_s is not None}
     return rows + ([_latency(times)] if times else [])
 
@@ -118,7 +117,7 @@ def _free(folder: Path) -> int:
         return 0
 
 
-def _room(folder: Path, states: Mapping[str, FolderState]) -> Check:
+def _free_space(folder: Path, states: Mapping[str, FolderState]) -> Check:
     node, fullest = min(states.items(), key=lambda item: item[1].free)
     observed = f"{fullest.free / GIB:,.1f} GiB free in {folder}"
     if fullest.free >= ENOUGH_FREE:
@@ -133,7 +132,7 @@ def _room(folder: Path, states: Mapping[str, FolderState]) -> Check:
     )
 
 
-def _refused(folder: Path, states: Mapping[str, FolderState]) -> Check | None:
+def _not_writable(folder: Path, states: Mapping[str, FolderState]) -> Check | None:
     """Return the fault of a folder that is not writable."""
     wrong = {node: state.fault for node, state in states.items() if state.fault}
     if not wrong:
@@ -143,18 +142,18 @@ def _refused(folder: Path, states: Mapping[str, FolderState]) -> Check | None:
     return Check(
         "output folder",
         "bad",
-        f"{listed(wrong)}: {folder}: {fault}",
+        f"{node_list(wrong)}: {folder}: {fault}",
         "name a folder that can be written with --out, or make room in it",
         blamed,
     )
 
 
-def _not_one(folder: Path, states: Mapping[str, FolderState]) -> Check | None:
+def _not_shared(folder: Path, states: Mapping[str, FolderState]) -> Check | None:
     """Return the fault of a folder that is not the same on all nodes."""
-    apart = tuple(node for node, state in states.items() if not state.shared)
-    if not apart:
+    others = tuple(node for node, state in states.items() if not state.shared)
+    if not others:
         return None
-    missing = f"{listed(apart)} does not see what rank 0 wrote in {folder}"
+    missing = f"{node_list(others)} does not see what rank 0 wrote in {folder}"
     observed = f"{missing}: it is another folder there"
     return Check(
         "output folder",
@@ -165,13 +164,13 @@ def _not_one(folder: Path, states: Mapping[str, FolderState]) -> Check | None:
 
 
 def _latency(times: Mapping[str, float]) -> Check:
-    stats = usual(list(times.values()))
+    stats = median_mad(list(times.values()))
     slow = {node: s for node, s in times.items() if s > min(max(stats.limit, FAST_S), SLOW_S)}
     observed = f"median {stats.median * 1e3:.1f} ms to write {BLOCK >> 10} KiB and fsync"
     if not slow:
         return Check("file system", "ok", observed)
     worst = max(slow, key=lambda node: slow[node])
-    observed += f" (MAD {stats.mad * 1e3:.1f}); {listed(slow)}: up to {slow[worst] * 1e3:.0f} ms"
+    observed += f" (MAD {stats.mad * 1e3:.1f}); {node_list(slow)}: up to {slow[worst] * 1e3:.0f} ms"
     blamed = () if len(slow) == len(times) else tuple(slow)
     return Check(
         "file system",

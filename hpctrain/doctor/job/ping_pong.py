@@ -9,7 +9,7 @@ share an adapter, and where ranks have adapters of their own, each rank tries it
 the fastest of some tries counts: the best that its link can do.
 
 Cost: N nodes of m ranks take m - 1 rounds inside nodes and m (N - 1) between them, in the worst
-case P - 1 of P ranks, never their square; a round is as long as `ALL_S` allows, so that all of them
+case P - 1 of P ranks, never their square; a round is as long as `TOTAL_S` allows, so that all
 take some 10 s, and the time to connect. 64 nodes of 8: 511 rounds of 19 ms. The output grows as
 the pairs: there 17,920, of which rank 0 shows the worst and --json keeps all.
 
@@ -28,9 +28,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.collectives import all_gather_short
-from hpctrain.doctor.check import Check, Verdict
-from hpctrain.doctor.job.hosts import listed
-from hpctrain.doctor.job.outliers import MIN_MARGIN, Usual, usual
+from hpctrain.doctor.check import Check, Verdict, node_list
+from hpctrain.doctor.job.outliers import MIN_MARGIN, MedianMad, median_mad
 from hpctrain.hardware.nics import Nic, fastest
 from hpctrain.transport.link import Link
 from hpctrain.tuning.measure import rally
@@ -39,7 +38,7 @@ from hpctrain.world import World
 SMALL, LARGE = 8, 1 << 20
 MAX_TRIES, MAX_CALLS = 20, 10  # short tries: some of them fall between the time slices of others
 MIN_TRIES = 2  # beside the first: of one try alone, any hiccup would be a slow link
-TRY_S, ALL_S = 0.02, 10.0  # the time of one pair and size, and of all of them, if links allow it
+TRY_S, TOTAL_S = 0.02, 10.0  # the time of one pair and size, and of all of them, if links allow it
 SMALL_MARGIN = 1.0  # of the median more: one more switch on the way is no fault
 SEVERE_TIMES = 3.0  # slower than usual in long messages between nodes: worse than slow
 MIB = 1 << 20
@@ -67,14 +66,14 @@ def all_pairs(world: World) -> list[Ping]:
     nodes = world.main.nodes
     node_ranks = next(ranks for ranks in nodes if world.rank in ranks)
     max_ranks = max(map(len, nodes))
-    budget_s = min(TRY_S, ALL_S / (2 * (max_ranks + max_ranks * len(nodes))))
+    budget_s = min(TRY_S, TOTAL_S / (2 * (max_ranks + max_ranks * len(nodes))))
     pings = _tournament(node, node_ranks, budget_s, inside=True)
     for local in range(max_ranks):
-        wait_quietly(world.link)
+        sleeping_barrier(world.link)
         if node.rank == local:
             ranks = sorted(members[local] for members in nodes if len(members) > local)
             pings += _tournament(across, ranks, budget_s, inside=False)
-    wait_quietly(world.link)
+    sleeping_barrier(world.link)
     return pings
 
 
@@ -94,17 +93,17 @@ def partner(rank: int, round_: int, size: int) -> int | None:
     return other if other < size else None
 
 
-def checks(pings: Sequence[Ping], hosts: Sequence[str], crowded: bool) -> list[Check]:
-    """Return the checks of all links; `crowded`: ranks take turns on cores."""
+def checks(pings: Sequence[Ping], hosts: Sequence[str], oversubscribed: bool) -> list[Check]:
+    """Return the checks of all links; `oversubscribed`: ranks take turns on cores."""
     out = []
     for inside, name in ((False, "links between nodes"), (True, "links inside nodes")):
         links = [ping for ping in pings if ping.inside is inside]
         if links:
-            out.append(_check(name, links, hosts, crowded))
+            out.append(_check(name, links, hosts, oversubscribed))
     return out
 
 
-def of_adapters(pings: Sequence[Ping], adapters: Sequence[Sequence[Nic]]) -> list[Check]:
+def check_rdma(pings: Sequence[Ping], adapters: Sequence[Sequence[Nic]]) -> list[Check]:
     """Return the check that messages between nodes are as fast as RDMA can make them.
 
     If all links have fallen back to another network, none is an outlier. `adapters`: the ports of
@@ -160,58 +159,58 @@ def _seconds(call: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def wait_quietly(link: Link) -> None:
+def sleeping_barrier(link: Link) -> None:
     """Barrier whose waiting ranks sleep: they leave their cores to ranks that still measure."""
     before, link.sleeps_while_waiting = link.sleeps_while_waiting, True
     all_gather_short(link, np.zeros(1, np.uint8))
     link.sleeps_while_waiting = before
 
 
-def _check(name: str, links: Sequence[Ping], hosts: Sequence[str], crowded: bool) -> Check:
+def _check(name: str, links: Sequence[Ping], hosts: Sequence[str], oversubscribed: bool) -> Check:
     by_size = {
-        "8 B": Slow.among({(p.a, p.b): p.small_s for p in links}, SMALL_MARGIN),
-        "1 MiB": Slow.among({(p.a, p.b): p.large_s for p in links}),
+        "8 B": SlowLinks.find({(p.a, p.b): p.small_s for p in links}, SMALL_MARGIN),
+        "1 MiB": SlowLinks.find({(p.a, p.b): p.large_s for p in links}),
     }
     observed = f"{len(links)} pair{'s' * (len(links) > 1)}: " + ", ".join(
-        f"{size} {_median_text(slow.usual, size)}" for size, slow in by_size.items()
+        f"{size} {_median_text(slow.statistics, size)}" for size, slow in by_size.items()
     )
     words = [word for size, slow in by_size.items() for word in slow.words(size, hosts)]
     if not words:
         return Check(name, "ok", observed)
-    if crowded:
+    if oversubscribed:
         observed += "; some differ, but ranks take turns on cores: not judged"
         return Check(name, "note", observed)
     severe = links[0].inside is False and by_size["1 MiB"].worst > SEVERE_TIMES
     verdict: Verdict = "bad" if severe else "slow"
     nodes = tuple(dict.fromkeys(hosts[r] for slow in by_size.values() for r in slow.ranks))
     single = sum(len(slow.links) for slow in by_size.values()) == 1
-    place = f"on {listed(nodes)}" if nodes else f"between these{' two' * single}"
+    place = f"on {node_list(nodes)}" if nodes else f"between these{' two' * single}"
     remedy = (
         f"look at adapter and cable {place} (ibstat, ethtool; are UCX_NET_DEVICES, "
         "OMPI_MCA_btl_tcp_if_include the fast ones?), or leave the node out"
     )
     if links[0].inside:
-        remedy = f"look {place} what else runs there, and how ranks are bound"
+        remedy = f"see {place} what else runs there, and how ranks are bound"
     return Check(name, verdict, f"{observed}; {'; '.join(words)}", remedy, nodes)
 
 
-def _median_text(stats: Usual, size: str) -> str:
+def _median_text(stats: MedianMad, size: str) -> str:
     if size == "8 B":
         return f"median {stats.median * 1e6:.1f} us (MAD {stats.mad * 1e6:.1f})"
     return f"median {LARGE / stats.median / MIB:,.0f} MiB/s"
 
 
 @dataclass(frozen=True)
-class Slow:
+class SlowLinks:
     """Ranks whose best link is slow, with its seconds, and slow links between the others."""
 
-    usual: Usual
+    statistics: MedianMad
     ranks: Mapping[int, float]
     links: Mapping[tuple[int, int], float]
 
     @classmethod
-    def among(cls, times: Mapping[tuple[int, int], float], margin: float = MIN_MARGIN) -> Slow:
-        """Return the slow ranks and links; `times`: seconds by pair of ranks; `margin`: of `usual`.
+    def find(cls, times: Mapping[tuple[int, int], float], margin: float = MIN_MARGIN) -> SlowLinks:
+        """Return slow ranks and links; `times`: seconds by pair of ranks; `margin`: of median.
 
         One pass over the P (P - 1) / 2 links of P ranks: rank 0 makes it while the others wait.
         """
@@ -219,24 +218,24 @@ class Slow:
         for pair, seconds in times.items():
             for rank in pair:
                 best[rank] = min(seconds, best.get(rank, seconds))
-        of_ranks = usual(list(best.values()), margin)
+        of_ranks = median_mad(list(best.values()), margin)
         # Of two ranks either may be slow: only their link can be named.
         slow = {rank: s for rank, s in sorted(best.items()) if s > of_ranks.limit and len(best) > 2}
-        left = {pair: s for pair, s in times.items() if not slow.keys() & set(pair)}
-        of_links = usual(list((left or times).values()), margin)
-        return cls(of_links, slow, {pair: s for pair, s in left.items() if s > of_links.limit})
+        remaining = {pair: s for pair, s in times.items() if not slow.keys() & set(pair)}
+        of_links = median_mad(list((remaining or times).values()), margin)
+        return cls(of_links, slow, {pair: s for pair, s in remaining.items() if s > of_links.limit})
 
     @property
     def worst(self) -> float:
         """The slowest of them as a multiple of the median, 0 for none."""
-        return max([*self.ranks.values(), *self.links.values()], default=0) / self.usual.median
+        return max([*self.ranks.values(), *self.links.values()], default=0) / self.statistics.median
 
     def words(self, size: str, hosts: Sequence[str]) -> list[str]:
         """Return a line of text for each slow rank and link."""
-        lines = [f"{size}: rank {rank} on {hosts[rank]} takes {self.usual.times(s)} at best"
+        lines = [f"{size}: rank {rank} on {hosts[rank]} takes {self.statistics.times(s)} at best"
                  for rank, s in self.ranks.items()]  # fmt: skip
         lines += [
-            f"{size}: ranks {a} and {b} ({hosts[a]}, {hosts[b]}) take {self.usual.times(s)}"
+            f"{size}: ranks {a} and {b} ({hosts[a]}, {hosts[b]}) take {self.statistics.times(s)}"
             for (a, b), s in self.links.items()
         ]
         return lines[:4] + [f"{len(lines) - 4} more"] * (len(lines) > 4)

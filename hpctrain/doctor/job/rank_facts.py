@@ -24,12 +24,12 @@ class RankFacts:
     """Facts that must be equal on all ranks, and facts of one rank or node."""
 
     versions: Mapping[str, str]
-    recipe: str  #: its hash, or how it was refused; "" where none was asked for
+    recipe: str  #: its hash, or how it was refused; "" where none was named
     threads: str  #: thread level that MPI grants, such as "MULTIPLE"
     ulfm: bool
     kernel: str  #: identifies the machine, whatever its hostname
     checks: tuple[Check, ...] = ()  #: of the node; only from its first rank
-    lines: tuple[str, ...] = ()  #: the picture of the node
+    lines: tuple[str, ...] = ()  #: the topology of the node as text
     hardware: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -43,19 +43,19 @@ def local_facts(world: World, name: str | None) -> RankFacts:
         hello.level(),
         hello.ulfm(),
         kernel(),
-        **(_of_node(world.host) if first_of_node(world) else {}),
+        **(_node_facts(world.host) if is_first_of_node(world) else {}),
     )
 
 
-def first_of_node(world: World) -> bool:
+def is_first_of_node(world: World) -> bool:
     """Return whether this rank is the first of its node."""
     return world.hosts.index(world.host) == world.rank
 
 
-def _of_node(host: str) -> dict[str, Any]:
+def _node_facts(host: str) -> dict[str, Any]:
     hardware = examine.hardware(host)
     gpu_paths = verdicts.cached_result(os.environ) if hardware.cards.cards else None
-    checks = tuple(examine.of_node(hardware, gpu_paths))
+    checks = tuple(examine.node_checks(hardware, gpu_paths))
     return {"checks": checks, "lines": tuple(hardware.lines), "hardware": hardware.table()}
 
 

@@ -1,17 +1,84 @@
-"""The result of a job's preflight so far; complete on rank 0 alone."""
+"""The result of a job's preflight, gathered on rank 0; a rank that gives no answer ends the job.
+
+Rank 0 receives the answers one by one, so that its record in the watch names the rank it waits for.
+Where all nodes share a folder, each rank keeps its record there, and the report names the silent
+ranks and those that wait for them. Rank 0 then prints the result so far, and aborts the job.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from hpctrain.doctor.check import Check, exit_code
+import numpy as np
+
+from hpctrain import abort
+from hpctrain.core.errors import UsageError
+from hpctrain.doctor.check import Check, exit_code, node_list
 from hpctrain.doctor.job import binding
-from hpctrain.doctor.job.cores import Core
-from hpctrain.doctor.job.hosts import listed
+from hpctrain.doctor.job.cores import CoreTiming
 from hpctrain.doctor.job.ping_pong import Ping
 from hpctrain.doctor.job.rank_facts import RankFacts
+from hpctrain.transport.link import Link
 from hpctrain.transport.placement.check import RankBinding
+from hpctrain.watch import Watch, write_report
+from hpctrain.world import World
+
+SPEAK_FIRST_S = 3.0  # for rank 0, before another rank reports a hang
+Tell = Callable[[str], None]  #: prints the report, on rank 0
+
+
+def gather_json(link: Link, answer: Any) -> list[Any]:
+    """Return every rank's `answer`, which JSON can hold, on rank 0; nothing elsewhere."""
+    payload = np.frombuffer(json.dumps(answer).encode(), np.uint8)
+    if link.rank:
+        link.isend(np.array([payload.size]), 0).wait()
+        link.isend(payload, 0).wait()
+        return []
+    return [answer, *(_from(link, rank) for rank in range(1, link.size))]
+
+
+def _from(link: Link, rank: int) -> Any:
+    size = np.empty(1, np.int64)
+    link.irecv(size, rank).wait()
+    text = np.empty(int(size[0]), np.uint8)
+    link.irecv(text, rank).wait()
+    return json.loads(text.tobytes())
+
+
+@contextmanager
+def watched(world: World, folder: Path | None, limit_s: float, tell: Tell) -> Iterator[None]:
+    """End the job when a rank keeps others waiting; with `folder`, name it; collective."""
+    on_hang = partial(_hung, world.rank, folder, tell)
+    with ExitStack() as stack:
+        try:
+            if folder is None:
+                raise UsageError("no folder that all see")
+            stack.enter_context(world.watched(folder, limit_s, on_hang))
+        except UsageError:
+            assert world.record is not None
+            watch = Watch(world.record, None, limit_s, on_hang, first_step_factor=1)
+            stack.callback(watch.stop)
+        yield
+
+
+def _hung(rank: int, folder: Path | None, tell: Tell, report: str) -> None:
+    try:
+        if rank == 0:
+            tell(report)
+        else:
+            time.sleep(SPEAK_FIRST_S)
+            if folder is None or write_report(folder / "watch", report):
+                print(report, file=sys.stderr, flush=True)
+    finally:
+        abort.abort(1)
 
 
 @dataclass
@@ -20,26 +87,26 @@ class JobResult:
 
     hosts: tuple[str, ...] = ()
     seats: tuple[RankBinding, ...] = ()
-    told: list[RankFacts] = field(default_factory=list)
+    facts: list[RankFacts] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
-    cores: list[Core] = field(default_factory=list)
+    cores: list[CoreTiming] = field(default_factory=list)
     pings: list[Ping] = field(default_factory=list)
 
     @property
     def map(self) -> list[tuple[str, ...]]:
-        """The rows of the binding map, under seats.COLUMNS."""
+        """The rows of the binding map, under binding.COLUMNS."""
         return binding.rows(self.seats)
 
     @property
     def nodes(self) -> dict[str, RankFacts]:
         """The facts of each node's first rank."""
-        return {host: self.told[self.hosts.index(host)] for host in self.hosts if self.told}
+        return {host: self.facts[self.hosts.index(host)] for host in self.hosts if self.facts}
 
     @property
     def exclude(self) -> str:
         """The nodes to leave out, as srun takes them; "" for none, or if no node would remain."""
         blamed = dict.fromkeys(node for check in self.checks for node in check.nodes)
-        return "" if blamed.keys() >= set(self.hosts) else listed(blamed)
+        return "" if blamed.keys() >= set(self.hosts) else node_list(blamed)
 
     def table(self) -> dict[str, Any]:
         """Return the table that --json writes."""
@@ -48,8 +115,8 @@ class JobResult:
             "exclude": self.exclude,
             "checks": [asdict(check) for check in self.checks],
             "ranks": [dict(zip(binding.COLUMNS, row, strict=True)) for row in self.map],
-            "versions": [facts.versions for facts in self.told],
-            "nodes": {host: facts.hardware for host, facts in self.nodes.items()},
+            "versions": [rank_facts.versions for rank_facts in self.facts],
+            "nodes": {host: node.hardware for host, node in self.nodes.items()},
             "cores": [asdict(core) for core in self.cores],
             "pings": [asdict(ping) for ping in self.pings],
         }

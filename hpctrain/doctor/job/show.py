@@ -1,4 +1,4 @@
-"""The output of a job's preflight: pictures, the binding map, a row per check, remedies."""
+"""The output of a job's preflight: topologies, the binding map, a row per check, remedies."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from rich.table import Table
 from rich.text import Text
 
 from hpctrain.core import progress
+from hpctrain.doctor.check import node_list
 from hpctrain.doctor.job import binding
-from hpctrain.doctor.job.hosts import listed
 from hpctrain.doctor.job.result import JobResult
 from hpctrain.doctor.show import WIDTH, remedies, table
 
 MOST_RANKS = 64  # in the map; --json has all
 
 
-class Stages:
+class StageLine:
     """The line of the current stage: overwritten on a terminal, one after the other in a log."""
 
-    def __init__(self, speaks: bool):
-        self._speaks, self._terminal = speaks, progress.console().is_terminal
-        self._began = time.monotonic()
+    def __init__(self, visible: bool):
+        self._visible, self._terminal = visible, progress.console().is_terminal
+        self._start_s = time.monotonic()
 
     def say(self, text: str) -> None:
         """Show the stage that begins now."""
-        if self._speaks:
-            line = f"doctor: {time.monotonic() - self._began:4.1f} s  {text}"
+        if self._visible:
+            line = f"doctor: {time.monotonic() - self._start_s:4.1f} s  {text}"
             start, stop = ("\r\x1b[K", "") if self._terminal else ("", "\n")
             print(f"{start}{line}", end=stop, file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """Erase the line on a terminal."""
-        if self._speaks and self._terminal:
+        if self._visible and self._terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
@@ -44,7 +44,7 @@ def show(result: JobResult) -> None:
     terminal = progress.console()  # under mpirun stdout may look like a terminal though it is not
     drawn, width = terminal.is_terminal, terminal.width if terminal.is_terminal else WIDTH
     console = Console(file=sys.stdout, force_terminal=drawn, width=width)
-    for line in pictures({host: facts.lines for host, facts in result.nodes.items()}):
+    for line in topology_lines({host: facts.lines for host, facts in result.nodes.items()}):
         console.print(Text(line), soft_wrap=True)
     if result.map:
         console.print(binding_map(result.map))
@@ -54,12 +54,12 @@ def show(result: JobResult) -> None:
         console.print(Text(f"slow or broken nodes: --exclude={result.exclude}"), soft_wrap=True)
 
 
-def pictures(lines: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the pictures of all nodes, once where they are the same."""
+def topology_lines(lines: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the topologies of all nodes as text; equal ones once."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for host, drawn in lines.items():
         alike.setdefault(tuple(drawn[1:]), []).append(host)
-    return [line for drawn, hosts in alike.items() for line in (f"node {listed(hosts)}", *drawn)]
+    return [line for drawn, hosts in alike.items() for line in (f"node {node_list(hosts)}", *drawn)]
 
 
 def binding_map(rows: Sequence[tuple[str, ...]]) -> Table:
@@ -85,4 +85,6 @@ def _kinds(rows: Sequence[tuple[str, ...]]) -> tuple[list[tuple[str, ...]], list
     for host, node_rows in of_hosts.items():
         alike.setdefault(tuple(row[2:] for row in node_rows), []).append(host)
     examples = [row for first, *_ in alike.values() for row in of_hosts[first]]
-    return examples, [f"{listed(rest)} sit as {first}" for first, *rest in alike.values() if rest]
+    return examples, [
+        f"{node_list(rest)} are bound as {first}" for first, *rest in alike.values() if rest
+    ]
