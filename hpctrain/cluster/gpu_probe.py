@@ -22,7 +22,7 @@ LIMIT_S = 240.0  # each of three trials ends within a minute
 GRACE_S = 15.0  # the child gives its trial twice 5 s
 
 
-def wanted(arguments: Sequence[str]) -> bool:
+def may_use_gpu(arguments: Sequence[str]) -> bool:
     """Return whether `hpctrain ARGUMENTS` may use a GPU: a driver, CuPy, and no --device cpu."""
     on_cpu = "--device=cpu" in arguments or ("--device", "cpu") in pairwise(arguments)
     return not on_cpu and nvidia.driver() is not None and find_spec("cupy") is not None
@@ -43,11 +43,11 @@ def verdict(again: bool = False) -> str:
             output = process.communicate(timeout=LIMIT_S)[0]
         except subprocess.TimeoutExpired:
             log.warning("the trials of GPU memory did not end within %.0f s", LIMIT_S)
-            return _stopped(process)
+            return _stop(process)
     return (output.splitlines() or [""])[-1]
 
 
-def _stopped(process: subprocess.Popen[str]) -> str:
+def _stop(process: subprocess.Popen[str]) -> str:
     """End the child, which first ends the trial that it has started; return ""."""
     process.terminate()
     try:

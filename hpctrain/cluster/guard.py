@@ -35,10 +35,10 @@ def main() -> None:
     with open("/proc/self/comm", "w") as file:
         file.write("hpctrain-guard")  # what `top` shows
     os.read(0, 1)
-    if left := _awaited(job):
+    if pids := _await_members(job):
         print("hpctrain: launch was killed: its ranks are stopped", file=sys.stderr, flush=True)
         # Only to the roots of the job: mpiexec forwards the signal to the ranks.
-        send([pid for pid in left if _parent(pid) not in left], signal.SIGUSR1)
+        send([pid for pid in pids if _parent(pid) not in pids], signal.SIGUSR1)
         end(job, SIGNALS)
     remove(segments)
 
@@ -71,11 +71,11 @@ def end(job: str, signals: Sequence[tuple[float, int]]) -> None:
 
     Those that even the last one does not end within a second are left alone.
     """
-    began = time.monotonic()
-    for due_s, number in (*signals, (signals[-1][0] + LAST_S, 0)):
-        while (left := members(job)) and time.monotonic() < began + due_s:
+    start = time.monotonic()
+    for time_s, number in (*signals, (signals[-1][0] + LAST_S, 0)):
+        while (pids := members(job)) and time.monotonic() < start + time_s:
             time.sleep(LOOK_S)
-        send(left, number)
+        send(pids, number)
 
 
 def send(pids: Sequence[int], number: int) -> None:
@@ -87,12 +87,12 @@ def send(pids: Sequence[int], number: int) -> None:
             continue
 
 
-def _awaited(job: str) -> list[int]:
+def _await_members(job: str) -> list[int]:
     """Return the processes of `job`; also those of which the first is just being started."""
     deadline = time.monotonic() + START_S
-    while not (left := members(job)) and time.monotonic() < deadline:
+    while not (pids := members(job)) and time.monotonic() < deadline:
         time.sleep(LOOK_S)
-    return left
+    return pids
 
 
 def _belongs(pid: str, job: str) -> bool:

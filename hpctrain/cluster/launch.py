@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpctrain.cluster import gpu_probe, guard
-from hpctrain.cluster.slurm.job_end import STOPPED, Ended, exit_code, say
+from hpctrain.cluster.slurm.job_end import STOPPED, LauncherExit, exit_code, say
 from hpctrain.core import launchers
 from hpctrain.core.errors import Stopped, UsageError
 from hpctrain.core.interpreter import module_command
@@ -34,7 +34,7 @@ _STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 EAGER_BYTES = (1 << 20) + 4096
 PROBE_S = 120  # a cold shared file system takes its time
 #: After mpiexec has ended, or a second Ctrl-C: (seconds, signal to all that are left).
-_LEFT = ((5.0, signal.SIGKILL), (5.5, signal.SIGKILL))
+_KILL_TIMES = ((5.0, signal.SIGKILL), (5.5, signal.SIGKILL))
 
 
 class Mpi(NamedTuple):
@@ -52,7 +52,7 @@ def launch(n: int, arguments: Sequence[str]) -> int:
     Raises UsageError when n < 1, inside a rank of another job, or without an mpiexec.
     """
     _refuse(n, launchers.launched(os.environ))
-    if gpu_probe.wanted(arguments):
+    if gpu_probe.may_use_gpu(arguments):
         gpu_probe.verdict()
     return launch_argv(n, [*module_command("hpctrain"), *arguments])
 
@@ -62,24 +62,23 @@ def launch_argv(n: int, argv: Sequence[str]) -> int:
     _refuse(n, launchers.launched(os.environ))
     try:
         with _stoppable():
-            return _launched(n, argv)
+            return _launch(n, argv)
     except Stopped as error:
         say(str(error))
         return STOPPED
 
 
-def _launched(n: int, argv: Sequence[str]) -> int:
-    mpi, started = find_mpi(), time.time()
+def _launch(n: int, argv: Sequence[str]) -> int:
+    mpi, start_s = find_mpi(), time.time()
     tasks = launchers.allocated_tasks(os.environ) or _physical_cores()
     line, extra = command(mpi, n, argv, oversubscribed=n > tasks, root=os.geteuid() == 0)
     job = uuid.uuid4().hex
     with open(os.memfd_create(run_folder.NOTE), "rb") as note, _guarded(job) as job_environ:
         job_environ |= _for_ranks(_proc_path(note.fileno()))
-        environ = (
-            eager_defaults() | launchers.without_rank_variables(os.environ) | extra | job_environ
-        )
-        ended = _supervise(line, environ)
-        return exit_code(ended, note.read(), started)
+        inherited = launchers.without_rank_variables(os.environ)
+        environ = eager_defaults() | inherited | extra | job_environ
+        launcher_exit = _supervise(line, environ)
+        return exit_code(launcher_exit, note.read(), start_s)
 
 
 @contextmanager
@@ -90,8 +89,8 @@ def _stoppable() -> Iterator[None]:
         raise Stopped(f"stopped by {signal.Signals(number).name} before a run began")
 
     # Ctrl-C is an exception already; under nohup a lost terminal is to be ignored.
-    stops = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-    caught = [number for number in stops if signal.getsignal(number) != signal.SIG_IGN]
+    signals = [number for number in _STOPS if number != signal.SIGINT]
+    caught = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, stop) for number in caught}
     try:
         yield
@@ -202,7 +201,7 @@ def _guarded(job: str) -> Iterator[dict[str, str]]:
                 guard.remove(number)
 
 
-def _supervise(line: Sequence[str], environ: Mapping[str, str]) -> Ended:
+def _supervise(line: Sequence[str], environ: Mapping[str, str]) -> LauncherExit:
     """Run mpiexec in a session of its own, so that Ctrl-C reaches only us; forward stop signals.
 
     SIGUSR1 is the one signal that every launcher forwards to its ranks and that kills none of them.
@@ -219,8 +218,8 @@ def _supervise(line: Sequence[str], environ: Mapping[str, str]) -> Ended:
                 process.send_signal(signal.SIGTERM if again else signal.SIGUSR1)
             if received.count(signal.SIGINT) > 1:
                 break
-        guard.end(environ[guard.JOB], _LEFT)
-    return Ended(process.wait(), tuple(received))
+        guard.end(environ[guard.JOB], _KILL_TIMES)
+    return LauncherExit(process.wait(), tuple(received))
 
 
 @contextmanager

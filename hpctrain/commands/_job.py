@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain import checkpoint
-from hpctrain.cluster.slurm import job as jobs
-from hpctrain.cluster.slurm import sbatch
-from hpctrain.cluster.slurm import site as sites
-from hpctrain.cluster.slurm.job import Job
+from hpctrain.cluster.slurm.job import Job, ranks, text_faults
+from hpctrain.cluster.slurm.job import check as check_job
+from hpctrain.cluster.slurm.sbatch import parse_option
 from hpctrain.cluster.slurm.site import Site
+from hpctrain.cluster.slurm.site import load as load_site
 from hpctrain.core.errors import UsageError
 from hpctrain.engines.parameter_server.roles import ServerOptions
 from hpctrain.run_files import run_folder
@@ -23,10 +23,10 @@ from hpctrain.training.recipe import Recipe
 _FREE = ("dropout", "recompute", "arguments", "folder")
 
 
-def asked_for(options: dict[str, Any], interactive: bool = False) -> tuple[Job, Site | None]:
+def job_of(options: dict[str, Any], interactive: bool = False) -> tuple[Job, Site | None]:
     """Return the job and the site of `options`, the values of a command's options."""
-    _must_say_something(options)
-    site = sites.load(options["site"]) if options["site"] else None
+    _must_be_text(options)
+    site = load_site(options["site"]) if options["site"] else None
     sizes = tuple(_numbers(options["sizes"])) if options["sizes"] else ()
     nodes = max(sizes, default=1) if options["nodes"] is None else options["nodes"]
     direct = ("gpus_per_node", "cpus_per_task", "time", "warn_s", "max_restarts", "servers",
@@ -39,26 +39,26 @@ def asked_for(options: dict[str, Any], interactive: bool = False) -> tuple[Job, 
         sizes=sizes,
         arguments=tuple(_arguments(engine, options["epochs"], options["sets"])),
         name=options["job_name"],
-        options=dict(sbatch.named(text) for text in options["options"]),
+        options=dict(parse_option(text) for text in options["options"]),
         interactive=interactive,
         **{key: options[key] for key in direct},
     )
-    jobs.check(job, site)
+    check_job(job, site)
     spec = recipe.load(job.recipe, overrides)
     for size in job.sizes or (job.nodes,):
-        _must_fit(spec, jobs.ranks(replace(job, nodes=size), site), size)
+        _must_fit(spec, ranks(replace(job, nodes=size), site), size)
     return job, site
 
 
-def _must_fit(spec: Recipe, ranks: int, nodes: int) -> None:
+def _must_fit(spec: Recipe, size: int, nodes: int) -> None:
     """Raise UsageError, with the size, if `train` would refuse to start."""
     try:
-        spec.must_fit(ranks, nodes)
+        spec.must_fit(size, nodes)
     except UsageError as error:
-        raise UsageError(f"a job of {ranks} ranks on {nodes} nodes: {error}") from None
+        raise UsageError(f"a job of {size} ranks on {nodes} nodes: {error}") from None
 
 
-def must_go_on(options: dict[str, Any], run: Path) -> None:
+def must_be_same_recipe(options: dict[str, Any], run: Path) -> None:
     """Raise UsageError if the checkpoints in `run` belong to another recipe than the job's.
 
     Another model, optimizer or data: `train --resume` would refuse them, or continue silently, only
@@ -86,11 +86,11 @@ def _differ(before: Recipe, spec: Recipe, table: str) -> bool:
     return any(vars(a)[key] != vars(b)[key] for key in vars(a).keys() - set(_FREE))
 
 
-def _must_say_something(options: dict[str, Any]) -> None:
+def _must_be_text(options: dict[str, Any]) -> None:
     """Raise UsageError for an empty option, as from an unset variable, and for one with
     characters that a terminal would not show."""
     words = {"name": options["job_name"], "out": options["out"], "arguments": options["sets"]}
-    if wrong := jobs.texts(Job(options["name"], **words)):
+    if wrong := text_faults(Job(options["name"], **words)):
         raise UsageError("\n".join(wrong))
     for name in ("sizes", "site", "job_name", "out"):
         if options[name] == "":

@@ -36,10 +36,10 @@ def launch(context: click.Context, ranks: int, arguments: tuple[str, ...]) -> No
     """Run an hpctrain COMMAND on N ranks; the exit code is the job's."""
     from hpctrain.cluster.launch import launch as start  # `--help` stays quick
 
-    context.exit(start(ranks, [*_said_before(context), *arguments]))
+    context.exit(start(ranks, [*_verbosity(context), *arguments]))
 
 
-def _said_before(context: click.Context) -> list[str]:
+def _verbosity(context: click.Context) -> list[str]:
     """Return the -v and -q before `launch`, which apply to the ranks."""
     parameters = context.parent.params if context.parent else {}
     return [f"--{name}" for name in ("verbose", "quiet") if parameters.get(name)]

@@ -11,17 +11,18 @@ from typing import Any
 import click
 
 from hpctrain import engines
-from hpctrain.cluster.slurm import site as sites
-from hpctrain.cluster.slurm import status as becoming
 from hpctrain.cluster.slurm import studies
-from hpctrain.cluster.slurm import submit as queue
 from hpctrain.cluster.slurm.job import job_name
 from hpctrain.cluster.slurm.queries import NO_ANSWER
-from hpctrain.cluster.slurm.render import render as script
+from hpctrain.cluster.slurm.render import render as render_script
+from hpctrain.cluster.slurm.site import names as site_names
+from hpctrain.cluster.slurm.status import is_done, wait
 from hpctrain.cluster.slurm.status_table import show
+from hpctrain.cluster.slurm.submit import must_be_free
+from hpctrain.cluster.slurm.submit import submit as submit_script
 from hpctrain.commands import _options
 from hpctrain.commands._complete import choices, recipes
-from hpctrain.commands._job import asked_for, must_go_on
+from hpctrain.commands._job import job_of, must_be_same_recipe
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.run_files import run_folder
 
@@ -42,7 +43,7 @@ def slurm() -> None:
     """Render a job for Slurm, submit it, and see what became of it."""
 
 
-def _of_a_job(command: Callable[..., Any]) -> Callable[..., Any]:
+def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the argument and options that describe a job."""
     for option in reversed(OPTIONS):
         command = option(command)
@@ -57,7 +58,7 @@ OPTIONS = [
     click.option("--gpus-per-node", type=int, default=0, metavar="N", help="None unless given."),
     click.option("--cpus-per-task", type=int, metavar="N", help="Cores of a rank."),
     click.option("--time", default="1:00:00", metavar="TIME", help="As for sbatch; an hour."),
-    click.option("--site", metavar="NAME", help=f"{', '.join(sites.names())}, or a .toml file."),
+    click.option("--site", metavar="NAME", help=f"{', '.join(site_names())}, or a .toml file."),
     click.option("--servers", type=int, default=0, metavar="N", help="Ranks that serve, besides."),
     click.option(
         "--server-nodes", type=int, default=0, metavar="N", help="Nodes of their own for these."
@@ -90,11 +91,11 @@ Examples:
 
 
 @slurm.command(epilog=RENDER)
-@_of_a_job
+@_job_options
 @click.option("--interactive", is_flag=True, help="A script that calls salloc.")
 def render(interactive: bool, **options: Any) -> None:
     """Print the script of a job that trains RECIPE."""
-    click.echo(script(*asked_for(options, interactive)), nl=False)
+    click.echo(render_script(*job_of(options, interactive)), nl=False)
 
 
 SUBMIT = """\b
@@ -106,21 +107,21 @@ Examples:
 
 
 @slurm.command(epilog=SUBMIT)
-@_of_a_job
+@_job_options
 @click.pass_context
 def submit(context: click.Context, /, **options: Any) -> None:
     """Submit a job that trains RECIPE; prints its id and the run's folder.
 
     The folder keeps the script, the job's id and what the job says.
     """
-    job, site = asked_for(options)
+    job, site = job_of(options)
     folder = Path(job.out or run_folder.default_path(job_name(job)))
     for run in [folder / f"nodes-{size}" for size in job.sizes] or [folder]:
-        must_go_on(options, run)
-    queue.must_be_free(folder, job.options.get("dependency", ""))
-    text = script(replace(job, out=str(folder)), site)
+        must_be_same_recipe(options, run)
+    must_be_free(folder, job.options.get("dependency", ""))
+    text = render_script(replace(job, out=str(folder)), site)
     try:
-        click.echo(f"{queue.submit(text, folder)}  {folder}")
+        click.echo(f"{submit_script(text, folder)}  {folder}")
     except UsageError:
         raise
     except HpctrainError as error:  # not a fault of this program: no traceback
@@ -150,15 +151,15 @@ def status(
     With --wait it ends with 0 if all are done, else with 1; without, with 1 where Slurm does not
     answer.
     """
-    named = [job for folder in folders for job in studies.folders(folder) or [folder]]
-    targets = named or studies.newest_last(Path("runs").glob("*"))
+    job_folders = [job for folder in folders for job in studies.folders(folder) or [folder]]
+    targets = job_folders or studies.by_age(Path("runs").glob("*"))
     if not targets:
         raise UsageError("no run in runs/ was submitted; name the folder of one")
-    rows = becoming.wait(targets, wait_s or 0)
+    rows = wait(targets, wait_s or 0)
     click.echo(json.dumps(rows, indent=1)) if as_json else show(rows)
-    good = becoming.is_done if wait_s is not None else _answered
+    good = is_done if wait_s is not None else _has_answer
     context.exit(0 if all(map(good, rows)) else 1)
 
 
-def _answered(row: dict[str, Any]) -> bool:
+def _has_answer(row: dict[str, Any]) -> bool:
     return bool(row["state"] != NO_ANSWER)

@@ -164,7 +164,7 @@ def test_a_run_on_the_cpu_tries_no_way_between_gpus(script, monkeypatch, tmp_pat
     monkeypatch.setattr(gpu_probe, "find_spec", lambda name: name)
     for device in ("cpu", "gpu"):
         equal.trained(tmp_path / "run", 1, device, ())
-    assert [gpu_probe.wanted(line) for line in lines] == [False, True]
+    assert [gpu_probe.may_use_gpu(line) for line in lines] == [False, True]
 
 
 def test_plots(script, monkeypatch, tmp_path):

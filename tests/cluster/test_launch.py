@@ -18,7 +18,7 @@ from hpctrain.cli import hpctrain as whole_command
 from hpctrain.cluster import guard
 from hpctrain.cluster import launch as module
 from hpctrain.cluster.launch import Mpi, command
-from hpctrain.cluster.slurm.job_end import Ended, exit_code
+from hpctrain.cluster.slurm.job_end import LauncherExit, exit_code
 from hpctrain.commands.launch import launch as launch_command
 from hpctrain.core.errors import UsageError
 from hpctrain.run_files import run_folder
@@ -127,7 +127,9 @@ def test_outcome(tmp_path, code, signals, status, expected):
     if status:
         run_folder.write_summary(tmp_path, {"status": status, "exit_code": CODES[status]})
     run = None if status == "" else tmp_path
-    assert exit_code(Ended(code, signals), os.fsencode(run or ""), time.time() - 1) == expected
+    assert (
+        exit_code(LauncherExit(code, signals), os.fsencode(run or ""), time.time() - 1) == expected
+    )
 
 
 @pytest.mark.parametrize("age_s, status", [(60, "done"), (0, "running")])
@@ -137,7 +139,7 @@ def test_what_this_job_did_not_end_with_is_no_outcome(tmp_path, capsys, age_s, s
     os.utime(tmp_path / run_folder.SUMMARY, (then, then))
     (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-00000007" / "manifest.json").touch()
-    assert exit_code(Ended(-9, ()), os.fsencode(tmp_path), time.time() - 1) == 1
+    assert exit_code(LauncherExit(-9, ()), os.fsencode(tmp_path), time.time() - 1) == 1
     told = {"status": "failed", "exit_code": 1, "launcher_exit_code": -9, "steps": 7}
     told["reason"] = "a rank was lost: mpiexec ended with SIGKILL"
     assert run_folder.read_summary(tmp_path) == told

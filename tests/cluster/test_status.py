@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from scripts import fake
 
 from hpctrain.cli import hpctrain
-from hpctrain.cluster.slurm import status as becoming
+from hpctrain.cluster.slurm import status as job_status
 from hpctrain.run_files import run_folder
 
 JOB = (
@@ -101,7 +101,7 @@ def test_a_summary_that_a_file_system_shows_late_is_waited_for(monkeypatch):
     def later(seconds):
         run_folder.write_summary(path, {"status": "done"})
 
-    monkeypatch.setattr(becoming.time, "sleep", later)
+    monkeypatch.setattr(job_status.time, "sleep", later)
     assert told("--wait", "60")[1] == 0
 
 

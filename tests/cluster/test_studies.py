@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from scripts import fake
 
 from hpctrain.cli import hpctrain
-from hpctrain.cluster.slurm import status as becoming
+from hpctrain.cluster.slurm import status as job_status
 from hpctrain.cluster.slurm import submit
 from hpctrain.run_files import run_folder
 
@@ -24,7 +24,7 @@ def slurm(tmp_path, monkeypatch):
     """Return a function that lets scontrol say a line of each job."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/bin:/usr/bin")
-    monkeypatch.setattr(becoming.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(job_status.time, "sleep", lambda seconds: None)
 
     def says(lines: dict[int, str]) -> None:
         cases = [f"{job}) echo '{line.format(job)}' ;;" for job, line in lines.items()]

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from hpctrain.cli import hpctrain
 from hpctrain.cluster.slurm import queries, sbatch, status, submit
 from hpctrain.cluster.slurm.job import Job
-from hpctrain.cluster.slurm.reasons import explained, lasting
+from hpctrain.cluster.slurm.reasons import explain, is_permanent
 from hpctrain.cluster.slurm.render import DEFAULTS, render
-from hpctrain.cluster.slurm.submit import State
+from hpctrain.cluster.slurm.submit import JobState
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.run_files import run_folder
 
@@ -22,19 +22,19 @@ JOB = "JobId={} JobName=my job JobState={} Reason={} Restarts=1 RunTime=00:01:02
 SHOWN = {
     "a job": (
         JOB.format(17, "RUNNING", "None"),
-        [State("17", "RUNNING", "", 1, "00:01:02", "n[1-2]")],
+        [JobState("17", "RUNNING", "", 1, "00:01:02", "n[1-2]")],
     ),
     "that waits": (
         JOB.format(17, "PENDING", "Resources").replace("n[1-2]", "(null)"),
-        [State("17", "PENDING", "Resources", 1, "00:01:02", "")],
+        [JobState("17", "PENDING", "Resources", 1, "00:01:02", "")],
     ),
     "an array": (
         JOB.format("19 ArrayJobId=17 ArrayTaskId=10", "RUNNING", "None")
         + "\n"
         + JOB.format("18 ArrayJobId=17 ArrayTaskId=2", "COMPLETED", "None"),
         [
-            State("17_2", "COMPLETED", "", 1, "00:01:02", "n[1-2]"),
-            State("17_10", "RUNNING", "", 1, "00:01:02", "n[1-2]"),
+            JobState("17_2", "COMPLETED", "", 1, "00:01:02", "n[1-2]"),
+            JobState("17_10", "RUNNING", "", 1, "00:01:02", "n[1-2]"),
         ],
     ),
     "an array of which some have begun": (
@@ -42,7 +42,7 @@ SHOWN = {
         + "\n"
         + JOB.format("18 ArrayJobId=17 ArrayTaskId=1", "RUNNING", "None"),
         [
-            State(f"17_{task}", *where, 1, "00:01:02", "n[1-2]")
+            JobState(f"17_{task}", *where, 1, "00:01:02", "n[1-2]")
             for task, where in (
                 (1, ("RUNNING", "")),
                 *((later, ("PENDING", "Resources")) for later in (2, 3, 5)),
@@ -53,7 +53,7 @@ SHOWN = {
         JOB.format("17 HetJobId=17 HetJobOffset=0", "RUNNING", "None")
         + "\n"
         + JOB.format("18 HetJobId=17 HetJobOffset=1", "RUNNING", "None"),
-        [State("17", "RUNNING", "", 1, "00:01:02", "n[1-2]")],
+        [JobState("17", "RUNNING", "", 1, "00:01:02", "n[1-2]")],
     ),
 }
 
@@ -77,20 +77,22 @@ def commands(tmp_path, monkeypatch):
 def test_what_scontrol_shows(case, commands):
     said, states = SHOWN[case]
     commands("scontrol", f"echo '{said}'")
-    assert submit.ask(17) == states
+    assert submit.from_slurm(17) == states
 
 
 def test_what_the_controller_forgot_is_asked_of_accounting(commands):
     commands("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
-    assert submit.ask(17) == [State("17", "UNKNOWN", "Slurm has forgotten it")]
+    assert submit.from_slurm(17) == [JobState("17", "UNKNOWN", "Slurm has forgotten it")]
     commands("sacct", "echo '17|CANCELLED by 1000|00:01:02|n[1-2]|0:15'")
-    assert submit.ask(17) == [State("17", "CANCELLED", "", None, "00:01:02", "n[1-2]", "0:15")]
+    assert submit.from_slurm(17) == [
+        JobState("17", "CANCELLED", "", None, "00:01:02", "n[1-2]", "0:15")
+    ]
 
 
 def test_a_controller_that_is_away_is_an_error(commands):
     commands("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(HpctrainError, match="tell of jobs: Unable to contact"):
-        submit.ask(17)
+        submit.from_slurm(17)
 
 
 def test_status_outlives_a_controller_that_is_away(commands, monkeypatch):
@@ -171,8 +173,8 @@ MEANT = {
 
 @pytest.mark.parametrize("reason", MEANT)
 def test_what_reasons_mean(reason):
-    assert explained(reason).startswith(f"{reason}: {MEANT[reason]}")
-    assert explained(f"Un{reason}") == f"Un{reason}"
+    assert explain(reason).startswith(f"{reason}: {MEANT[reason]}")
+    assert explain(f"Un{reason}") == f"Un{reason}"
 
 
 LASTING = {
@@ -183,7 +185,7 @@ LASTING = {
 
 
 def test_reasons_that_do_not_pass_by_waiting():
-    assert {reason: lasting(reason) for reason in LASTING} == LASTING
+    assert {reason: is_permanent(reason) for reason in LASTING} == LASTING
 
 
 def test_without_slurm_it_is_told_what_to_do(commands):
@@ -359,7 +361,7 @@ def test_variables_do_not_undo_what_was_asked_for(commands, monkeypatch):
 def test_status_asks_the_cluster_that_a_job_was_given_to(commands, monkeypatch):
     commands("sbatch", "echo '17;b'")
     monkeypatch.setenv("SBATCH_CLUSTERS", "b")
-    with pytest.raises(UsageError, match="would ask another cluster: export SLURM_CLUSTERS=b"):
+    with pytest.raises(UsageError, match="would query another cluster: export SLURM_CLUSTERS=b"):
         told("submit", "digits", "--out", "a")
     assert not Path("a").exists()
     monkeypatch.setenv("SLURM_CLUSTERS", "b")
@@ -391,9 +393,9 @@ def test_on_a_real_slurm(slurm, tmp_path, monkeypatch):
         set(re.findall(r"--([a-z][a-z-]+)", slurm.run(name, "--help")))
         for name in ("sbatch", "salloc")
     )
-    assert of_sbatch <= {*sbatch.KNOWN}
+    assert of_sbatch <= {*sbatch.ALL_OPTIONS}
     alone = of_sbatch - of_salloc
-    assert sbatch.NOT_OF_SALLOC <= alone <= sbatch.NOT_OF_SALLOC | sbatch.OURS.keys()
+    assert sbatch.NOT_OF_SALLOC <= alone <= sbatch.NOT_OF_SALLOC | sbatch.RESERVED.keys()
     with pytest.raises(
         UsageError, match=r"(?s)invalid partition.*line \d+: #SBATCH --partition=no"
     ):

@@ -165,11 +165,11 @@ def test_who_looks_on_sees_what_runs(tmp_path):
 
 
 def test_slurm_states_in_words(tmp_path):
-    pending = slurm_runner.State("17", "PENDING", "Resources")
+    pending = slurm_runner.JobState("17", "PENDING", "Resources")
     assert slurm_runner.standing(tmp_path, pending) == Standing(
         "pending", 17, reason="Resources: waits for nodes to become free"
     )
     collect.run_folder.append_row(tmp_path, {"step": 30})
-    assert slurm_runner.standing(tmp_path, slurm_runner.State("17", "RUNNING")) == Standing(
+    assert slurm_runner.standing(tmp_path, slurm_runner.JobState("17", "RUNNING")) == Standing(
         RUNNING, 17, 30
     )

@@ -13,7 +13,7 @@ import pytest
 from studies import SPEC, Times, study, write
 
 from hpctrain.cluster.slurm import submit
-from hpctrain.cluster.slurm.submit import State
+from hpctrain.cluster.slurm.submit import JobState
 from hpctrain.core import progress
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.scaling import collect
@@ -33,7 +33,7 @@ class MadeUp:
     def __init__(self, monkeypatch, refused=(), lost=(), silent=()):
         self.refused, self.lost, self.silent, self.jobs, self.asked = refused, lost, silent, [], {}
         monkeypatch.setattr(slurm_runner.submit, "submit", self.submit)
-        monkeypatch.setattr(slurm_runner.submit, "ask", self.ask)
+        monkeypatch.setattr(slurm_runner.submit, "from_slurm", self.ask)
         monkeypatch.setattr(slurm_runner.time, "sleep", lambda seconds: None)
         monkeypatch.setattr(slurm_runner, "LATE_S", 0.0)
 
@@ -54,16 +54,16 @@ class MadeUp:
         self.asked[job] = self.asked.get(job, 0) + 1
         size, file, out = self.jobs[job - 1]
         if self.asked[job] == 1:
-            return [State(str(job), "PENDING", "Priority")]
+            return [JobState(str(job), "PENDING", "Priority")]
         if self.asked[job] == 2:
             raise HpctrainError("scontrol has not answered within 120 s")
         if size in self.lost:
-            return [State(str(job), "NODE_FAIL")]
+            return [JobState(str(job), "NODE_FAIL")]
         if not out.exists():
             spec = recipe.load(file)
             timing = Timing(spec.run.interval_steps)
             write(out, timing, Times(1e-2, 9e-3), spec.batch.size(size), size)
-        return [State(str(job), "COMPLETED")]
+        return [JobState(str(job), "COMPLETED")]
 
 
 def run(folder, of):
@@ -112,7 +112,7 @@ def test_a_job_whose_id_never_came_back_is_found_by_its_name(tmp_path, monkeypat
     with pytest.raises(SystemExit):
         run(folder, of)
     asked = []
-    monkeypatch.setattr(slurm_runner.submit, "named", lambda name: asked.append(name) or [1])
+    monkeypatch.setattr(slurm_runner.submit, "jobs_named", lambda name: asked.append(name) or [1])
     assert all(isinstance(one, collect.Trial) for one in run(folder, of))
     assert len(made.jobs) == 1  # `killed` was not called again
     assert re.fullmatch(r"scale-digits-1-0-[0-9a-f]{8}", *asked)
@@ -158,9 +158,9 @@ def test_what_slurm_refuses_or_loses_is_a_gap(tmp_path, monkeypatch):
 
 def test_a_job_that_will_not_start_as_it_is_is_a_gap(tmp_path, monkeypatch):
     made, of, folder = MadeUp(monkeypatch), of_nodes(1, 8), Folder(tmp_path)
-    never = lambda job: [State(str(job), "PENDING", "PartitionNodeLimit")]  # noqa: E731
+    never = lambda job: [JobState(str(job), "PENDING", "PartitionNodeLimit")]  # noqa: E731
     monkeypatch.setattr(
-        slurm_runner.submit, "ask", lambda job: never(job) if job % 2 == 0 else made.ask(job)
+        slurm_runner.submit, "from_slurm", lambda job: never(job) if job % 2 == 0 else made.ask(job)
     )
     for _ in range(2):  # called again, it is waited for no longer, and not given to Slurm anew
         run(folder, of)
@@ -178,9 +178,9 @@ def test_who_waits_in_a_log_reads_why_jobs_do_not_start(tmp_path, monkeypatch, c
 
     def held(job):
         polls[job] = polls.get(job, 0) + 1
-        return made.ask(job) if polls[job] > 5 else [State(str(job), "PENDING", "JobHeldUser")]
+        return made.ask(job) if polls[job] > 5 else [JobState(str(job), "PENDING", "JobHeldUser")]
 
-    monkeypatch.setattr(slurm_runner.submit, "ask", held)
+    monkeypatch.setattr(slurm_runner.submit, "from_slurm", held)
     with caplog.at_level(logging.INFO, "hpctrain"):
         run(folder, of)
     rate = "12,800 samples/s, efficiency so far 100.0%"

@@ -14,7 +14,7 @@ import pytest
 from conftest import BIN, LAUNCHER
 from ranks import on_ranks
 
-from hpctrain.cluster import gpu_probe as before
+from hpctrain.cluster import gpu_probe
 from hpctrain.core.errors import UsageError
 from hpctrain.core.interpreter import module_command
 from hpctrain.hardware.gdr import Gdr
@@ -345,7 +345,7 @@ def test_launch_ends_trials_that_take_too_long(monkeypatch, tmp_path, caplog):
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     interrupted(monkeypatch, up, subprocess.TimeoutExpired("child", 1))
-    assert before.verdict() == "" and ended.exists()
+    assert gpu_probe.verdict() == "" and ended.exists()
     assert "did not end within 240 s" in caplog.text
 
 

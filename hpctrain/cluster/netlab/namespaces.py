@@ -31,7 +31,7 @@ _LAB = f"""
 mount -t tmpfs tmpfs {SHM}
 ip link set lo up
 ip link add name {INTERFACE} type bridge
-ip addr add {{mine}}/24 dev {INTERFACE}
+ip addr add {{address}}/24 dev {INTERFACE}
 ip link set {INTERFACE} up
 """
 
@@ -45,12 +45,12 @@ mount -t sysfs sysfs /sys
 mount -t tmpfs tmpfs {SHM}
 ip link set lo up
 ip link add name {INTERFACE} type veth peer name v{{host}} netns 1
-ip addr add {{mine}}/24 dev {INTERFACE}
-{{near}}
+ip addr add {{address}}/24 dev {INTERFACE}
+{{shape_host_end}}
 ip link set {INTERFACE} up
-ip route replace {NETWORK} dev {INTERFACE} src {{mine}} congctl cubic
+ip route replace {NETWORK} dev {INTERFACE} src {{address}} congctl cubic
 nsenter --target 1 --net sh -ec '
-  {{far}}
+  {{shape_bridge_end}}
   ip link set v{{host}} master {INTERFACE} up'
 echo up
 """
@@ -87,7 +87,7 @@ def shape(bits: int, device: str) -> str:
     return f"tc qdisc add dev {device} root tbf rate {bits}bit burst {burst} latency 50ms"
 
 
-def trial() -> str:
+def probe_script() -> str:
     """Return a script that makes a lab of one host and leaves; it fails where no lab can be."""
     return f"{_lab()}{shlex.join([*_IN_NAMESPACES, _host(1, 10**9)])}"
 
@@ -95,7 +95,7 @@ def trial() -> str:
 def main() -> int:
     """Set the lab up, run the command, and return its code; the kernel clears up behind us."""
     lab, command = json.loads(sys.argv[1]), sys.argv[2:]
-    threading.Thread(target=_leave_with_our_maker, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     subprocess.run(["sh", "-ec", _lab()], check=True)
     Path(SSH).write_text(_SSH)
     Path(SSH).chmod(0o755)
@@ -111,12 +111,14 @@ def main() -> int:
 
 
 def _lab() -> str:
-    return _LAB.format(mine=address(254))
+    return _LAB.format(address=address(254))
 
 
 def _host(host: int, bits: int) -> str:
     host_end, bridge_end = shape(bits, INTERFACE), shape(bits, f"v{host}")
-    return _HOST.format(host=host, mine=address(host), near=host_end, far=bridge_end)
+    return _HOST.format(
+        host=host, address=address(host), shape_host_end=host_end, shape_bridge_end=bridge_end
+    )
 
 
 def _start_host(host: int, lab: Mapping[str, int]) -> subprocess.Popen[bytes]:
@@ -127,7 +129,7 @@ def _start_host(host: int, lab: Mapping[str, int]) -> subprocess.Popen[bytes]:
     return process
 
 
-def _leave_with_our_maker() -> None:
+def _exit_with_parent() -> None:
     """End when our stdin does. As process 1 we take everybody along."""
     os.read(0, 1)  # nothing is ever written
     os._exit(1)

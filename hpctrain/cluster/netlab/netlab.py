@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpctrain.cluster.launch import Mpi, eager_defaults, find_mpi, stop_signals
-from hpctrain.cluster.netlab.namespaces import INTERFACE, NETWORK, SHM, SSH, address, trial
+from hpctrain.cluster.netlab.namespaces import INTERFACE, NETWORK, SHM, SSH, address, probe_script
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
 from hpctrain.core.interpreter import module_command
@@ -77,7 +77,9 @@ def refusal() -> str | None:
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if sys.platform != "linux" or missing:
         return f"netlab needs Linux with {', '.join(missing or TOOLS)} (iproute2, util-linux)"
-    process = subprocess.run([*namespaces(), "sh", "-ec", trial()], capture_output=True, text=True)
+    process = subprocess.run(
+        [*namespaces(), "sh", "-ec", probe_script()], capture_output=True, text=True
+    )
     if process.returncode == 0:
         return None
     lines = process.stderr.strip().splitlines() or ["no reason was given"]
@@ -97,7 +99,7 @@ def netlab(lab: Lab, argv: Sequence[str]) -> int:
     mpi = find_mpi()
     inner = [*module_command("hpctrain.cluster.netlab.namespaces"), json.dumps(asdict(lab))]
     line = [*namespaces(), *inner, *command(mpi, lab, argv)]
-    return _until_it_ends(line, environment(mpi, lab.ranks, os.environ))
+    return _run(line, environment(mpi, lab.ranks, os.environ))
 
 
 def namespaces() -> list[str]:
@@ -173,7 +175,7 @@ def _refuse(lab: Lab, argv: Sequence[str]) -> None:
         raise UsageError(reason)
 
 
-def _until_it_ends(line: Sequence[str], environ: Mapping[str, str]) -> int:
+def _run(line: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the lab in a session of its own; it ends by itself, or when its stdin does.
 
     The pipe is closed also by the kernel, if this process is killed.

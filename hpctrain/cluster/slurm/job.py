@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from hpctrain.cluster.slurm import sbatch
-from hpctrain.cluster.slurm.site import ANY, Nodes, Site
+from hpctrain.cluster.slurm.site import UNKNOWN_NODES, Nodes, Site
 from hpctrain.core.errors import UsageError
 
 _TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?)|(?:(\d+)(?::(\d+))?(?::(\d+))?)")
@@ -72,20 +72,20 @@ def seconds(time: str) -> int:
 
 def nodes_of(job: Job, site: Site | None) -> Nodes:
     """Return the kind of node that the job runs on; raise UsageError where the site has none."""
-    return site.nodes(job.gpus_per_node) if site else ANY
+    return site.nodes(job.gpus_per_node) if site else UNKNOWN_NODES
 
 
 def check(job: Job, site: Site | None = None) -> None:
     """Raise UsageError, which names all that is wrong, for a job that cannot be."""
-    wrong = [*_numbers(job), *_places(job, site), *texts(job)]
+    wrong = [*_number_faults(job), *_placement_faults(job, site), *text_faults(job)]
     limit_s = seconds(job.time)
-    wrong += _of_a_shell(job) if job.interactive else _stop(job, limit_s)
+    wrong += _interactive_faults(job) if job.interactive else _stop_faults(job, limit_s)
     if wrong:
         raise UsageError("\n".join(wrong))
     sbatch.check(job.options, site.plugins if site else ())
 
 
-def _of_a_shell(job: Job) -> list[str]:
+def _interactive_faults(job: Job) -> list[str]:
     """Return the faults of an interactive job: options that only a script for sbatch can have."""
     names = ("servers", "server_nodes", "sizes", "out", "warn_s", "max_restarts")
     plain = Job()
@@ -96,7 +96,7 @@ def _of_a_shell(job: Job) -> list[str]:
     return [f"{text}: leave out {', '.join(unsuitable)}"] if unsuitable else []
 
 
-def _stop(job: Job, limit_s: int) -> list[str]:
+def _stop_faults(job: Job, limit_s: int) -> list[str]:
     """Return the faults in the time of the stop signal."""
     wrong = []
     if job.warn_s > MOST_WARN_S:
@@ -110,7 +110,7 @@ def _stop(job: Job, limit_s: int) -> list[str]:
     return wrong
 
 
-def _numbers(job: Job) -> list[str]:
+def _number_faults(job: Job) -> list[str]:
     minimum = {"nodes": 1, "warn_s": 1, "gpus_per_node": 0, "servers": 0, "server_nodes": 0,
              "max_restarts": 0, "tasks_per_node": 1, "cpus_per_task": 1}  # fmt: skip
     values = [(name, n, getattr(job, name)) for name, n in minimum.items()]
@@ -123,7 +123,7 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _places(job: Job, site: Site | None) -> list[str]:
+def _placement_faults(job: Job, site: Site | None) -> list[str]:
     """Return the faults in the placement of ranks on nodes."""
     tasks, largest = tasks_per_node(job, site), max(job.sizes, default=job.nodes)
     workers = job.nodes * tasks
@@ -157,7 +157,7 @@ def _places(job: Job, site: Site | None) -> list[str]:
     return [fault for fault, true in faults.items() if true]
 
 
-def texts(job: Job) -> list[str]:
+def text_faults(job: Job) -> list[str]:
     """Return the faults in the texts of a job, each of which must be one line."""
     texts = {"recipe": job.recipe, "--out": job.out or "", "--job-name": job.name or ""}
     texts |= {f"argument {n}": text for n, text in enumerate(job.arguments, start=1)}

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 from hpctrain.run_files import last_lines, run_folder
 
-_OURS = (0, 1, 2, 3, 75, 86, 130)  # the exit codes with a meaning in hpctrain
+_EXIT_CODES = (0, 1, 2, 3, 75, 86, 130)  # the exit codes with a meaning in hpctrain
 _REFUSED, STOPPED, _INTERRUPTED = 2, 75, 130
-_ENDINGS = ("done", "stopped", "failed", "hung")
-_FULL = ": a bus error; is /dev/shm full? See `hpctrain doctor`"
+_FINAL_STATUSES = ("done", "stopped", "failed", "hung")
+_BUS_ERROR = ": a bus error; is /dev/shm full? See `hpctrain doctor`"
 _SAME_TIME_S = 0.05  # file times come from a clock that ticks more coarsely than time.time()
 
 
-class Ended(NamedTuple):
+class LauncherExit(NamedTuple):
     """How mpiexec ended (as in subprocess) and the signals that asked us to stop."""
 
     code: int
@@ -29,55 +29,61 @@ class Ended(NamedTuple):
         return self.signals.count(signal.SIGINT) > 1
 
 
-def exit_code(ended: Ended, note: bytes, started: float) -> int:
+def exit_code(launcher_exit: LauncherExit, note: bytes, started: float) -> int:
     """Return the exit code of a job that began at `started`, seconds since the epoch.
 
     `note`: the folder of its run, as rank 0 announced it. Writes a summary where ranks could not.
     """
     run = Path(os.fsdecode(note)) if note else None
     run = run if run and run.is_dir() else None
-    summary = _fresh(run, started) if run else None
-    refused = ended.code == _REFUSED and not ended.killed
+    summary = _new_summary(run, started) if run else None
+    refused = launcher_exit.code == _REFUSED and not launcher_exit.killed
     if run and summary is None and not refused:
-        summary = _record_loss(run, ended)
-    if ended.killed:
+        summary = _record_loss(run, launcher_exit)
+    if launcher_exit.killed:
         return _INTERRUPTED
-    return int(summary["exit_code"]) if summary else _without_run(ended)
+    return int(summary["exit_code"]) if summary else _code_without_run(launcher_exit)
 
 
-def _record_loss(run: Path, ended: Ended) -> dict[str, Any]:
-    code = _INTERRUPTED if ended.killed else 1
-    reason = "interrupted twice" if ended.killed else f"a rank was lost: {_ending(ended.code)}"
+def _record_loss(run: Path, launcher_exit: LauncherExit) -> dict[str, Any]:
+    code = _INTERRUPTED if launcher_exit.killed else 1
+    reason = (
+        "interrupted twice"
+        if launcher_exit.killed
+        else f"a rank was lost: {_exit_text(launcher_exit.code)}"
+    )
     lost = {"status": "failed", "exit_code": code, "reason": reason}
-    summary = (run_folder.read_summary(run) or {}) | lost | {"launcher_exit_code": ended.code}
+    summary = (
+        (run_folder.read_summary(run) or {}) | lost | {"launcher_exit_code": launcher_exit.code}
+    )
     run_folder.write_summary(run, summary)
     say("\nhpctrain: ".join([reason, *last_lines.last_lines(run)]))
     return summary
 
 
-def _without_run(ended: Ended) -> int:
+def _code_without_run(launcher_exit: LauncherExit) -> int:
     """Return the code of a job that has no folder: it is no training, or did not come to it."""
-    if ended.code in _OURS:
-        return ended.code
-    if ended.signals:  # nothing can be lost yet: to start again is to resume
+    if launcher_exit.code in _EXIT_CODES:
+        return launcher_exit.code
+    if launcher_exit.signals:  # nothing can be lost yet: to start again is to resume
         say("stopped before a run began")
-        return _INTERRUPTED if signal.SIGINT in ended.signals else STOPPED
-    say(f"before a run began, {_ending(ended.code)}")
+        return _INTERRUPTED if signal.SIGINT in launcher_exit.signals else STOPPED
+    say(f"before a run began, {_exit_text(launcher_exit.code)}")
     return 1
 
 
-def _fresh(run: Path, started: float) -> dict[str, Any] | None:
+def _new_summary(run: Path, started: float) -> dict[str, Any] | None:
     """Return the summary that this job wrote, None if there is none."""
     summary = run_folder.read_summary(run)
-    if summary is None or summary.get("status") not in _ENDINGS:
+    if summary is None or summary.get("status") not in _FINAL_STATUSES:
         return None
     written = (run / run_folder.SUMMARY).stat().st_mtime
     return summary if written >= started - _SAME_TIME_S else None
 
 
-def _ending(code: int) -> str:
+def _exit_text(code: int) -> str:
     name = code if code >= 0 else signal.Signals(-code).name
-    return f"mpiexec ended with {name}{_FULL * (code % 128 == signal.SIGBUS)}"
+    return f"mpiexec ended with {name}{_BUS_ERROR * (code % 128 == signal.SIGBUS)}"
 
 
 def say(text: str) -> None:

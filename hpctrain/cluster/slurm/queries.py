@@ -17,9 +17,11 @@ FORGOTTEN = "Slurm has forgotten it"
 NO_ANSWER = "NO ANSWER"
 LIMIT_S = 120.0  #: a busy controller answers late
 #: Error text of Slurm's commands after a lost answer: the request may or may not have been done.
-_LATE = re.compile("timed out|Zero Bytes were transmitted|receive failure|Connection reset", re.I)
-_AWAY = re.compile(f"Unable to contact|{_LATE.pattern}", re.I)
-Job = int | str  #: 17, or 17_2 for a task of an array
+_LOST_REPLY = re.compile(
+    "timed out|Zero Bytes were transmitted|receive failure|Connection reset", re.I
+)
+_NO_CONTACT = re.compile(f"Unable to contact|{_LOST_REPLY.pattern}", re.I)
+JobId = int | str  #: 17, or 17_2 for a task of an array
 _ABSENT = (
     "no {command} on this PATH, so no Slurm: call this on a login node of the cluster. Here, "
     "`hpctrain slurm render` prints the script, and `hpctrain launch -n 4 train ...` starts ranks"
@@ -27,7 +29,7 @@ _ABSENT = (
 
 
 @dataclass(frozen=True)
-class State:
+class JobState:
     """The state of a job, or of one task of an array, in Slurm."""
 
     job: str  #: 17, or 17_2 for a task of an array
@@ -40,20 +42,20 @@ class State:
     log: str = ""  #: the file with the job's output, if Slurm reports it
 
 
-class Silence(HpctrainError):
+class NoAnswerError(HpctrainError):
     """Slurm's controller has not answered: nothing is known."""
 
 
-def ask(job: Job) -> list[State]:
+def from_slurm(job: JobId) -> list[JobState]:
     """Return the state of `job`, for an array that of each task.
 
     The controller forgets jobs some minutes after their end; then accounting is queried. Raises
-    Silence, or HpctrainError with Slurm's words.
+    NoAnswerError, or HpctrainError with Slurm's words.
     """
-    return controlled(job) or accounted(job) or [State(str(job), "UNKNOWN", FORGOTTEN)]
+    return from_scontrol(job) or from_sacct(job) or [JobState(str(job), "UNKNOWN", FORGOTTEN)]
 
 
-def controlled(job: Job) -> list[State]:
+def from_scontrol(job: JobId) -> list[JobState]:
     """Return the states of `job` in the controller, empty where it has forgotten the job."""
     must_have("scontrol")
     process = run(["scontrol", "--oneliner", "show", "job", str(job)])
@@ -61,16 +63,16 @@ def controlled(job: Job) -> list[State]:
         return _tasks(process.stdout)
     if "Invalid job id" in process.stderr:
         return []
-    kind = Silence if _AWAY.search(process.stderr) else HpctrainError
+    kind = NoAnswerError if _NO_CONTACT.search(process.stderr) else HpctrainError
     raise kind(f"scontrol does not tell of jobs: {process.stderr.strip()}")
 
 
-def answers_late(stderr: str) -> bool:
+def reply_was_lost(stderr: str) -> bool:
     """Return whether `stderr` means that the answer got lost, so the request may have been done."""
-    return _LATE.search(stderr) is not None
+    return _LOST_REPLY.search(stderr) is not None
 
 
-def _tasks(output: str) -> list[State]:
+def _tasks(output: str) -> list[JobState]:
     """Return the states in scontrol's output; that of a heterogeneous job is its first part's."""
     states = []
     for line in output.splitlines():
@@ -81,7 +83,7 @@ def _tasks(output: str) -> list[State]:
             reason = "" if fields["Reason"] == "None" else fields["Reason"]
             restarts = int(fields.get("Restarts", 0))
             names = fields.get("NodeList", "").replace("(null)", "")
-            state = State(job, fields["JobState"], reason, restarts, fields["RunTime"], names,
+            state = JobState(job, fields["JobState"], reason, restarts, fields["RunTime"], names,
                          fields.get("ExitCode", ""), _path(line, "StdOut"))  # fmt: skip
             states += [replace(state, job=task) for task in tasks_in(job)]
     return sorted(states, key=lambda state: [int(n) for n in re.findall(r"\d+", state.job)])
@@ -95,29 +97,29 @@ def _path(line: str, field: str) -> str:
 
 def tasks_in(job: str) -> list[str]:
     """Return the tasks of a range in Slurm's notation: 17_2-4%1 means 17_2, 17_3 and 17_4."""
-    array, sign, named = job.partition("_")
+    array, sign, ranges = job.partition("_")
     if not sign:
         return [job]
-    parts = re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", named.partition("%")[0])
+    parts = re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", ranges.partition("%")[0])
     runs = [range(int(a), int(b or a) + 1, int(stride or 1)) for a, b, stride in parts]
     return [f"{array}_{task}" for run in runs for task in run]
 
 
-def accounted(job: Job) -> list[State]:
+def from_sacct(job: JobId) -> list[JobState]:
     """Return the states of `job` in accounting; empty where there is none or no answer."""
     if shutil.which("sacct") is None:
         return []
     line = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}"]
-    if named := os.environ.get("SLURM_CLUSTERS"):  # which the other commands read by themselves
-        line.append(f"--clusters={named}")
+    if clusters := os.environ.get("SLURM_CLUSTERS"):  # which the other commands read by themselves
+        line.append(f"--clusters={clusters}")
     try:
         process = run([*line, "--format=JobID,State,Elapsed,NodeList,ExitCode"])
-    except Silence:
+    except NoAnswerError:
         return []
     rows = [row.split("|") for row in process.stdout.splitlines() if row.count("|") == 4]
     # "CANCELLED by 1000"
     states = [
-        State(i, s.split()[0], elapsed=e, nodes=n, exit_code=code)
+        JobState(i, s.split()[0], elapsed=e, nodes=n, exit_code=code)
         for i, s, e, n, code in rows
         if "+1" not in i
     ]
@@ -135,7 +137,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command of Slurm with `text` as its input, `without` some variables.
 
-    Raises Silence after LIMIT_S.
+    Raises NoAnswerError after LIMIT_S.
     """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     inherited = {name: value for name, value in os.environ.items() if name not in without}
@@ -145,4 +147,4 @@ def run(
             line, input=text, env=environ, capture_output=True, text=True, timeout=LIMIT_S
         )
     except subprocess.TimeoutExpired:
-        raise Silence(f"{line[0]} has not answered within {LIMIT_S:.0f} s") from None
+        raise NoAnswerError(f"{line[0]} has not answered within {LIMIT_S:.0f} s") from None

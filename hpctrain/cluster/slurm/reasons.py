@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_HELD = "scontrol release it"
+_RELEASE = "scontrol release it"
 _MEANINGS = {
     "AccountNotAllowed": "the partition is not for this account: name another",
     "BadConstraints": "no node has what the job asks for",
@@ -19,8 +19,8 @@ _MEANINGS = {
     "InvalidQOS": "there is no such QOS for it: scancel it, and name another",
     "JobArrayTaskLimit": "the sizes of an array run one after the other",
     "JobHeldAdmin": "held by an administrator",
-    "JobHeldUser": f"held: {_HELD}",
-    "JobHoldMaxRequeue": f"put back so often that Slurm holds it: {_HELD}",
+    "JobHeldUser": f"held: {_RELEASE}",
+    "JobHoldMaxRequeue": f"put back so often that Slurm holds it: {_RELEASE}",
     "Licenses": "waits for a license",
     "MaxMemPerLimit": "more memory for a node or a core than is given: ask for less",
     "Nodes_required_for_job_are_DOWN": "so many nodes are not up, or kept for others",
@@ -39,8 +39,8 @@ _MEANINGS = {
     "Resources": "waits for nodes to become free",
     "SchedDefer": "Slurm has not looked at it yet",
     "WaitingForScheduling": "Slurm has not looked at it yet",
-    "job_requeued_in_held_state": f"held: {_HELD}",
-    "launch_failed_requeued_held": f"its nodes could not start it, and Slurm holds it: {_HELD}",
+    "job_requeued_in_held_state": f"held: {_RELEASE}",
+    "launch_failed_requeued_held": f"its nodes could not start it, and Slurm holds it: {_RELEASE}",
 }
 #: Reasons why a job has ended; then the reasons for waiting do not hold any more.
 _ENDS = {
@@ -64,17 +64,17 @@ _LIMITS = {
 }
 
 #: Reasons that do not pass by waiting: somebody has to change the job, or the cluster.
-_LASTING = {"BadConstraints", "DependencyNeverSatisfied", "PartitionNodeLimit",
+_PERMANENT = {"BadConstraints", "DependencyNeverSatisfied", "PartitionNodeLimit",
             "PartitionTimeLimit", "QOSNotAllowed"}  # fmt: skip
 
 
-def lasting(reason: str) -> bool:
+def is_permanent(reason: str) -> bool:
     """Return whether a job that has this reason will not start by waiting."""
     word = _word(reason)
-    return word in _LASTING or re.fullmatch(r"(QOS|Assoc)\w*PerJob\w*", word) is not None
+    return word in _PERMANENT or re.fullmatch(r"(QOS|Assoc)\w*PerJob\w*", word) is not None
 
 
-def explained(reason: str, restarts: int | None = None) -> str:
+def explain(reason: str, restarts: int | None = None) -> str:
     """Return Slurm's reason, followed by its meaning if that is known.
 
     `restarts` is the number of requeues, after which BeginTime has another meaning.
@@ -86,7 +86,7 @@ def explained(reason: str, restarts: int | None = None) -> str:
     return f"{reason}: {meaning}" if meaning else reason
 
 
-def of_an_end(reason: str) -> str:
+def explain_end(reason: str) -> str:
     """Return the same for an ended job; "" if the reason is one for waiting."""
     meaning = _ENDS.get(_word(reason))
     return f"{reason}: {meaning}" if meaning else ""

@@ -31,7 +31,7 @@ _OF_NODES = ("nodes", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "gres
 def refusal(reply: str, text: str) -> str:
     """Return sbatch's `reply`, and the lines of the script `text` that it may be about."""
     lines: list[str] = []
-    for rule in (_is_named, _is_mentioned, _is_of_nodes):  # the surest first
+    for rule in (_is_quoted, _is_mentioned, _is_of_nodes):  # the surest first
         options = _options(text)
         lines = lines or [line for line, name, value in options if rule(name, value, reply.lower())]
     head = f"sbatch refuses the job:\n{reply.strip()}"
@@ -45,7 +45,7 @@ def _options(text: str) -> Iterator[tuple[str, str, str]]:
             yield f"  line {number}: {line}", match[1], match[2] or ""
 
 
-def _is_named(option: str, value: str, reply: str) -> bool:
+def _is_quoted(option: str, value: str, reply: str) -> bool:
     return re.search(rf"--{option}(?![a-z-])", reply) is not None
 
 

@@ -14,7 +14,7 @@ from importlib import resources
 
 from hpctrain.cluster.slurm import sbatch
 from hpctrain.cluster.slurm.job import Job, check, job_name, nodes_of, tasks_per_node
-from hpctrain.cluster.slurm.site import ANY, Nodes, Site, gpu_options, with_gpus
+from hpctrain.cluster.slurm.site import UNKNOWN_NODES, Nodes, Site, gpu_options, with_gpus
 
 _MARK = re.compile(r"\{\{ (\w+) \}\}")
 #: What slurm/ holds: a job of the built-in recipe for each template.
@@ -40,7 +40,7 @@ def render(job: Job, site: Site | None = None) -> str:
     """
     check(job, site)
     values = _interactive(job, site) if job.interactive else _batch(job, site)
-    text = _filled(_template(job.template), values)
+    text = _fill(_template(job.template), values)
     return (
         text.replace(SOURCED, "") if site else text
     )  # the setup of a site is in the script itself
@@ -79,7 +79,7 @@ def _options(job: Job, site: Site | None) -> str:
     }
     if not job.server_nodes:
         return sbatch.lines(first)
-    of_servers = _more_options(job, site, site.nodes(0) if site else ANY)
+    of_servers = _more_options(job, site, site.nodes(0) if site else UNKNOWN_NODES)
     second = {**_size(job.server_nodes, server_tasks, cores), **of_servers}
     return f"{sbatch.lines(first)}\n#SBATCH hetjob\n{sbatch.lines(second)}"
 
@@ -99,12 +99,12 @@ def _tasks(job: Job, site: Site | None) -> tuple[int, int]:
 def _cores(job: Job, site: Site | None) -> int:
     """Return a rank's cores: the profile's, fewer where a node has not so many for all of them."""
     if job.cpus_per_task or site is None:
-        return job.cpus_per_task or ANY.cpus_per_task
+        return job.cpus_per_task or UNKNOWN_NODES.cpus_per_task
     (tasks, server_tasks), nodes = _tasks(job, site), nodes_of(job, site)
-    room = [nodes.cpus_per_task, nodes.cores // tasks]
+    limits = [nodes.cpus_per_task, nodes.cores // tasks]
     if server_tasks:  # srun takes one number for both parts
-        room.append(site.nodes(0).cores // server_tasks)
-    return max(1, min(room))
+        limits.append(site.nodes(0).cores // server_tasks)
+    return max(1, min(limits))
 
 
 def _more_options(job: Job, site: Site | None, nodes: Nodes) -> dict[str, str]:
@@ -128,7 +128,7 @@ def _placement(job: Job, site: Site | None) -> str:
     if job.server_nodes:
         return _SERVERS_APART
     marks = {"tasks_per_node": str(tasks_per_node(job, site)), "servers": str(job.servers)}
-    return _filled(_SERVERS_BESIDE, marks)
+    return _fill(_SERVERS_BESIDE, marks)
 
 
 _SERVERS_APART = """\
@@ -166,7 +166,7 @@ def _template(name: str) -> str:
     return resources.files("hpctrain.cluster.slurm").joinpath("templates", name).read_text()
 
 
-def _filled(template: str, values: dict[str, str]) -> str:
+def _fill(template: str, values: dict[str, str]) -> str:
     """Return `template` with its marks replaced; an empty one goes with its paragraph's end."""
     empty = re.compile(r"^\{\{ (\w+) \}\}\n\n?", re.M)
     text = empty.sub(lambda mark: mark[0] if values[mark[1]] else "", template)

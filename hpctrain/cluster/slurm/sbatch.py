@@ -26,7 +26,7 @@ thread-spec threads-per-core time-min tmp uid use-min-nodes wait-all-nodes wckey
 """
 
 #: Options that a script must not have, and why.
-OURS = {
+RESERVED = {
     "array": "name the sizes: --sizes 1,2,4",
     "clusters": "export SLURM_CLUSTERS=NAME, which scontrol reads as well",
     "chdir": "a job runs in the folder in which it was submitted",
@@ -58,7 +58,7 @@ NOT_OF_SALLOC = frozenset(
     ("error", "export", "export-file", "ignore-pbs", "input", "output", "propagate")
 )
 #: All that may be named.
-KNOWN = dict.fromkeys([*_OPTIONS.split(), *OURS])
+ALL_OPTIONS = dict.fromkeys([*_OPTIONS.split(), *RESERVED])
 
 
 def _variable(option: str) -> str:
@@ -85,7 +85,7 @@ _PLAIN = re.compile(rf"[A-Za-z0-9{re.escape(_MARKS)}]*")
 _GPUS = re.compile(r"(^|,)(gres[:/])?gpu\b")
 
 
-def named(text: str) -> tuple[str, str]:
+def parse_option(text: str) -> tuple[str, str]:
     """Return the name and the value of NAME=VALUE; of a flag, a NAME alone, no value.
 
     Raises UsageError for a value that is empty: left out, the option would mean something else.
@@ -102,15 +102,15 @@ def check(options: Mapping[str, str], plugins: Sequence[str] = ()) -> None:
     `plugins` are options that a site has added to its sbatch.
     """
     for name, value in options.items():
-        config.pick({**KNOWN, **dict.fromkeys(plugins)}, name, "option of sbatch")
+        config.pick({**ALL_OPTIONS, **dict.fromkeys(plugins)}, name, "option of sbatch")
         must_be_free(f"sbatch's --{name}", name, value)
         must_be_plain(f"--option {name}", value)
 
 
 def must_be_free(label: str, name: str, value: str) -> None:
     """Raise UsageError for an option that a job has already, or that hides GPUs from its ranks."""
-    if name in OURS:
-        raise UsageError(f"{label} cannot be set: {OURS[name]}")
+    if name in RESERVED:
+        raise UsageError(f"{label} cannot be set: {RESERVED[name]}")
     if name == "gres" and _GPUS.search(value):
         raise UsageError(f"{label} cannot ask for GPUs: use --gpus-per-node; seen {value!r}")
     if name == "gpu-bind" and value != "none":

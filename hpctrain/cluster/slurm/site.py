@@ -110,7 +110,7 @@ class Site:
 
 
 #: Nodes of an unknown kind.
-ANY = Nodes(gpus=1 << 10)
+UNKNOWN_NODES = Nodes(gpus=1 << 10)
 
 
 def gpu_options(gpus: int, nodes: Nodes) -> dict[str, str]:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster.slurm.queries import FORGOTTEN, NO_ANSWER, State, accounted
-from hpctrain.cluster.slurm.reasons import explained, of_an_end
-from hpctrain.cluster.slurm.submit import ENDED, JOBS, POLL_S, SCRIPT, hear, jobs_of
+from hpctrain.cluster.slurm.queries import FORGOTTEN, NO_ANSWER, JobState, from_sacct
+from hpctrain.cluster.slurm.reasons import explain, explain_end
+from hpctrain.cluster.slurm.submit import END_STATES, JOBS, POLL_S, SCRIPT, job_states, jobs_of
 from hpctrain.config import toml
 from hpctrain.core import files
 from hpctrain.core.errors import UsageError
@@ -50,8 +50,8 @@ class JobHistory:
 
         The script names it; for a trial of `hpctrain scale` it is not `folder`.
         """
-        named = re.search(r"^run=(.*)$", self.script, re.M)
-        run = Path(shlex.split(named[1])[0].removesuffix("/nodes-$nodes")) if named else self.folder
+        match = re.search(r"^run=(.*)$", self.script, re.M)
+        run = Path(shlex.split(match[1])[0].removesuffix("/nodes-$nodes")) if match else self.folder
         # seen from the folder of submission; not there where it was moved
         run = run if run.is_absolute() and run.is_dir() else self.folder
         task = job.partition("_")[2]
@@ -63,9 +63,9 @@ def job_history(folder: Path) -> JobHistory:
 
     Raises UsageError for damaged ids, and OSError where the script is gone.
     """
-    jobs, began = [str(job) for job in jobs_of(folder)], run_folder.slurm_job(folder)
-    if began and began not in jobs:
-        jobs = sorted([*jobs, began], key=_numbers)
+    jobs, started = [str(job) for job in jobs_of(folder)], run_folder.slurm_job(folder)
+    if started and started not in jobs:
+        jobs = sorted([*jobs, started], key=_numbers)
     script = folder / SCRIPT
     by_hand = not script.exists() and not (folder / JOBS).exists()
     return JobHistory(folder, tuple(jobs), "" if by_hand else script.read_text())
@@ -88,7 +88,7 @@ def status(folders: Sequence[Path]) -> list[Row]:
             f"{empty[0]} holds no {JOBS}: expected the folder of a run that `hpctrain slurm "
             "submit` or a script of slurm/ made, or of a study of `hpctrain scale --on slurm`"
         )
-    states_of = hear(
+    states_of = job_states(
         [history.jobs[-1] for history in readable],
         [job for history in readable for job in history.jobs[:-1]],
     )
@@ -103,7 +103,7 @@ def _history_or_row(folder: Path) -> JobHistory | Row:
     try:
         return job_history(folder)
     except FAULTS as error:
-        state = State("-", DAMAGED, _fault(error))
+        state = JobState("-", DAMAGED, _fault(error))
         return {**vars(state), **_of_run(folder), "log": None, "said": None, "earlier": ""}
 
 
@@ -115,18 +115,20 @@ def _of_run(run: Path, **values: Any) -> Row:
     return {"run": str(run), **dict.fromkeys(OF_RUN), **values}
 
 
-def _rows(history: JobHistory, states_of: Mapping[str, list[State]]) -> list[Row]:
+def _rows(history: JobHistory, states_of: Mapping[str, list[JobState]]) -> list[Row]:
     """Return the rows of a run; the last lists how earlier jobs ended, if Slurm knows."""
     *before, newest = history.jobs
     states = [state for job in before for state in states_of[job]]
-    listed = [state for state in states if state.state not in ENDED]
-    listed += _whole(newest, states_of[newest], len(history.sizes))
-    earlier = ", ".join(f"{state.job} {state.state}" for state in states if state.state in ENDED)
+    listed = [state for state in states if state.state not in END_STATES]
+    listed += _all_tasks(newest, states_of[newest], len(history.sizes))
+    earlier = ", ".join(
+        f"{state.job} {state.state}" for state in states if state.state in END_STATES
+    )
     rows = [_row(history, state) for state in listed]
     return [*rows[:-1], rows[-1] | {"earlier": earlier}]
 
 
-def _whole(job: str, states: list[State], tasks: int) -> list[State]:
+def _all_tasks(job: str, states: list[JobState], tasks: int) -> list[JobState]:
     """Return `states`, for an array of `tasks` also those that the controller has forgotten.
 
     It forgets each task some minutes after its end, while others go on.
@@ -136,11 +138,11 @@ def _whole(job: str, states: list[State], tasks: int) -> list[State]:
     names = [f"{job}_{task}" for task in range(tasks)]
     by_task = {state.job: state for state in states}
     if not by_task.keys() >= set(names):
-        by_task = {state.job: state for state in accounted(job)} | by_task
-    return [by_task.get(name, State(name, "UNKNOWN", FORGOTTEN)) for name in names]
+        by_task = {state.job: state for state in from_sacct(job)} | by_task
+    return [by_task.get(name, JobState(name, "UNKNOWN", FORGOTTEN)) for name in names]
 
 
-def _row(history: JobHistory, state: State) -> Row:
+def _row(history: JobHistory, state: JobState) -> Row:
     """Return the row of a job, or of a task of an array."""
     try:
         run = history.run(state.job)
@@ -148,12 +150,12 @@ def _row(history: JobHistory, state: State) -> Row:
     except FAULTS as error:
         of_run = _of_run(history.folder, status=DAMAGED, reason_of_run=_fault(error))
     log = _log(history.folder, state)
-    failed = state.state in ENDED and of_run["status"] != "done"
-    spoken = {
+    failed = state.state in END_STATES and of_run["status"] != "done"
+    output = {
         "log": str(log) if log else None,
-        "said": last_words(log, state.job) if log and failed else None,
+        "said": last_line(log, state.job) if log and failed else None,
     }
-    return {**vars(state), **of_run, **spoken, "earlier": ""}
+    return {**vars(state), **of_run, **output, "earlier": ""}
 
 
 def run_progress(run: Path, job: str) -> Row:
@@ -163,10 +165,10 @@ def run_progress(run: Path, job: str) -> Row:
         last |= {key: row[key] for key in OF_ROWS if row.get(key) is not None}
     summary = run_folder.read_summary(run) or {}
     options = _run_options(run)
-    ended = summary if run_folder.is_summary_of(run, job) else {}
+    own_summary = summary if run_folder.is_summary_of(run, job) else {}
     return {
-        "status": ended.get("status"),
-        "reason_of_run": ended.get("reason"),
+        "status": own_summary.get("status"),
+        "reason_of_run": own_summary.get("reason"),
         "steps": options.get("steps"),
         "epochs": options.get("epochs"),
         **last,
@@ -181,14 +183,14 @@ def _run_options(run: Path) -> Row:
     return table if isinstance(table, dict) else {}
 
 
-def _log(folder: Path, state: State) -> Path | None:
+def _log(folder: Path, state: JobState) -> Path | None:
     """Return the output file of a job: in `folder`, or where Slurm reports it; None if missing."""
     default = folder / f"slurm-{state.job}.out"
     reported = Path(state.log) if state.log else default
     return next((path for path in (default, reported) if path.is_file()), None)
 
 
-def last_words(log: Path, job: str) -> str:
+def last_line(log: Path, job: str) -> str:
     """Return the last line written by the script of `job` or by hpctrain, else the last line."""
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - TAIL_BYTES))
@@ -201,16 +203,16 @@ def last_words(log: Path, job: str) -> str:
 
 def wait(folders: Sequence[Path], limit_s: float) -> list[Row]:
     """Return the status of all jobs once they have ended, or after `limit_s`."""
-    deadline, pause, ran = time.monotonic() + limit_s, 0.5, time.monotonic()
+    deadline, pause, last_run_s = time.monotonic() + limit_s, 0.5, time.monotonic()
     while True:
         rows, now = status(folders), time.monotonic()
-        ended = all(row["state"] in (*ENDED, DAMAGED) for row in rows)
-        ran = ran if ended else now
-        late = now - ran < LATE_S and any(map(_is_late, rows))
-        left = deadline - now
-        if left <= 0 or (ended and not late):
+        finished = all(row["state"] in (*END_STATES, DAMAGED) for row in rows)
+        last_run_s = last_run_s if finished else now
+        late = now - last_run_s < LATE_S and any(map(_is_late, rows))
+        remaining_s = deadline - now
+        if remaining_s <= 0 or (finished and not late):
             return rows
-        time.sleep(min(pause, left))
+        time.sleep(min(pause, remaining_s))
         pause = min(2 * pause, POLL_S)
 
 
@@ -230,9 +232,9 @@ def meaning(row: Row) -> str:
         return f"damaged: {row['reason_of_run'] or row['reason']}"
     if row["state"] in ("RUNNING", "COMPLETING") or is_done(row):
         return ""
-    if row["state"] not in ENDED:
-        return explained(row["reason"], row["restarts"])
-    reason = row["reason_of_run"] or row["said"] or of_an_end(row["reason"])
+    if row["state"] not in END_STATES:
+        return explain(row["reason"], row["restarts"])
+    reason = row["reason_of_run"] or row["said"] or explain_end(row["reason"])
     code = "" if row["state"] == "CANCELLED" else _code(row["exit_code"])
     return "; ".join(part for part in (reason, code, row["log"]) if part)
 

@@ -19,11 +19,11 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print a row per job, or per size of a study, and below the reason for each job's state."""
     out = Console()
     out = out if out.is_terminal else Console(width=WIDTH)
-    drawn = Table("job", "state", "restarts", "run", "step", "loss", "accuracy")
-    drawn.add_column("folder", overflow="fold")  # to be copied
+    grid = Table("job", "state", "restarts", "run", "step", "loss", "accuracy")
+    grid.add_column("folder", overflow="fold")  # to be copied
     for row in by_size(rows):
-        drawn.add_row(*map(Text, _cells(row)))
-    out.print(drawn)
+        grid.add_row(*map(Text, _cells(row)))
+    out.print(grid)
     for line in _below(rows):
         out.print(Text(line), soft_wrap=True)
 

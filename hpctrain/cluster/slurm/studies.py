@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster.slurm.status import is_done, job_history
-from hpctrain.cluster.slurm.submit import ENDED, JOBS
+from hpctrain.cluster.slurm.submit import END_STATES, JOBS
 from hpctrain.run_files import run_folder
 
 Row = dict[str, Any]
@@ -28,10 +28,10 @@ def folders(path: Path) -> list[Path]:
         return [path]
     trials = [job.parent for job in path.glob(f"trials/*/*/{JOBS}")]
     sizes = [size for size in path.glob("nodes-*") if run_folder.slurm_job(size)]
-    return sorted(trials or sizes, key=_in_order)
+    return sorted(trials or sizes, key=_numbers)
 
 
-def newest_last(paths: Iterable[Path]) -> list[Path]:
+def by_age(paths: Iterable[Path]) -> list[Path]:
     """Return the folders that hold jobs of all `paths`, the one of the newest job last."""
     groups = [group for path in paths if (group := folders(path))]
     return [folder for group in sorted(groups, key=_newest) for folder in group]
@@ -46,7 +46,7 @@ def _newest(group: Sequence[Path]) -> tuple[int, str]:
     return max(numbers), str(group[0])
 
 
-def _in_order(job: Path) -> list[int]:
+def _numbers(job: Path) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", f"{job.parent.name} {job.name}")]
 
 
@@ -56,7 +56,7 @@ def by_size(rows: Sequence[Row]) -> list[Row]:
     for number, row in enumerate(rows):
         groups.setdefault(_size(row) or number, []).append(row)
     return [
-        _joined(key, group) if isinstance(key, Path) else group[0] for key, group in groups.items()
+        _merge(key, group) if isinstance(key, Path) else group[0] for key, group in groups.items()
     ]
 
 
@@ -66,25 +66,25 @@ def _size(row: Row) -> Path | None:
     return folder if folder.parent.name == "trials" else None
 
 
-def _joined(size: Path, rows: list[Row]) -> Row:
+def _merge(size: Path, rows: list[Row]) -> Row:
     """Return one row: the counts of states, and the numbers of the job that runs or ended last."""
     states = [row["state"] for row in rows]
     chosen = min(reversed(rows), key=_rank)
     several = len(rows) > 1
-    done_runs = sum(is_done(row) for row in rows)
+    done_count = sum(is_done(row) for row in rows)
     counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
     cwd = Path.cwd()
     return chosen | {
         "job": ", ".join(row["job"] for row in rows),
         "state": ", ".join(counts) if several else states[0],
         "restarts": sum(row["restarts"] or 0 for row in rows),
-        "status": f"{done_runs} of {len(rows)} done" if several else chosen["status"],
+        "status": f"{done_count} of {len(rows)} done" if several else chosen["status"],
         "run": str(size.relative_to(cwd) if size.is_relative_to(cwd) else size),
     }
 
 
 def _rank(row: Row) -> int:
     """Return 0 for a job that runs, 1 for an ended one that reported a step, 2 for others."""
-    if row["state"] not in ENDED and row["step"] is not None:
+    if row["state"] not in END_STATES and row["step"] is not None:
         return 0
     return 1 if row["step"] is not None else 2

@@ -20,13 +20,13 @@ from typing import TypeVar
 from hpctrain.cluster.slurm import sbatch
 from hpctrain.cluster.slurm.queries import (
     NO_ANSWER,
-    Job,
-    Silence,
-    State,
-    answers_late,
-    ask,
-    controlled,
+    JobId,
+    JobState,
+    NoAnswerError,
+    from_scontrol,
+    from_slurm,
     must_have,
+    reply_was_lost,
     run,
 )
 from hpctrain.cluster.slurm.refusals import refusal
@@ -38,7 +38,7 @@ T = TypeVar("T", int, str)
 SCRIPT, JOBS = "job.sbatch", "jobs.json"
 LIMIT_BYTES = 1 << 20  #: of jobs.json
 POLL_S = 10.0
-ENDED = (
+END_STATES = (
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
     "PREEMPTED", "TIMEOUT", "UNKNOWN",
 )  # fmt: skip
@@ -56,10 +56,10 @@ def submit(text: str, folder: Path, options: Sequence[str] = ()) -> int:
     outer = launchers.launched(os.environ)
     if outer.size > 1:
         raise UsageError(f"this is rank {outer.rank} of {outer.size}: each would submit a job")
-    _must_be_found_again()
+    _must_be_same_cluster()
     new = not folder.exists()
     earlier = jobs_of(folder)
-    script = _written(folder, text, new)
+    script = _write_script(folder, text, new)
     job = _id_in(_sbatch_reply(text, folder, script, options, new))
     try:
         run_folder.write_json(folder / JOBS, {"jobs": [*earlier, job]})
@@ -77,29 +77,29 @@ def _sbatch_reply(text: str, folder: Path, script: Path, options: Sequence[str],
     try:
         # For sbatch a variable overrides a line of the script, which was checked.
         process = run(line, text, without=sbatch.variables(_options(text)))
-    except Silence as error:
-        raise _late(str(error), folder, text, script) from None
-    if process.returncode and answers_late(process.stderr):
-        raise _late(process.stderr, folder, text, script)
+    except NoAnswerError as error:
+        raise _no_answer(str(error), folder, text, script) from None
+    if process.returncode and reply_was_lost(process.stderr):
+        raise _no_answer(process.stderr, folder, text, script)
     if process.returncode:
-        _drop(script, new)
+        _remove_script(script, new)
         raise UsageError(refusal(process.stderr, text))
     with suppress(OSError):  # where this fails, jobs.json cannot be written, which is reported
         script.replace(folder / SCRIPT)
     return process.stdout
 
 
-def _must_be_found_again() -> None:
+def _must_be_same_cluster() -> None:
     """Raise UsageError where sbatch would submit to another cluster than scontrol queries."""
     chosen = os.environ.get("SBATCH_CLUSTERS")
     if chosen and chosen != os.environ.get("SLURM_CLUSTERS"):
         raise UsageError(
-            f"SBATCH_CLUSTERS={chosen} is read by sbatch alone, and `status` would ask another "
+            f"SBATCH_CLUSTERS={chosen} is read by sbatch alone, and `status` would query another "
             f"cluster: export SLURM_CLUSTERS={chosen} as well"
         )
 
 
-def _written(folder: Path, text: str, new: bool) -> Path:
+def _write_script(folder: Path, text: str, new: bool) -> Path:
     """Make `folder`, and a file in it that holds the script: after sbatch it only gets its name.
 
     Raises UsageError where that cannot be, as on a full disk, and leaves nothing.
@@ -112,25 +112,25 @@ def _written(folder: Path, text: str, new: bool) -> Path:
     try:
         script.write_text(text)
     except OSError as error:
-        _drop(script, new)
+        _remove_script(script, new)
         raise UsageError(f"--out {folder} cannot be written: {error.strerror}") from None
     return script
 
 
-def _drop(script: Path, new: bool) -> None:
-    """Remove the files that `_written` made."""
+def _remove_script(script: Path, new: bool) -> None:
+    """Remove the files that `_write_script` made."""
     with suppress(OSError):
         script.unlink(missing_ok=True)
         if new:
             script.parent.rmdir()
 
 
-def _late(reply: str, folder: Path, text: str, script: Path) -> HpctrainError:
+def _no_answer(reply: str, folder: Path, text: str, script: Path) -> HpctrainError:
     """Return the error about a job that may be in the queue, and keep its script."""
     script.replace(folder / SCRIPT)
     match = re.search(r"^#SBATCH --job-name=(.*)$", text, re.M)
     name = f" --name={match[1]}" if match else ""
-    return Silence(
+    return NoAnswerError(
         f"no answer of Slurm's controller ({' '.join(reply.split())}): the job may be in the queue "
         f"all the same. See `squeue --me{name}` before you submit again; {folder} stays, and "
         "`hpctrain slurm status` shows the job there once it runs"
@@ -170,7 +170,7 @@ def jobs_of(folder: Path) -> list[int]:
         ) from None
 
 
-def named(name: str) -> list[int]:
+def jobs_named(name: str) -> list[int]:
     """Return the jobs of this name that have not ended, the latest last."""
     process = run(
         ["squeue", "--noheader", f"--user={getpass.getuser()}", f"--name={name}", "--format=%A"]
@@ -185,10 +185,10 @@ def must_be_free(folder: Path, dependency: str = "") -> None:
 
     `dependency` is the option of that name which the new job has.
     """
-    for states in hear([], jobs_of(folder)).values():
+    for states in job_states([], jobs_of(folder)).values():
         for state in states:
             waits = state.job.partition("_")[0] in re.findall(r"\d+", dependency)
-            if state.state in (*ENDED, NO_ANSWER) or "singleton" in dependency:
+            if state.state in (*END_STATES, NO_ANSWER) or "singleton" in dependency:
                 continue
             if not waits or "after:" in dependency:
                 raise UsageError(
@@ -198,27 +198,24 @@ def must_be_free(folder: Path, dependency: str = "") -> None:
                 )
 
 
-def heard(job: int) -> list[State]:
-    """Return the states of `job` as `hear` does."""
-    return hear([job])[job]
-
-
-def hear(jobs: Iterable[T], older: Iterable[T] = ()) -> dict[T, list[State]]:
+def job_states(jobs: Iterable[T], older: Iterable[T] = ()) -> dict[T, list[JobState]]:
     """Return the states of each job; of the `older` ones only those the controller remembers.
 
     After a controller that does not answer, the state is NO_ANSWER for all other jobs as well.
     """
-    states, silence = {}, ""
-    for job, query in chain(((job, ask) for job in jobs), ((job, controlled) for job in older)):
+    states, failure = {}, ""
+    for job, query in chain(
+        ((job, from_slurm) for job in jobs), ((job, from_scontrol) for job in older)
+    ):
         try:
-            states[job] = [_silent(job, silence)] if silence else query(job)
+            states[job] = [_no_answer_state(job, failure)] if failure else query(job)
         except UsageError:
             raise
         except HpctrainError as error:
-            states[job] = [_silent(job, str(error))]
-            silence = str(error) if isinstance(error, Silence) else ""
+            states[job] = [_no_answer_state(job, str(error))]
+            failure = str(error) if isinstance(error, NoAnswerError) else ""
     return states
 
 
-def _silent(job: Job, reason: str) -> State:
-    return State(str(job), NO_ANSWER, reason)
+def _no_answer_state(job: JobId, reason: str) -> JobState:
+    return JobState(str(job), NO_ANSWER, reason)

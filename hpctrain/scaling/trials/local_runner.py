@@ -94,7 +94,7 @@ def run(
             stdout=out,
             stderr=out,
             start_new_session=True,
-            preexec_fn=_end_with_our_maker,
+            preexec_fn=_end_with_parent,
         )
         try:
             return _awaited(process, limit_s, look)
@@ -128,6 +128,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             return
 
 
-def _end_with_our_maker() -> None:
+def _end_with_parent() -> None:
     """Let the kernel send SIGTERM when the study is killed: `launch` then stops its ranks."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster.slurm import sbatch, submit
-from hpctrain.cluster.slurm import site as sites
 from hpctrain.cluster.slurm.job import Job
-from hpctrain.cluster.slurm.job import check as must_be
-from hpctrain.cluster.slurm.queries import State
-from hpctrain.cluster.slurm.reasons import explained, lasting
+from hpctrain.cluster.slurm.job import check as check_job
+from hpctrain.cluster.slurm.queries import JobState
+from hpctrain.cluster.slurm.reasons import explain, is_permanent
 from hpctrain.cluster.slurm.render import render
 from hpctrain.cluster.slurm.site import Site
-from hpctrain.cluster.slurm.submit import ENDED, POLL_S
+from hpctrain.cluster.slurm.site import load as load_site
+from hpctrain.cluster.slurm.submit import END_STATES, POLL_S
 from hpctrain.core.errors import HpctrainError
 from hpctrain.run_files import run_folder
 from hpctrain.scaling import collect, trial_recipe
@@ -55,7 +55,7 @@ def job_options(words: Mapping[str, Any]) -> dict[str, Any]:
         "time": TIME if words["time"] is None else words["time"],
         "gpus_per_node": words["gpus_per_node"] or 0,
         "cpus_per_task": words["cpus_per_task"],
-        "options": _alone(dict(sbatch.named(text) for text in words["options"])),
+        "options": _alone(dict(sbatch.parse_option(text) for text in words["options"])),
     }
 
 
@@ -68,7 +68,7 @@ def must_render(study: Study) -> None:
     """Raise UsageError for an impossible job."""
     for size in study.sizes:
         name = _name(study, (0, size), Path("out"))
-        must_be(_job(study, size, "recipe.toml", "out", name), _site(study))
+        check_job(_job(study, size, "recipe.toml", "out", name), _site(study))
 
 
 def trials(
@@ -111,11 +111,11 @@ def _outcome(
     return outcome
 
 
-def standing(out: Path, state: State) -> Standing:
+def standing(out: Path, state: JobState) -> Standing:
     """Return the standing of a trial from the state of its job."""
     word = state.state.lower()
     step = collect.step(out) if word == RUNNING else None
-    reason = "" if word == RUNNING else explained(state.reason)
+    reason = "" if word == RUNNING else explain(state.reason)
     return Standing(word, int(state.job), step, reason)
 
 
@@ -124,7 +124,7 @@ def current_standings(folder: Folder, study: Study) -> dict[Key, Standing]:
     outs = {key: folder.trial(key[1], key[0]) for key in study.trials}
     outcomes = {key: collect.trial(out, study.timing) for key, out in outs.items()}
     jobs = {key: ids[-1] for key, out in outs.items() if (ids := _jobs(out))}
-    states = submit.hear([job for key, job in jobs.items() if isinstance(outcomes[key], Gap)])
+    states = submit.job_states([job for key, job in jobs.items() if isinstance(outcomes[key], Gap)])
     state = {key: states[job][0] for key, job in jobs.items() if job in states}
     return {
         k: _current_standing(out, outcomes[k], jobs.get(k), state.get(k)) for k, out in outs.items()
@@ -137,9 +137,9 @@ def _jobs(out: Path) -> list[int]:
 
 
 def _current_standing(
-    out: Path, outcome: Trial | Gap, job: int | None, state: State | None
+    out: Path, outcome: Trial | Gap, job: int | None, state: JobState | None
 ) -> Standing:
-    if state is not None and state.state not in ENDED:
+    if state is not None and state.state not in END_STATES:
         return standing(out, state)
     begun = isinstance(outcome, Trial) or job is not None or collect.log_of(out).exists()
     return Standing.of(outcome, job) if begun else Standing()
@@ -150,9 +150,13 @@ def _under_way(study: Study, key: Key, out: Path) -> int | None:
     job_folder = collect.job_of(out)
     ids = submit.jobs_of(job_folder)
     if not ids and job_folder.exists():  # the submitting process was killed before the id came back
-        ids = submit.named(_name(study, key, out))
+        ids = submit.jobs_named(_name(study, key, out))
         run_folder.write_json(job_folder / submit.JOBS, {"jobs": ids})
-    return ids[-1] if ids and submit.heard(ids[-1])[0].state not in ENDED else None
+    return (
+        ids[-1]
+        if ids and submit.job_states([ids[-1]])[ids[-1]][0].state not in END_STATES
+        else None
+    )
 
 
 def _submitted(folder: Folder, study: Study, spec: Recipe, key: Key, out: Path) -> int:
@@ -200,7 +204,7 @@ def _job(study: Study, size: Size, recipe: str, out: str, name: str) -> Job:
 
 def _site(study: Study) -> Site | None:
     name = study.job["site"]
-    return None if name is None else sites.load(name)
+    return None if name is None else load_site(name)
 
 
 def _ended(waiting: Mapping[Key, int], folder: Folder, teller: Teller) -> Iterator[Key]:
@@ -208,7 +212,7 @@ def _ended(waiting: Mapping[Key, int], folder: Folder, teller: Teller) -> Iterat
     left, deadline, pause = dict(waiting), time.monotonic() + LIMIT_S, 0.5
     outs = {key: folder.trial(key[1], key[0]) for key in waiting}
     while left:
-        states_of = submit.hear(left.values())
+        states_of = submit.job_states(left.values())
         states = {key: states_of[job][0] for key, job in left.items()}
         over = time.monotonic() > deadline
         gone = [key for key, state in states.items() if over or _over(state)]
@@ -222,18 +226,18 @@ def _ended(waiting: Mapping[Key, int], folder: Folder, teller: Teller) -> Iterat
             pause = min(1.3 * pause, POLL_S)
 
 
-def _over(state: State) -> bool:
+def _over(state: JobState) -> bool:
     """Return whether waiting for a job is over: it has ended, or it cannot start as it is."""
-    return state.state in ENDED or (state.state == "PENDING" and lasting(state.reason))
+    return state.state in END_STATES or (state.state == "PENDING" and is_permanent(state.reason))
 
 
-def _note(out: Path, state: State) -> None:
+def _note(out: Path, state: JobState) -> None:
     """Write the job's state in Slurm to the log, in case its files hold none; drop checkpoints."""
     deadline = time.monotonic() + LATE_S * (state.state == "COMPLETED")
     while not (out / collect.SUMMARY).exists() and time.monotonic() < deadline:
         time.sleep(0.2)
-    reason = f" ({explained(state.reason)})" if state.reason else ""
-    end = "" if state.state in ENDED else f"; `scancel {state.job}` ends it"
+    reason = f" ({explain(state.reason)})" if state.reason else ""
+    end = "" if state.state in END_STATES else f"; `scancel {state.job}` ends it"
     text = f"hpctrain: Slurm's job {state.job} is {state.state}{reason}{end}\n"
     collect.log_of(out).write_text(text)
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
