@@ -38,7 +38,7 @@ Examples:
   hpctrain launch -n 4 train digits              with the mpiexec of the MPI that mpi4py loads
   hpctrain train --help
 
-On fewer cores than ranks Open MPI wants `mpirun --oversubscribe`; `hpctrain launch` sees to that.
+On fewer cores than ranks Open MPI needs `mpirun --oversubscribe`; `hpctrain launch` adds it.
 """,
 )
 @click.option("-v", "--verbose", is_flag=True, help="Also log the origin of one-line errors.")

@@ -26,7 +26,7 @@ from _common import RESULTS, interleaved, machine, spread
 from _kept import keep, told
 
 from hpctrain.bench import p2p, p2p_gpu
-from hpctrain.bench.rank_pair import Ends
+from hpctrain.bench.rank_pair import RankPair
 from hpctrain.cluster.launch import launch_argv
 from hpctrain.core import launchers, xp
 from hpctrain.transport.device import gpus
@@ -63,7 +63,7 @@ def measured(world: World, nbytes: int, rounds: int) -> list[dict[str, Any]]:
         ends.path: line(ends, x, MESSAGES) for ends in p2p_gpu.ends(world, 0, 1, x)
     }
     wire = world.link_for("between hosts")
-    calls["host to host"] = line(Ends(wire, 0, 1), host, MESSAGES)
+    calls["host to host"] = line(RankPair(wire, 0, 1), host, MESSAGES)
     # As the staged path uses the bus: the sender's way up, the receiver's way down.
     calls["to the host"] = partial(leg, x, True) if world.rank == 0 else nothing
     calls["from the host"] = partial(leg, x, False) if world.rank == 1 else nothing

@@ -32,10 +32,10 @@ MATPLOTLIB = "--plot needs matplotlib; run: pip install 'hpctrain[report]'"
 
 
 @dataclass(frozen=True)
-class Asked:
+class Options:
     """Options of the command line, validated; this needs no MPI."""
 
-    plan: sweep.Plan
+    plan: sweep.SweepPlan
     rivals: tuple[str, ...]
     json: Path | None
     plot: Path | None
@@ -53,16 +53,16 @@ def check(
     warm_up: int,
     json: Path | None,
     plot: Path | None,
-) -> Asked:
+) -> Options:
     """Return the validated options; raise UsageError with the expected and the nearest value."""
     collective = COLLECTIVES[operation]
-    names = list(listed(algorithms))
+    names = list(split_words(algorithms))
     for name in names:
         config.pick(dict.fromkeys(collective.names), name, "algorithm")
-    kind = dtype_named(dtype)
+    kind = parse_dtype(dtype)
     config.pick(dict.fromkeys(OPERATIONS), op, "op")
     collectives.operation(op, kind)
-    plan = sweep.Plan(
+    plan = sweep.SweepPlan(
         collective,
         message_sizes.parse(sizes_text),
         names,
@@ -76,24 +76,24 @@ def check(
     if not names and not rival_names:
         raise UsageError(f"--algorithms: choose some of {', '.join(collective.names)}")
     must_draw(plot)
-    return Asked(plan, tuple(rival_names), json, plot)
+    return Options(plan, tuple(rival_names), json, plot)
 
 
-def run(world: World, options: Asked) -> list[dict[str, Any]]:
+def run(world: World, options: Options) -> list[dict[str, Any]]:
     """Measure, show and save the rows, and return them. Collective."""
     plan = options.plan
     memory_check.check(world, max(plan.sizes), bool(options.rivals))
     output.must_be_writable(world, options.json, options.plot)
     joined, skipped = rivals.join(world, options.rivals)
     able = {name: library for name, library in joined.items() if _offered(plan, library)}
-    skipped |= _impossible(plan) | {n: _offers_not(plan) for n in joined if n not in able}
+    skipped |= _impossible(plan) | {n: _missing_text(plan) for n in joined if n not in able}
     plan = replace(plan, algorithms=[name for name in plan.algorithms if name not in skipped])
     about = rivals.about(able, skipped)
     output.say(world, [f"# {name}: {text}" for name, text in about.items()])
     title = _title(world, plan)
     try:
-        teller = output.Teller(world, title, output.COLLECTIVE, len(plan.sizes))
-        rows = teller.show_all(sweep.run(world, plan, able))
+        printer = output.RowPrinter(world, title, output.COLLECTIVE, len(plan.sizes))
+        rows = printer.print_groups(sweep.run(world, plan, able))
     finally:
         for library in joined.values():
             library.close()
@@ -104,7 +104,7 @@ def run(world: World, options: Asked) -> list[dict[str, Any]]:
     return rows
 
 
-def listed(text: str) -> Iterable[str]:
+def split_words(text: str) -> Iterable[str]:
     """Return the comma-separated words of `text` without duplicates."""
     return dict.fromkeys(word.strip() for word in text.split(",") if word.strip())
 
@@ -116,7 +116,7 @@ def rounds_of(flag: str, number: int, minimum: int) -> int:
     return number
 
 
-def dtype_named(name: str) -> np.dtype:
+def parse_dtype(name: str) -> np.dtype:
     """Return the dtype called `name`; bfloat16 needs the package ml_dtypes."""
     config.pick(dict.fromkeys(DTYPES), name, "dtype")
     if name != "bfloat16":
@@ -139,7 +139,7 @@ def must_draw(plot: Path | None) -> None:
         raise UsageError(f"{MATPLOTLIB} ({error})") from None
 
 
-def _impossible(plan: sweep.Plan) -> dict[str, str]:
+def _impossible(plan: sweep.SweepPlan) -> dict[str, str]:
     """Return {algorithm: reason} of MPI's own collective where it lacks the same operation."""
     if reduced_by_mpi(np.empty(0, plan.dtype), collectives.operation(plan.op, plan.dtype)):
         return {}
@@ -147,21 +147,21 @@ def _impossible(plan: sweep.Plan) -> dict[str, str]:
     return dict.fromkeys(natives, f"MPI has not the same {plan.op} of {plan.dtype.name}")
 
 
-def _offered(plan: sweep.Plan, library: rivals.Rival) -> bool:
+def _offered(plan: sweep.SweepPlan, library: rivals.Rival) -> bool:
     supported = plan.op in RIVALS_OPERATIONS and plan.dtype.name in RIVALS_DTYPES
     return supported and library.offers(plan.collective.name, plan.dtype)
 
 
-def _offers_not(plan: sweep.Plan) -> str:
+def _missing_text(plan: sweep.SweepPlan) -> str:
     return f"offers no {plan.collective.name} ({plan.op}) of {plan.dtype.name} in place"
 
 
-def _buffers(world: World, plan: sweep.Plan) -> str:
+def _buffers(world: World, plan: sweep.SweepPlan) -> str:
     kind = world.memory.kind if plan.in_node_memory else None
     return f"node ({kind})" if kind else "private"
 
 
-def _title(world: World, plan: sweep.Plan) -> str:
+def _title(world: World, plan: sweep.SweepPlan) -> str:
     nodes = len(world.main.nodes)
     on_nodes = "1 node" if nodes == 1 else f"{nodes} nodes"
     reduced = f", {plan.op}" if plan.collective.name in ("allreduce", "reduce-scatter") else ""

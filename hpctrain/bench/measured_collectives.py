@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
     start: int
     stop: int
-    wanted: np.ndarray
+    expected: np.ndarray
     margin: np.ndarray
 
 
@@ -70,11 +70,11 @@ class Collective:
 
     name: str
     algorithms: Mapping[str, Algorithm]
-    before: Callable[[Case], slice]  #: which elements a rank has before
-    after: Callable[[Case], list[Part]]  #: and what its result is made of
+    input: Callable[[Case], slice]  #: which elements a rank has before
+    output: Callable[[Case], list[Part]]  #: and what its result is made of
     busbw: Callable[[int], float]  #: ranks -> busbw / algbw
-    moved: Callable[[int], int]  #: ranks of a node -> bytes in its memory / bytes
-    moved_if_shared: Callable[[int], int] | None = None  #: where the result is one for all
+    traffic: Callable[[int], int]  #: ranks of a node -> bytes in its memory / bytes
+    shared_traffic: Callable[[int], int] | None = None  #: where the result is one for all
     typed: Mapping[str, bool] = field(default_factory=dict)  #: `ht.*` itself, and its `check`
     bound: Mapping[str, Binder] = field(default_factory=dict)  #: calls that are made once
     plain: bool = False  #: whether NATIVE_PLAIN is to be had
@@ -94,12 +94,12 @@ class Collective:
     def prepare(self, x: np.ndarray, case: Case) -> None:
         """Fill flat `x` with the input of this rank."""
         x[:] = 0
-        own = self.before(case)
+        own = self.input(case)
         checks.fill(x[own], checks.block(case.rank, case.dtype), own.start)
 
-    def right(self, result: np.ndarray, case: Case) -> bool:
+    def is_correct(self, result: np.ndarray, case: Case) -> bool:
         """Return whether `result` is right on this rank."""
-        parts = self.after(case)
+        parts = self.output(case)
         first = parts[0].start
         return result.size == parts[-1].stop - first and all(
             checks.agrees(result[a - first : b - first], expected, margin, a)
@@ -115,7 +115,7 @@ def _own_chunk(case: Case) -> slice:
     return slice(*case.edges[case.rank : case.rank + 2])
 
 
-def _all_of_root(case: Case) -> slice:
+def _root_vector(case: Case) -> slice:
     return slice(0, case.length if case.rank == 0 else 0)
 
 
@@ -128,7 +128,7 @@ def _copy_of(case: Case, rank: int, span: slice) -> Part:
     return Part(span.start, span.stop, values, np.zeros(checks.PERIOD))
 
 
-def _of_all_ranks(case: Case) -> list[Part]:
+def _chunks_of_ranks(case: Case) -> list[Part]:
     ranks = range(case.ranks)
     return [_copy_of(case, rank, _own_chunk(case._replace(rank=rank))) for rank in ranks]
 
@@ -155,11 +155,11 @@ COLLECTIVES = {
         Collective(
             "allreduce",
             {**collectives.ALLREDUCE, "direct-shared": direct_shared},
-            before=_whole_vector,
-            after=lambda case: _reduced(case, _whole_vector(case)),
+            input=_whole_vector,
+            output=lambda case: _reduced(case, _whole_vector(case)),
             busbw=lambda ranks: 2 * (ranks - 1) / ranks,
-            moved=lambda ranks: 2 * ranks,
-            moved_if_shared=lambda ranks: ranks + 1,
+            traffic=lambda ranks: 2 * ranks,
+            shared_traffic=lambda ranks: ranks + 1,
             typed={"auto": True, "auto-unchecked": False},
             bound={"auto-bound": bound, "direct-bound": partial(bound, name="direct")},
             plain=True,
@@ -167,28 +167,28 @@ COLLECTIVES = {
         Collective(
             "reduce-scatter",
             {"ring": reduce_scatter, "direct": _direct_reduce_scatter},
-            before=_whole_vector,
-            after=lambda case: _reduced(case, _own_chunk(case)),
+            input=_whole_vector,
+            output=lambda case: _reduced(case, _own_chunk(case)),
             busbw=lambda ranks: (ranks - 1) / ranks,
-            moved=lambda ranks: ranks + 1,
+            traffic=lambda ranks: ranks + 1,
             equal_chunks=True,
         ),
         Collective(
             "all-gather",
             {"ring": _ring_all_gather},
-            before=_own_chunk,
-            after=_of_all_ranks,
+            input=_own_chunk,
+            output=_chunks_of_ranks,
             busbw=lambda ranks: (ranks - 1) / ranks,
-            moved=lambda ranks: ranks,
+            traffic=lambda ranks: ranks,
             equal_chunks=True,
         ),
         Collective(
             "broadcast",
             {"tree": _tree_broadcast},
-            before=_all_of_root,
-            after=lambda case: [_copy_of(case, 0, _whole_vector(case))],
+            input=_root_vector,
+            output=lambda case: [_copy_of(case, 0, _whole_vector(case))],
             busbw=lambda ranks: 1.0,
-            moved=lambda ranks: ranks,
+            traffic=lambda ranks: ranks,
         ),
     )
 }

@@ -42,32 +42,32 @@ def _four_digits(value: float) -> str:
 
 
 SIZE: Column = ("size", lambda row: shown(row["bytes"]))
-WHO: Column = ("algorithm", lambda row: row["algorithm"])
+ALGORITHM: Column = ("algorithm", lambda row: row["algorithm"])
 TIMES: tuple[Column, ...] = tuple(
     (f"{name} us", microseconds(f"{name}_s")) for name in ("median", "p5", "p95", "p99")
 )
-RIGHT: Column = ("correct", lambda row: "yes" if row["correct"] else "NO")
+CORRECT: Column = ("correct", lambda row: "yes" if row["correct"] else "NO")
 COLLECTIVE: tuple[Column, ...] = (
     SIZE,
-    WHO,
+    ALGORITHM,
     *TIMES,
     ("cold us", microseconds("cold_s")),
     ("algbw GB/s", number("algbw", ".3g")),
     ("busbw GB/s", number("busbw", ".3g")),
     ("of floor", number("share_of_floor", ".0%")),
     ("x native", number("times_native", ".2f")),
-    RIGHT,
+    CORRECT,
 )
 
 
-class Teller:
+class RowPrinter:
     """Rank 0 prints rows of `columns` as they arrive; the other ranks print nothing."""
 
     def __init__(self, world: World, title: str, columns: Sequence[Column], total: int):
         """Expect `total` calls of `rows`."""
-        self._columns, self._title, self._speaks = columns, title, world.rank == 0
+        self._columns, self._title, self._prints = columns, title, world.rank == 0
         console = progress.console()
-        self._drawn = console.is_terminal and self._speaks
+        self._drawn = console.is_terminal and self._prints
         self._out = Console(
             file=sys.stdout, force_terminal=self._drawn, width=console.width if self._drawn else 160
         )
@@ -85,7 +85,7 @@ class Teller:
         )
         self._task = self._bar.add_task("", total=total)
 
-    def show_all(self, groups: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    def print_groups(self, groups: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         """Show groups of rows as they arrive; return all rows."""
         self._bar.start()
         self._say(f"# {self._title}")
@@ -109,12 +109,12 @@ class Teller:
     def _line(self, words: Sequence[str]) -> str:
         headings = [heading for heading, _ in self._columns]
         widths = [20 if h == "algorithm" else max(8, len(h)) for h in headings]
-        left = [h == "algorithm" for h in headings]
-        pairs = zip(words, widths, left, strict=True)
-        return "  ".join(w.ljust(n) if at_left else w.rjust(n) for w, n, at_left in pairs)
+        is_left = [h == "algorithm" for h in headings]
+        pairs = zip(words, widths, is_left, strict=True)
+        return "  ".join(w.ljust(n) if left else w.rjust(n) for w, n, left in pairs)
 
     def _say(self, line: str) -> None:
-        if self._speaks and not self._drawn:
+        if self._prints and not self._drawn:
             print(line, flush=True)
 
 

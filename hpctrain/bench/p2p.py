@@ -21,7 +21,7 @@ import numpy as np
 from hpctrain import config
 from hpctrain.bench import checks, memory_check, message_sizes, output, p2p_gpu
 from hpctrain.bench.collectives import must_draw, rounds_of
-from hpctrain.bench.rank_pair import Ends
+from hpctrain.bench.rank_pair import RankPair
 from hpctrain.bench.sweep import calls_per_round
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core import xp
@@ -37,17 +37,17 @@ TIMED = (
     "ping-pong: half the time of `calls` round trips / calls; one-way: the time of a window of "
     "`calls` messages and a byte back / calls; the slower end counts"
 )
-COLUMNS = (output.SIZE, output.WHO, *output.TIMES, ("GB/s", output.number("algbw", ".3g")),
-           output.RIGHT)  # fmt: skip
+COLUMNS = (output.SIZE, output.ALGORITHM, *output.TIMES, ("GB/s", output.number("algbw", ".3g")),
+           output.CORRECT)  # fmt: skip
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Asked:
+class Options:
     """Options of the command line, validated."""
 
     sizes: Sequence[int]
-    ends: tuple[int, int] | None  #: which two ranks
+    ranks: tuple[int, int] | None  #: the two ranks; None: the default
     rounds: int
     warm_up: int
     json: Path | None
@@ -63,12 +63,12 @@ def check(
     json: Path | None,
     plot: Path | None,
     device: str = "cpu",
-) -> Asked:
+) -> Options:
     """Return the validated options; raise UsageError."""
     must_draw(plot)
-    return Asked(
+    return Options(
         message_sizes.parse(sizes_text),
-        None if ranks is None else _pair(ranks),
+        None if ranks is None else _parse_pair(ranks),
         rounds_of("--iterations", iterations, 1),
         rounds_of("--warm-up", warm_up, 0),
         json,
@@ -77,21 +77,21 @@ def check(
     )
 
 
-def run(world: World, options: Asked) -> list[Row]:
+def run(world: World, options: Options) -> list[Row]:
     """Measure, show and save the rows, and return them. Collective."""
-    source, to = _ends(world, options.ends)
+    source, to = _choose_pair(world, options.ranks)
     memory_check.check(world, max(options.sizes), rivals=False)
     on_gpu = options.device == "gpu"
-    if on_gpu and all(place.gpu for place in world.places):  # else `ends` names a rank without one
+    if on_gpu and all(place.gpu for place in world.places):  # else `ranks` names a rank without one
         memory_check.check_gpu(world, max(options.sizes), max(options.sizes))
     output.must_be_writable(world, options.json, options.plot)
     x = _buffer(world, max(options.sizes), on_gpu)
-    all_ends = p2p_gpu.ends(world, source, to, x) if on_gpu else [Ends(world.link, source, to)]
+    pairs = p2p_gpu.pairs(world, source, to, x) if on_gpu else [RankPair(world.link, source, to)]
     rate = p2p_gpu.nic_rate(world, source, to) if on_gpu else None
-    title = f"p2p, {_named(world, source)} to {_named(world, to)}"
+    title = f"p2p, {_rank_text(world, source)} to {_rank_text(world, to)}"
     columns = p2p_gpu.COLUMNS if on_gpu else COLUMNS
-    teller = output.Teller(world, title, columns, len(options.sizes))
-    rows = teller.show_all(measure(world, options, x, all_ends, rate))
+    printer = output.RowPrinter(world, title, columns, len(options.sizes))
+    rows = printer.print_groups(measure(world, options, x, pairs, rate))
     about = {"device": "gpu", "paths": asdict(world.verdict), "nic_gb_s": rate} if on_gpu else {}
     output.write(world, options.json, output.report(world, rows, timed=TIMED, **about))
     if options.plot is not None and world.rank == 0:
@@ -101,32 +101,32 @@ def run(world: World, options: Asked) -> list[Row]:
 
 def measure(
     world: World,
-    options: Asked,
+    options: Options,
     buffer: xp.Array,
-    all_ends: Sequence[Ends],
+    pairs: Sequence[RankPair],
     rate: float | None = None,
 ) -> Iterator[list[Row]]:
-    """Yield the rows of each size, both ways over each of `all_ends`; collective.
+    """Yield the rows of each size, both ways over each of `pairs`; collective.
 
     Messages are the beginning of `buffer`. `rate`: the GB/s of which a row's bandwidth is a share.
     """
     for size in options.sizes:
         x = buffer[:size]
         calls = max(LEAST_WINDOW, calls_per_round(size))
-        plan = {f"{way}{_by(ends)}": (way, ends) for ends in all_ends for way in WAYS}
-        ways = {name: WAYS[way](ends, x, calls) for name, (way, ends) in plan.items()}
-        right = {name: _right(world, plan[name][1], x, call) for name, call in ways.items()}
+        plan = {f"{way}{_path_text(pair)}": (way, pair) for pair in pairs for way in WAYS}
+        ways = {name: WAYS[way](pair, x, calls) for name, (way, pair) in plan.items()}
+        right = {name: _is_correct(world, plan[name][1], x, call) for name, call in ways.items()}
         seconds = interleaved(world.link, ways, options.rounds, options.warm_up)
         per_message = {"ping-pong": 2 * calls, "one-way": calls}
         yield [
-            _row(world, ends, name, size, np.array(seconds[name]) / per_message[way], rate)
+            _row(world, pair, name, size, np.array(seconds[name]) / per_message[way], rate)
             | {"calls": calls, "rounds": options.rounds, "correct": right[name]}
-            for name, (way, ends) in plan.items()
+            for name, (way, pair) in plan.items()
         ]
 
 
-def _by(ends: Ends) -> str:
-    return "" if ends.path == "host" else f" {ends.path}"
+def _path_text(pair: RankPair) -> str:
+    return "" if pair.path == "host" else f" {pair.path}"
 
 
 def _buffer(world: World, nbytes: int, on_gpu: bool) -> xp.Array:
@@ -138,14 +138,14 @@ def _buffer(world: World, nbytes: int, on_gpu: bool) -> xp.Array:
     return x
 
 
-def _ping_pong(ends: Ends, x: xp.Array, calls: int) -> Callable[[], None]:
-    if ends.peer is None:
+def _ping_pong(pair: RankPair, x: xp.Array, calls: int) -> Callable[[], None]:
+    if pair.peer is None:
         return lambda: None
-    return partial(rally, ends.link, ends.peer, x, calls, ends.link.rank == ends.source)
+    return partial(rally, pair.link, pair.peer, x, calls, pair.link.rank == pair.source)
 
 
-def _window(ends: Ends, x: xp.Array, calls: int) -> Callable[[], None]:
-    link, peer, first = ends.link, ends.peer, ends.link.rank == ends.source
+def _window(pair: RankPair, x: xp.Array, calls: int) -> Callable[[], None]:
+    link, peer, first = pair.link, pair.peer, pair.link.rank == pair.source
     answer = np.zeros(1, np.uint8)
 
     def rush() -> None:
@@ -162,21 +162,21 @@ def _window(ends: Ends, x: xp.Array, calls: int) -> Callable[[], None]:
 WAYS = {"ping-pong": _ping_pong, "one-way": _window}
 
 
-def _right(world: World, ends: Ends, x: xp.Array, call: Callable[[], None]) -> bool:
+def _is_correct(world: World, pair: RankPair, x: xp.Array, call: Callable[[], None]) -> bool:
     """Return whether `call` brings the data of one end to the other end; collective."""
     values = checks.block(0, np.dtype(np.int32)).view(np.uint8)[: checks.PERIOD]
-    sent = np.zeros(x.size, np.uint8)
-    if ends.link.rank == ends.source:
-        checks.fill(sent, values)
-    xp.copy(x, sent)
+    data = np.zeros(x.size, np.uint8)
+    if pair.link.rank == pair.source:
+        checks.fill(data, values)
+    xp.copy(x, data)
     call()
     expected = values.astype(np.float64)
-    right = ends.peer is None or checks.agrees(xp.to_host(x), expected, np.zeros(checks.PERIOD))
+    right = pair.peer is None or checks.agrees(xp.to_host(x), expected, np.zeros(checks.PERIOD))
     return all(vote == b"\1" for vote in all_gather_bytes(world.link, bytes([right])))
 
 
 def _row(
-    world: World, ends: Ends, name: str, size: int, seconds: np.ndarray, rate: float | None
+    world: World, pair: RankPair, name: str, size: int, seconds: np.ndarray, rate: float | None
 ) -> Row:
     statistics = spread(seconds.tolist())
     speed = size / statistics["median_s"] / 1e9
@@ -185,9 +185,9 @@ def _row(
         "algorithm": name,
         "bytes": size,
         "ranks": world.size,
-        "from": ends.source,
-        "to": ends.to,
-        "path": ends.path,
+        "from": pair.source,
+        "to": pair.to,
+        "path": pair.path,
         **statistics,
         "algbw": speed,
         "busbw": speed,
@@ -195,19 +195,19 @@ def _row(
     }
 
 
-def _named(world: World, rank: int) -> str:
+def _rank_text(world: World, rank: int) -> str:
     gpu = world.places[rank].gpu
     return f"rank {rank} ({world.hosts[rank]}{f', {gpu}' if gpu else ''})"
 
 
-def _pair(text: str) -> tuple[int, int]:
+def _parse_pair(text: str) -> tuple[int, int]:
     words = [word.strip() for word in text.split(",")]
     if len(words) != 2 or not all(word.isdigit() for word in words) or words[0] == words[1]:
         raise UsageError(f"--ranks: expected two different ranks such as 0,1, seen '{text}'")
     return int(words[0]), int(words[1])
 
 
-def _ends(world: World, pair: tuple[int, int] | None) -> tuple[int, int]:
+def _choose_pair(world: World, pair: tuple[int, int] | None) -> tuple[int, int]:
     """Return the chosen `pair`, by default rank 0 and a rank on another node if there is one."""
     if world.size < 2:
         raise UsageError("p2p needs two ranks, seen 1: hpctrain launch -n 2 bench p2p")

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpctrain.bench import output
-from hpctrain.bench.rank_pair import Ends
+from hpctrain.bench.rank_pair import RankPair
 from hpctrain.core import xp
 from hpctrain.core.errors import UsageError
 from hpctrain.hardware import nics, pci
@@ -28,12 +28,12 @@ from hpctrain.transport.paths import BY_POINTER, Path, path_to
 from hpctrain.transport.shared_memory.host import Memory
 from hpctrain.world import World
 
-COLUMNS = (output.SIZE, output.WHO, *output.TIMES,
+COLUMNS = (output.SIZE, output.ALGORITHM, *output.TIMES,
            ("GB/s", output.number("algbw", ".3g")),
-           ("of NIC", output.number("share_of_nic", ".0%")), output.RIGHT)  # fmt: skip
+           ("of NIC", output.number("share_of_nic", ".0%")), output.CORRECT)  # fmt: skip
 
 
-class Mapped:
+class MappedLink:
     """A link whose messages are only a notification: the receiver copies the sender's memory."""
 
     def __init__(self, link: Link, memory: Memory, neighbours: Sequence[int]):
@@ -76,8 +76,8 @@ def buffer(world: World, nbytes: int) -> xp.Array:
     return gpus.cupy_module().zeros(nbytes, np.uint8)
 
 
-def ends(world: World, source: int, to: int, x: xp.Array) -> list[Ends]:
-    """Return both ends of a link for each path available to `x`, of `buffer`; collective.
+def pairs(world: World, source: int, to: int, x: xp.Array) -> list[RankPair]:
+    """Return the pair of ranks for each path available to `x`, of `buffer`; collective.
 
     Raises UsageError on all ranks if one of the two has no GPU.
     """
@@ -89,17 +89,17 @@ def ends(world: World, source: int, to: int, x: xp.Array) -> list[Ends]:
         )
     best = path_to(world.verdict, world.places[source], world.places[to])
     ways: list[Path] = ["staged", *([best] if best in BY_POINTER else [])]
-    result = [_end(world, source, to, path) for path in ways]
-    return [*result, *_mapped(world, source, to, x)]
+    result = [_pair_on(world, source, to, path) for path in ways]
+    return [*result, *_mapped_pairs(world, source, to, x)]
 
 
-def _mapped(world: World, source: int, to: int, x: xp.Array) -> list[Ends]:
+def _mapped_pairs(world: World, source: int, to: int, x: xp.Array) -> list[RankPair]:
     answers = world.gather("y" if world.memory.locate(x) is not None else "")
     link = world.link_for("p2p ipc")
     if world.hosts[source] != world.hosts[to] or not (answers[source] and answers[to]):
         return []
     neighbours = [rank for rank, host in enumerate(world.hosts) if host == world.host]
-    return [Ends(Mapped(link, world.memory, neighbours), source, to, "ipc")]
+    return [RankPair(MappedLink(link, world.memory, neighbours), source, to, "ipc")]
 
 
 def nic_rate(world: World, source: int, to: int, root: File = pci.ROOT) -> float | None:
@@ -114,7 +114,7 @@ def nic_rate(world: World, source: int, to: int, root: File = pci.ROOT) -> float
     return min(float(rates[source]), float(rates[to])) / 8
 
 
-def _end(world: World, source: int, to: int, path: Path) -> Ends:
+def _pair_on(world: World, source: int, to: int, path: Path) -> RankPair:
     link = world.link_for(f"p2p {path}")
     link.set_paths([path] * world.size)
-    return Ends(link, source, to, path)
+    return RankPair(link, source, to, path)

@@ -8,7 +8,7 @@ from hpctrain.tuning.measure import Line
 
 
 @dataclass(frozen=True)
-class Ends:
+class RankPair:
     """A pair of ranks; `peer` is None on ranks outside of the pair."""
 
     link: Line

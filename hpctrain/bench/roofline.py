@@ -29,7 +29,7 @@ class Floor:
     nbytes: int
 
 
-def of(group: Group, x: np.ndarray) -> Floor:
+def floor_of(group: Group, x: np.ndarray) -> Floor:
     """Return the floor for vectors like flat `x`: of memory on one node, else of a link."""
     if len(group.nodes) <= 1:
         a, b = aligned_zeros(x.size, x.dtype), aligned_zeros(x.size, x.dtype)

@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """The contenders, sizes and rounds of a measurement."""
 
     collective: Collective
@@ -45,7 +45,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Contender:
+class CollectiveContender:
     """A collective call, and the array that holds its result.
 
     Where the call returns an array, the result is there instead.
@@ -73,7 +73,7 @@ def calls_per_round(nbytes: int) -> int:
     return max(1, min(MOST_CALLS, BATCH_BYTES // max(1, nbytes)))
 
 
-def run(world: World, plan: Plan, rivals: Mapping[str, Rival]) -> Iterator[list[Row]]:
+def run(world: World, plan: SweepPlan, rivals: Mapping[str, Rival]) -> Iterator[list[Row]]:
     """Yield the rows of all contenders for each size; collective."""
     lengths = _lengths(plan, world.size)
     make = world.memory.zeros if plan.in_node_memory else _private
@@ -83,30 +83,36 @@ def run(world: World, plan: Plan, rivals: Mapping[str, Rival]) -> Iterator[list[
 
 
 def contenders(
-    world: World, plan: Plan, rivals: Mapping[str, Rival], x: np.ndarray
-) -> dict[str, Contender]:
+    world: World, plan: SweepPlan, rivals: Mapping[str, Rival], x: np.ndarray
+) -> dict[str, CollectiveContender]:
     """Return the contenders for flat `x`, by name."""
-    by_name: dict[str, Contender] = {}
+    by_name: dict[str, CollectiveContender] = {}
     name, op = plan.collective.name, operation(plan.op, plan.dtype)
     for algorithm in plan.algorithms:
         if algorithm == NATIVE:
-            by_name[algorithm] = Contender(*world.link.native.bind(name, x, op))
+            by_name[algorithm] = CollectiveContender(*world.link.native.bind(name, x, op))
         elif algorithm == NATIVE_PLAIN:
-            by_name[algorithm] = Contender(*world.link.native.bind(f"{name} plain", x, op))
+            by_name[algorithm] = CollectiveContender(
+                *world.link.native.bind(f"{name} plain", x, op)
+            )
         elif algorithm in plan.collective.typed:  # `ht.allreduce` itself
             check = plan.collective.typed[algorithm]
-            by_name[algorithm] = Contender(_typed(x, plan.op, world, check), x)
+            by_name[algorithm] = CollectiveContender(_typed(x, plan.op, world, check), x)
         elif bind := plan.collective.bound.get(algorithm):
-            by_name[algorithm] = Contender(bind(world.main, x, op), x)
+            by_name[algorithm] = CollectiveContender(bind(world.main, x, op), x)
         else:
             call = partial(plan.collective.algorithms[algorithm], world.main, x, op)
-            by_name[algorithm] = Contender(call, x)
+            by_name[algorithm] = CollectiveContender(call, x)
     for rival, library in rivals.items():
-        by_name[rival] = Contender(library.call(name, x, plan.op), x, library.awake, RIVALS_FIRST)
+        by_name[rival] = CollectiveContender(
+            library.call(name, x, plan.op), x, library.awake, RIVALS_FIRST
+        )
     return by_name
 
 
-def judge(world: World, plan: Plan, contender: Contender, x: np.ndarray) -> tuple[bool, bool]:
+def judge(
+    world: World, plan: SweepPlan, contender: CollectiveContender, x: np.ndarray
+) -> tuple[bool, bool]:
     """Return whether `contender` is right on all ranks, and whether these share its result.
 
     Collective; fills `x` with random data.
@@ -117,13 +123,13 @@ def judge(world: World, plan: Plan, contender: Contender, x: np.ndarray) -> tupl
     with contender.awake():
         returned = contender.call()
     result = contender.result if returned is None else returned
-    right = plan.collective.right(result, case)
+    right = plan.collective.is_correct(result, case)
     elsewhere = not np.shares_memory(result, x)
     verdicts = all_gather_bytes(world.link, bytes((right, elsewhere)))
     return all(right for right, _ in verdicts), any(elsewhere for _, elsewhere in verdicts)
 
 
-def _lengths(plan: Plan, ranks: int) -> list[int]:
+def _lengths(plan: SweepPlan, ranks: int) -> list[int]:
     item = plan.dtype.itemsize
     return sorted({plan.collective.length(size, item, ranks) for size in plan.sizes})
 
@@ -134,11 +140,11 @@ def _private(length: int, dtype: np.dtype) -> np.ndarray:
     return x
 
 
-def _rows(world: World, plan: Plan, rivals: Mapping[str, Rival], x: np.ndarray) -> list[Row]:
+def _rows(world: World, plan: SweepPlan, rivals: Mapping[str, Rival], x: np.ndarray) -> list[Row]:
     by_name = contenders(world, plan, rivals, x)
     verdicts = {name: judge(world, plan, contender, x) for name, contender in by_name.items()}
     x.fill(0)
-    floor, calls = roofline.of(world.main, x), calls_per_round(x.nbytes)
+    floor, calls = roofline.floor_of(world.main, x), calls_per_round(x.nbytes)
     timed = {name: contender.call for name, contender in by_name.items()} | {FLOOR: floor.call}
     around = {name: contender.warm for name, contender in by_name.items()}
     seconds = interleaved(world.link, timed, plan.rounds, plan.warm_up, calls, around)
@@ -161,7 +167,7 @@ def _rows(world: World, plan: Plan, rivals: Mapping[str, Rival], x: np.ndarray) 
 
 
 def _cold(
-    world: World, plan: Plan, by_name: Mapping[str, Contender], x: np.ndarray
+    world: World, plan: SweepPlan, by_name: Mapping[str, CollectiveContender], x: np.ndarray
 ) -> dict[str, float]:
     """Return the median seconds of calls with cold caches; none where `x` itself fills them."""
     if x.nbytes > COLD_BYTES:
@@ -179,16 +185,16 @@ def _typed(x: np.ndarray, op: str, world: World, check: bool) -> Callable[[], No
     return lambda: allreduce(x, op, world=world, check=check)
 
 
-def least_bytes(world: World, plan: Plan, shared: bool, nbytes: int) -> float:
+def least_bytes(world: World, plan: SweepPlan, shared: bool, nbytes: int) -> float:
     """Return the fewest bytes to move: in the memory of one node, or out of each of several."""
     collective, nodes = plan.collective, len(world.main.nodes)
     if nodes > 1:
         return nbytes * collective.busbw(nodes)
-    moved = collective.moved_if_shared if shared else None
-    return nbytes * (moved or collective.moved)(world.size)
+    traffic = collective.shared_traffic if shared else None
+    return nbytes * (traffic or collective.traffic)(world.size)
 
 
-def _times(world: World, plan: Plan, name: str, nbytes: int, times: Sequence[float]) -> Row:
+def _times(world: World, plan: SweepPlan, name: str, nbytes: int, times: Sequence[float]) -> Row:
     statistics = spread(times)
     algbw = nbytes / statistics["median_s"] / 1e9
     return {

@@ -127,7 +127,7 @@ def _tasks_per_node(ranks: int | None, tasks_per_node: int | None, nodes: int) -
     if ranks is None:
         return tasks_per_node
     if tasks_per_node is not None:
-        raise UsageError("--ranks and --tasks-per-node say the same: give one of them")
+        raise UsageError("--ranks and --tasks-per-node exclude each other: give one of them")
     if nodes < 1 or ranks % nodes:
         raise UsageError(f"--ranks {ranks} cannot be shared out evenly among --nodes {nodes}")
     return ranks // nodes

@@ -9,5 +9,5 @@ sets = click.option(
     "sets",
     multiple=True,
     metavar="TABLE.KEY=VALUE",
-    help="Change the recipe; a key that excludes this one is removed.",
+    help="Change the recipe; a key that this one excludes is removed.",
 )

@@ -14,7 +14,7 @@ Examples:
   mpirun -n 2 hpctrain bench p2p --sizes 4B:64MiB --json p2p.json --plot p2p.png
   hpctrain bench predict --ranks 4096 --link 400Gbit --ranks-per-node 8
 
-On fewer cores than ranks Open MPI wants `mpirun --oversubscribe`; `hpctrain launch` sees to that.
+On fewer cores than ranks Open MPI needs `mpirun --oversubscribe`; `hpctrain launch` adds it.
 """
 
 #: name: (file of commands/, function in it)

@@ -27,7 +27,7 @@ Examples:
 Algorithms: {algorithms}. `native` is the MPI library's own, called in place with nothing around
 it. Rivals that are not installed are named and left out. Columns: docs/benchmarks.md.
 
-On fewer cores than ranks Open MPI wants `mpirun --oversubscribe`; `hpctrain launch` sees to that.
+On fewer cores than ranks Open MPI needs `mpirun --oversubscribe`; `hpctrain launch` adds it.
 """
 
 
@@ -37,7 +37,7 @@ def _options(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
         click.option("--sizes", default="4B:128MiB", show_default=True, metavar="SIZES",
                      help="A doubling range, with *4 a quadrupling one, or a list."),
         click.option("--algorithms", default=DEFAULTS[name], show_default=True, metavar="NAMES",
-                     help="Which of ours, in the order in which they take turns."),
+                     help="Algorithms of hpctrain, in the order in which they take turns."),
         click.option("--rivals", default="", metavar="NAMES",
                      help="Other libraries: horovod, gloo."),
         click.option("--dtype", default="float32", show_default=True, metavar="DTYPE",
@@ -47,10 +47,10 @@ def _options(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
         click.option("--buffers", default="node", show_default=True, metavar="WHERE",
                      help="node: where neighbours see them, as gradients are; or private."),
         click.option("--iterations", default=20, show_default=True, metavar="N",
-                     help="How often each is timed."),
+                     help="Timed rounds of each."),
         click.option("--warm-up", default=3, show_default=True, metavar="N",
-                     help="How often before that."),
-        click.option("--json", type=file, metavar="FILE", help="Keep all rows, with the machine."),
+                     help="Rounds before, not timed."),
+        click.option("--json", type=file, metavar="FILE", help="Write all rows, with the machine."),
         click.option("--plot", type=file, metavar="FILE", help="Draw them: .png or .svg."),
     ]  # fmt: skip
 

@@ -23,17 +23,17 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 @click.command(epilog=EPILOG)
 @click.option("--sizes", default="1B:64MiB", show_default=True, metavar="SIZES",
               help="A doubling range, with *4 a quadrupling one, or a list.")  # fmt: skip
-@click.option("--ranks", metavar="A,B", help="Which two; by default 0 and one on another node.")
-@click.option("--iterations", default=20, show_default=True, metavar="N", help="How often.")
-@click.option("--warm-up", default=3, show_default=True, metavar="N", help="How often before.")
+@click.option("--ranks", metavar="A,B", help="The two ranks; by default 0 and one on another node.")
+@click.option("--iterations", default=20, show_default=True, metavar="N", help="Timed rounds.")
+@click.option("--warm-up", default=3, show_default=True, metavar="N", help="Rounds before.")
 @click.option(
     "--device",
     default="cpu",
     show_default=True,
     metavar="cpu|gpu",
-    help="Whose memory messages lie in; each path that a GPU's may take is timed.",
+    help="The memory of messages; with gpu each available path is timed.",
 )
-@click.option("--json", type=FILE, metavar="FILE", help="Keep all rows, with the machine.")
+@click.option("--json", type=FILE, metavar="FILE", help="Write all rows, with the machine.")
 @click.option("--plot", type=FILE, metavar="FILE", help="Draw them: .png or .svg.")
 def p2p(sizes: str, **flags: Any) -> None:
     """Time messages between two ranks: latency by ping-pong, bandwidth one way."""

@@ -18,8 +18,8 @@ from hpctrain.bench.prediction.command import (
     MEMORY,
     NODE_LATENCY,
     NODE_LINK,
-    Answer,
-    answer,
+    Prediction,
+    run,
 )
 from hpctrain.commands.report import MISSING
 from hpctrain.core.errors import UsageError
@@ -33,7 +33,7 @@ Examples:
   hpctrain bench predict --ranks 2:256 --measured allreduce.json --json predicted.json
 
 Nothing is started but, for --step RECIPE, that recipe's gradient in this process. What was not
-measured is called predicted; docs/model.md tells the equations.
+measured is called predicted; docs/model.md has the equations.
 """
 FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -76,34 +76,42 @@ FILE = click.Path(path_type=Path, dir_okay=False)
     type=click.Choice(["weak", "strong"]),
     default="weak",
     show_default=True,
-    help="As many samples per rank, or in all.",
+    help="A fixed number of samples per rank (weak), or in total (strong).",
 )
 @click.option(
-    "--bucket", default="4MiB", show_default=True, metavar="SIZE", help="Bytes that leave together."
+    "--bucket",
+    default="4MiB",
+    show_default=True,
+    metavar="SIZE",
+    help="Bytes that are reduced at once.",
 )
 @click.option("--measured", type=FILE, help="Of bench allreduce --json, or of tune.")
 @click.option("--json", type=FILE, help="Write all rows there.")
 @click.option("--plot", type=FILE, help="Draw time over size and over ranks there.")
 def bench_predict(**words: Any) -> None:
     """Predict how long all-reduces take on N ranks, and whole training steps; needs no MPI."""
-    result = answer(words)
+    result = run(words)
     console = Console(width=None if sys.stdout.isatty() else 160)
     for title, table in tables.tables(result.rows):
         click.echo(title)
         console.print(table)
-    click.echo(f"assumed: {result.said}")
+    click.echo(f"assumed: {result.machine_text}")
     _keep(result, words["json"], words["plot"])
 
 
-def _keep(result: Answer, json_file: Path | None, plot: Path | None) -> None:
-    content = {"machine": asdict(result.machine), "assumed": result.said, "rows": result.rows}
+def _keep(result: Prediction, json_file: Path | None, plot: Path | None) -> None:
+    content = {
+        "machine": asdict(result.machine),
+        "assumed": result.machine_text,
+        "rows": result.rows,
+    }
     try:
         if json_file:
             json_file.write_text(json.dumps(content, indent=1) + "\n")
         if plot:
             from hpctrain.bench.prediction.plots import draw  # late: only plots need matplotlib
 
-            draw(result.rows, result.said, plot)
+            draw(result.rows, result.machine_text, plot)
     except ImportError as error:
         raise UsageError(f"{MISSING} ({error})") from None
     except (OSError, ValueError) as error:

@@ -29,13 +29,13 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 @click.command(epilog=EPILOG)
 @click.argument("name", metavar="RECIPE", shell_complete=recipes)
 @click.option("--algorithms", default="auto,share-parameters", show_default=True, metavar="NAMES",
-              help="Which of ours.")  # fmt: skip
+              help="Algorithms of hpctrain.")  # fmt: skip
 @click.option("--rivals", default="", metavar="NAMES", help="Other libraries: horovod, gloo.")
 @click.option("--batch-per-rank", "batches", metavar="N,...", help="Default: the recipe's.")
 @_options.sets
-@click.option("--iterations", default=20, show_default=True, metavar="N", help="How often.")
-@click.option("--warm-up", default=2, show_default=True, metavar="N", help="How often before.")
-@click.option("--json", type=FILE, metavar="FILE", help="Keep all rows, with the machine.")
+@click.option("--iterations", default=20, show_default=True, metavar="N", help="Timed rounds.")
+@click.option("--warm-up", default=2, show_default=True, metavar="N", help="Rounds before.")
+@click.option("--json", type=FILE, metavar="FILE", help="Write all rows, with the machine.")
 @click.option("--plot", type=FILE, metavar="FILE", help="Draw them: .png or .svg.")
 def step(name: str, rivals: str, **flags: Any) -> None:
     """Time whole training steps of RECIPE's model, beside other libraries."""

@@ -22,28 +22,28 @@ Examples:
   mpirun -n 4 hpctrain doctor --job
   hpctrain launch -n 4 doctor --job --json job.json
 
-With --job all ranks take part, as they would in training: their versions, seats, clocks, cores and
-the messages between them are compared. Ends with 1 if something would break a run, else with 0.
+With --job all ranks take part, as they would in training: their versions, placement, clocks, cores
+and the messages between them are compared. Ends with 1 if something would break a run, else with 0.
 
-On fewer cores than ranks Open MPI wants `mpirun --oversubscribe`; `hpctrain launch` sees to that.
+On fewer cores than ranks Open MPI needs `mpirun --oversubscribe`; `hpctrain launch` adds it.
 """
 FILE = click.Path(path_type=Path, dir_okay=False)
 DEVICES: dict[str, gpus.Device] = {"auto": "auto", "cpu": "cpu", "gpu": "gpu"}
 
 
 @click.command(epilog=EPILOG)
-@click.option("--job", is_flag=True, help="Look at all ranks of this job together.")
-@click.option("--json", "file", type=FILE, metavar="FILE", help="Keep all that was found.")
+@click.option("--job", is_flag=True, help="Check all ranks of this job together.")
+@click.option("--json", "file", type=FILE, metavar="FILE", help="Write all results.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR",
               help="With --job: where results will go; by default here.")  # fmt: skip
 @click.option("--recipe", metavar="RECIPE", help="With --job: what all ranks will train.")
 @click.option("--device", metavar="DEVICE", help="With --job: auto, cpu or gpu.")
 @click.pass_context
 def doctor(context: click.Context, /, job: bool, file: Path | None, **of_job: Any) -> None:
-    """Look at MPI, cores, memory, GPUs and network of this node, or this job; tell what to do."""
+    """Check MPI, cores, memory, GPUs and network of this node, or of this job; name remedies."""
     options = {name: value for name, value in of_job.items() if value is not None}
     if options and not job:
-        raise UsageError(f"--{next(iter(options))} is of a whole job: add --job")
+        raise UsageError(f"--{next(iter(options))} applies to a whole job: add --job")
     context.exit(_job(file, options) if job else _node(file))
 
 

@@ -18,9 +18,9 @@ from hpctrain.transport.device.gpus import Device
     "--device",
     type=click.Choice(["auto", "cpu", "gpu"]),
     default="auto",
-    help="Where to compute; auto: on a GPU if there is one.",
+    help="The device to compute on; auto: a GPU if there is one.",
 )
-@click.option("--trust", is_flag=True, help="Run code that DIR names, whosever it is.")
+@click.option("--trust", is_flag=True, help="Run the code that DIR names, whoever owns it.")
 def evaluate(run: Path, best: bool, device: Device, trust: bool) -> None:
     """Print loss and accuracy of the newest checkpoint in DIR on the test set, as JSON.
 

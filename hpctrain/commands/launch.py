@@ -22,7 +22,7 @@ Ctrl-C kills it and ends with 130.
     options_metavar="-n N",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-@click.option("-n", "--ranks", type=int, required=True, metavar="N", help="How many MPI ranks.")
+@click.option("-n", "--ranks", type=int, required=True, metavar="N", help="Number of MPI ranks.")
 @click.argument(
     "arguments",
     nargs=-1,

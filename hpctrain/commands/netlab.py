@@ -20,7 +20,7 @@ the right to make namespaces. Bandwidth is shaped, latency is not.
     epilog=EPILOG,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-@click.option("--hosts", type=int, required=True, metavar="N", help="How many hosts.")
+@click.option("--hosts", type=int, required=True, metavar="N", help="Number of hosts.")
 @click.option("--ranks-per-host", type=int, default=1, metavar="R", help="1 unless given.")
 @click.option(
     "--link", default="1gbit", metavar="SPEED", help="Of each host's link, each way: 1gbit."

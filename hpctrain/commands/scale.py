@@ -20,9 +20,9 @@ Examples:
   hpctrain scale my.toml --nodes 1,2,4,8 --ranks-per-node 4 --on slurm --out studies/mine
 
 Strong scaling shares the recipe's batch among all ranks; weak scaling gives as much to each. While
-trials run, a table tells how each size stands; a log gets a line per change. The same command on
-the same folder goes on where it was stopped, finds the jobs it has given to Slurm, and may add
-sizes and repeats; while another works there it shows how things stand. Exit codes: 0 all sizes
+trials run, a table shows the state of each size; a log gets a line per change. The same command on
+the same folder goes on where it was stopped, finds the jobs it has submitted to Slurm, and may add
+sizes and repeats; while another process works there it shows the progress. Exit codes: 0 all sizes
 measured; 1 something is missing, which the table names; 2 refused before anything ran; 130
 interrupted. See docs/scaling.md.
 """
@@ -38,7 +38,7 @@ interrupted. See docs/scaling.md.
     type=click.Choice(MODES),
     default="strong",
     show_default=True,
-    help="One batch for all ranks, or as much for each.",
+    help="One batch for all ranks (strong), or the same for each rank (weak).",
 )
 @click.option(
     "--on", type=click.Choice(PLACES), default="local", show_default=True, help="Where trials run."

@@ -40,7 +40,7 @@ A job is stopped in time, put back into the queue, and goes on at the step where
 
 @click.group(epilog=EPILOG)
 def slurm() -> None:
-    """Render a job for Slurm, submit it, and see what became of it."""
+    """Render a job for Slurm, submit it, and show its state."""
 
 
 def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,9 +59,9 @@ OPTIONS = [
     click.option("--cpus-per-task", type=int, metavar="N", help="Cores of a rank."),
     click.option("--time", default="1:00:00", metavar="TIME", help="As for sbatch; an hour."),
     click.option("--site", metavar="NAME", help=f"{', '.join(site_names())}, or a .toml file."),
-    click.option("--servers", type=int, default=0, metavar="N", help="Ranks that serve, besides."),
+    click.option("--servers", type=int, default=0, metavar="N", help="Server ranks, in addition."),
     click.option(
-        "--server-nodes", type=int, default=0, metavar="N", help="Nodes of their own for these."
+        "--server-nodes", type=int, default=0, metavar="N", help="Nodes for the servers alone."
     ),
     click.option("--sizes", metavar="N,N,...", help="A job array over these numbers of nodes."),
     click.option(
@@ -75,7 +75,11 @@ OPTIONS = [
     click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Of sbatch."),
     click.option("--job-name", metavar="NAME", help="The recipe's unless given."),
     click.option(
-        "--warn-s", type=int, default=120, metavar="S", help="Stop so long before the end: 120."
+        "--warn-s",
+        type=int,
+        default=120,
+        metavar="S",
+        help="Seconds from the stop to the end of the job: 120.",
     ),
     click.option("--max-restarts", type=int, default=20, metavar="N", help="20 unless given."),
     click.option("--out", metavar="DIR", help="The run's folder."),
@@ -92,7 +96,7 @@ Examples:
 
 @slurm.command(epilog=RENDER)
 @_job_options
-@click.option("--interactive", is_flag=True, help="A script that calls salloc.")
+@click.option("--interactive", is_flag=True, help="Print a script that calls salloc.")
 def render(interactive: bool, **options: Any) -> None:
     """Print the script of a job that trains RECIPE."""
     click.echo(render_script(*job_of(options, interactive)), nl=False)
@@ -112,7 +116,7 @@ Examples:
 def submit(context: click.Context, /, **options: Any) -> None:
     """Submit a job that trains RECIPE; prints its id and the run's folder.
 
-    The folder keeps the script, the job's id and what the job says.
+    The folder keeps the script, the job's id and the job's output.
     """
     job, site = job_of(options)
     folder = Path(job.out or run_folder.default_path(job_name(job)))
@@ -141,12 +145,18 @@ Examples:
 @slurm.command(epilog=STATUS)
 @click.argument("folders", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR]...")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON in place of a table.")
-@click.option("--wait", "wait_s", type=float, metavar="S", help="Until all have ended, S at most.")
+@click.option(
+    "--wait",
+    "wait_s",
+    type=float,
+    metavar="S",
+    help="Wait until all have ended, at most S seconds.",
+)
 @click.pass_context
 def status(
     context: click.Context, folders: tuple[Path, ...], as_json: bool, wait_s: float | None
 ) -> None:
-    """Show what became of the jobs of DIR, a run or a study, or of all in runs/.
+    """Show the state of the jobs of DIR, a run or a study, or of all in runs/.
 
     With --wait it ends with 0 if all are done, else with 1; without, with 1 where Slurm does not
     answer.

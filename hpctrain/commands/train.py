@@ -24,7 +24,7 @@ A recipe is the name of a built-in one or a TOML file. Exit codes: 0 done; 1 a l
 2 wrong usage, recipe or data; 3 a loss or gradient is not finite; 75 stopped on request after a
 checkpoint (resume with --resume); 86 hung, ended by the watch; 130 interrupted.
 
-On fewer cores than ranks Open MPI wants `mpirun --oversubscribe`; `hpctrain launch` sees to that.
+On fewer cores than ranks Open MPI needs `mpirun --oversubscribe`; `hpctrain launch` adds it.
 
 A recipe may name functions in files beside it: whoever trains a recipe runs its code.
 """

@@ -26,7 +26,7 @@ environment variable HPCTRAIN_TUNING names another folder, or one file. `auto` t
 machine, MPI and layout of the ranks are the same: see docs/tuning.md. Arrays on GPUs have a table
 of their own, for these GPUs and the way their memory takes.
 
-On fewer cores than ranks Open MPI wants `mpirun --oversubscribe`; `hpctrain launch` sees to that.
+On fewer cores than ranks Open MPI needs `mpirun --oversubscribe`; `hpctrain launch` adds it.
 """
 
 
@@ -41,7 +41,7 @@ On fewer cores than ranks Open MPI wants `mpirun --oversubscribe`; `hpctrain lau
     default="cpu",
     show_default=True,
     metavar="cpu|gpu",
-    help="Whose memory the arrays lie in.",
+    help="The memory of the arrays.",
 )
 @click.option("--rounds", type=int, metavar="N", help="Default: as many as fit into a minute.")
 @click.option("--out", type=FILE, metavar="FILE", help="Keep the table there instead.")

@@ -1,4 +1,4 @@
-"""The page of a run: one HTML file that holds all it shows and asks nothing of the network."""
+"""The page of a run: one HTML file that holds all it shows and needs no network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jinja2
 
 from hpctrain.core.errors import UsageError
 from hpctrain.report.plots import plots
-from hpctrain.report.record import Record, read
+from hpctrain.report.record import RunRecord, read
 
 log = logging.getLogger(__name__)
 PAGE = "report.html"
@@ -34,7 +34,7 @@ WORDS = {
     "world_size": "ranks",
     "gpus": "GPUs",
     "gpu_paths": "paths of GPU memory",
-    "since_step": "times are those since step",
+    "since_step": "times are since step",
     "samples_per_s": "samples/s",
     "wall": "wall time",
     "compute": "time in forward, backward, update",
@@ -68,7 +68,7 @@ def write(run: Path, out: Path) -> Path:
     return out / PAGE
 
 
-def _drawn(record: Record) -> dict[str, bytes]:
+def _drawn(record: RunRecord) -> dict[str, bytes]:
     """Return the plots; raise UsageError for numbers that cannot be drawn."""
     try:
         return plots(record)
@@ -77,7 +77,7 @@ def _drawn(record: Record) -> dict[str, bytes]:
         raise UsageError(f"the rows of {record.folder} cannot be drawn: {error}") from None
 
 
-def page(record: Record, images: Mapping[str, bytes]) -> str:
+def page(record: RunRecord, images: Mapping[str, bytes]) -> str:
     """Return the page as HTML; `images` are PNGs by file name."""
     # Names and reasons come from recipes and exceptions: all of them are escaped.
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)

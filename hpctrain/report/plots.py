@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, which would look for a screen
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
-from hpctrain.report.record import Record
+from hpctrain.report.record import RunRecord
 
 Array = np.ndarray
 BLUE, ORANGE, VERMILION, GREY, BLACK = "#0072B2", "#E69F00", "#D55E00", "#BBBBBB", "#000000"
@@ -30,7 +30,7 @@ WIRE = "wire (time in collectives)"
 UNITS = {"h": 3600.0, "min": 60.0, "s": 1.0}
 
 
-def plots(record: Record) -> dict[str, bytes]:
+def plots(record: RunRecord) -> dict[str, bytes]:
     """Return {file name: PNG} of the plots for which `record` has rows."""
     figures = {"loss.png": _losses, "rate.png": _rate, "time.png": _times,
                "ranks.png": _ranks, "staleness.png": _staleness}  # fmt: skip
@@ -38,7 +38,7 @@ def plots(record: Record) -> dict[str, bytes]:
     return {name: _png(figure) for name, figure in drawn.items() if figure is not None}
 
 
-def _losses(record: Record) -> Figure:
+def _losses(record: RunRecord) -> Figure:
     """Losses and, if any is above zero, accuracies: by step and by wall time."""
     kinds = ["loss"] + ["accuracy"] * bool(np.nansum(_train_and_test(record, "accuracy")) > 0)
     figure = Figure((10, 0.6 + 3 * len(kinds)), layout="constrained")
@@ -58,7 +58,7 @@ def _losses(record: Record) -> Figure:
     return figure
 
 
-def _curves(axes: Axes, record: Record, kind: str, x: np.ndarray) -> None:
+def _curves(axes: Axes, record: RunRecord, kind: str, x: np.ndarray) -> None:
     for name, style in LINES.items():
         y = record.column(f"{name}_{kind}")
         finite = np.isfinite(y)
@@ -76,11 +76,11 @@ def _logarithmic(axes: Axes, values: np.ndarray) -> None:
         axes.set_yscale("log")
 
 
-def _train_and_test(record: Record, kind: str) -> np.ndarray:
+def _train_and_test(record: RunRecord, kind: str) -> np.ndarray:
     return np.concatenate([record.column(f"{name}_{kind}") for name in LINES])
 
 
-def _rate(record: Record) -> Figure | None:
+def _rate(record: RunRecord) -> Figure | None:
     """The learning rate; None where no row has it."""
     if not np.isfinite(record.column("rate")).any():
         return None
@@ -96,7 +96,7 @@ def _rate(record: Record) -> Figure | None:
     return figure
 
 
-def _times(record: Record) -> Figure:
+def _times(record: RunRecord) -> Figure:
     """The time of a step: disjoint parts are stacked, the time on the wire overlays them."""
     steps = record.column("steps")
     wall, compute, wait, wire = (record.spent(f"{x}_s") / steps for x in
@@ -111,7 +111,7 @@ def _times(record: Record) -> Figure:
     return figure
 
 
-def _ranks(record: Record) -> Figure | None:
+def _ranks(record: RunRecord) -> Figure | None:
     """The time of each rank; None where no row has it."""
     times = record.by_rank()
     if not times:
@@ -143,19 +143,19 @@ def _rank_axis(axes: Axes, size: int, first_server: int | None) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     servers = f" (servers: {serving[0]} to {size - 1})" if serving and size > LABELS else ""
     axes.set_xlabel(f"rank{servers}")
-    aside = 1.0 if size == 1 else 0.0
-    axes.set_xlim(-0.6 - aside, size - 0.4 + aside)
+    margin = 1.0 if size == 1 else 0.0
+    axes.set_xlim(-0.6 - margin, size - 0.4 + margin)
 
 
-def _staleness(record: Record) -> Figure | None:
+def _staleness(record: RunRecord) -> Figure | None:
     """The staleness of gradients, in all and in each interval; None where none could be stale."""
     table = record.staleness()
     if not table.size:
         return None
     figure = Figure((10, 4), layout="constrained")
-    in_all, by_step = figure.subplots(1, 2)
+    total, by_step = figure.subplots(1, 2)
     values = np.arange(table.shape[1])
-    _histogram(in_all, table[-1])
+    _histogram(total, table[-1])
     increments = np.diff(table, axis=0, prepend=0)
     counts = increments.sum(axis=1)
     means = np.divide(
@@ -208,7 +208,7 @@ def _time_axis(figure: Figure, axes: Axes, label: str) -> None:
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
 
 
-def _single(record: Record, subject: str) -> tuple[Figure, Axes]:
+def _single(record: RunRecord, subject: str) -> tuple[Figure, Axes]:
     figure = Figure((10, 4), layout="constrained")
     axes = figure.subplots()
     axes.grid(alpha=0.3)
@@ -217,7 +217,7 @@ def _single(record: Record, subject: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _step_axis(axes: Axes, record: Record) -> None:
+def _step_axis(axes: Axes, record: RunRecord) -> None:
     axes.set_xlabel("step" + " (dotted: resumed)" * bool(record.resumed()))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlim(0, 1.02 * record.column("step")[-1])
@@ -225,7 +225,7 @@ def _step_axis(axes: Axes, record: Record) -> None:
         axes.axvline(step, color=BLACK, linestyle=":", linewidth=1)
 
 
-def _title(record: Record, subject: str) -> str:
+def _title(record: RunRecord, subject: str) -> str:
     """Return a title; a dollar sign in a name begins no formula."""
     return f"{record.name}: {subject}".replace("$", r"\$")
 

@@ -20,7 +20,7 @@ TIMES = ("wall_s", "compute_s", "wait_s", "wire_s")
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """A run, read from its files; a missing file leaves its field empty."""
 
     folder: str
@@ -99,13 +99,13 @@ class Record:
         return sorted({step for step in self.column("since_step").tolist() if step > 0})
 
 
-def read(run: Path) -> Record:
+def read(run: Path) -> RunRecord:
     """Return the record of the run in folder `run`; raise UsageError if there is none."""
     names = (run_folder.RECIPE, run_folder.METRICS, run_folder.SUMMARY)
     if not any(os.path.lexists(run / name) for name in names):
         raise UsageError(f"{run} holds no run: expected {', '.join(names[:2])} or {names[2]}")
     summary = run_folder.read_summary(run) or {}
-    return Record(run.resolve().name, _forward(run_folder.rows(run)), summary, _recipe(run))
+    return RunRecord(run.resolve().name, _forward(run_folder.rows(run)), summary, _recipe(run))
 
 
 def _recipe(run: Path) -> str:

@@ -1,4 +1,4 @@
-"""The outcome of each trial, read from its files: summary.json and metrics.jsonl, nothing else.
+"""The result of each trial, read from its files: summary.json and metrics.jsonl, nothing else.
 
 A row of metrics holds rank 0's clock and the time of each rank since the start; the difference of
 two rows is an interval. A trial counts with the median over its timed intervals: a disturbance of a
@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialResult:
     """Medians of one trial; seconds are those of a step, means over ranks but for `step_s`."""
 
     samples_per_s: float
@@ -50,7 +50,7 @@ class Gap:
     reason: str
 
 
-def trial(folder: Path, timing: Timing) -> Trial | Gap:
+def trial(folder: Path, timing: Timing) -> TrialResult | Gap:
     """Return the medians of the run in `folder`, a Gap where it is missing or incomplete."""
     try:
         summary = run_folder.read_summary(folder)
@@ -67,7 +67,9 @@ def trial(folder: Path, timing: Timing) -> Trial | Gap:
     rate = median(interval["samples_per_s"] for interval in timed)
     hosts = tuple(summary.get("hosts") or ())
     facts = {name: summary[name] for name in FACTS if summary.get(name)}
-    return Trial(rate, **step_s, algorithm=summary.get("algorithm"), hosts=hosts, machine=facts)
+    return TrialResult(
+        rate, **step_s, algorithm=summary.get("algorithm"), hosts=hosts, machine=facts
+    )
 
 
 def intervals(rows: Sequence[Row], timing: Timing) -> Iterator[dict[str, float]]:
@@ -82,7 +84,7 @@ def intervals(rows: Sequence[Row], timing: Timing) -> Iterator[dict[str, float]]
             yield per_step | {"samples_per_s": row["samples_per_s"]}
 
 
-def step(folder: Path) -> int | None:
+def last_step(folder: Path) -> int | None:
     """Return the last step in the metrics of the run in `folder`."""
     try:
         rows = run_folder.rows(folder)

@@ -21,11 +21,11 @@ from hpctrain.core.errors import UsageError
 from hpctrain.gradients.precision import master
 from hpctrain.run_files import run_folder
 from hpctrain.scaling import trial_recipe, world_sizes
-from hpctrain.scaling.collect import Gap, Trial
+from hpctrain.scaling.collect import Gap, TrialResult
 from hpctrain.scaling.output import live_table, study_files, tables
-from hpctrain.scaling.output.live_view import Teller
+from hpctrain.scaling.output.live_view import LiveView
 from hpctrain.scaling.results import Result, evaluate
-from hpctrain.scaling.study import Folder, Study, claimed, joined
+from hpctrain.scaling.study import Study, StudyFolder, claim, merge
 from hpctrain.scaling.trials import local_runner, runner, slurm_runner
 from hpctrain.scaling.world_sizes import Size
 from hpctrain.training import recipe, runs
@@ -47,31 +47,33 @@ def scale(words: Words) -> int:
     requested = study_of(spec, words)
     out = words["out"] or run_folder.default_path(f"scale-{requested.name}-{requested.mode}")
     drawn = study_files.can_draw()
-    with _held(out) as folder:
-        study = joined(requested, folder.stored(), out)
+    with _claim(out) as folder:
+        study = merge(requested, folder.load(), out)
         folder.save(study)
         try:
-            study = _measured(folder, study, spec)
+            study = _measure(folder, study, spec)
         except KeyboardInterrupt:
-            if (so_far := folder.stored()) and so_far.steps:
-                _written(folder, so_far, spec, drawn)
+            if (partial_study := folder.load()) and partial_study.steps:
+                _write(folder, partial_study, spec, drawn)
             raise
-        result, files = _written(folder, study, spec, drawn)
+        result, files = _write(folder, study, spec, drawn)
     _show(result, files)
     return GAPS if any(row.get("repeats_missing") for row in result.rows) else 0
 
 
 @contextmanager
-def _held(out: Path) -> Iterator[Folder]:
-    """Hold the folder of a study; where another process does, show its progress."""
+def _claim(out: Path) -> Iterator[StudyFolder]:
+    """Lock the folder of a study; if another process has locked it, show its progress."""
     try:
-        with claimed(out) as folder:
+        with claim(out) as folder:
             yield folder
     except run_folder.LockedError:
-        _look(Folder(out))
+        _look(StudyFolder(out))
         raise
     except KeyboardInterrupt:
-        log.warning("stopped: what there is lies in %s, and the same --out goes on there", out)
+        log.warning(
+            "stopped: results so far are in %s; the same command with this --out goes on there", out
+        )
         raise
 
 
@@ -82,7 +84,7 @@ def study_of(spec: Recipe, words: Words) -> Study:
     per_node = words["ranks_per_node"]
     per_node = (words["gpus_per_node"] or None) if per_node is None else per_node
     size_list = world_sizes.parse(words["ranks"], words["nodes"], per_node, on)
-    _must_be_slurms(words)
+    _must_be_slurm(words)
     _must_have_gpus(words["gpus_per_node"], size_list)
     for option in ("repeats", "steps"):
         if words[option] is not None and words[option] < 1:
@@ -112,7 +114,7 @@ def study_of(spec: Recipe, words: Words) -> Study:
     return study
 
 
-def _must_be_slurms(words: Words) -> None:
+def _must_be_slurm(words: Words) -> None:
     """Raise UsageError for options of jobs where there are none."""
     for name in ("site", "time", "gpus_per_node", "cpus_per_task", "options"):
         if words[name] not in (None, ()) and words["on"] != "slurm":
@@ -153,56 +155,60 @@ def _facts(mpi: Mpi | None) -> dict[str, Any]:
     return facts | {"mpi": f"{mpi.vendor} {mpi.version}"}
 
 
-def _look(folder: Folder) -> None:
+def _look(folder: StudyFolder) -> None:
     """Show the progress of a study that another process works on."""
-    study = folder.stored()
+    study = folder.load()
     if study is not None:
-        standings_of = (
-            slurm_runner.current_standings if study.on == "slurm" else runner.current_standings
+        statuses_of = (
+            slurm_runner.current_statuses if study.on == "slurm" else runner.current_statuses
         )
         console = progress.console()
-        drawn = live_table.table(study, standings_of(folder, study), tables.title(study))
-        (console if console.is_terminal else Console(stderr=True, width=WIDTH)).print(drawn)
+        grid = live_table.table(study, statuses_of(folder, study), tables.title(study))
+        (console if console.is_terminal else Console(stderr=True, width=WIDTH)).print(grid)
 
 
-def _measured(folder: Folder, study: Study, spec: Recipe) -> Study:
+def _measure(folder: StudyFolder, study: Study, spec: Recipe) -> Study:
     """Run the missing trials; return the study with its number of steps."""
     if study.steps and not runner.missing(folder, study):
         return study
-    with Teller(study) as teller:
-        _say_where(folder, study, teller)
+    with LiveView(study) as view:
+        _log_folder(folder, study, view)
         if study.steps is None:
-            study = runner.piloted(folder, study, spec, teller)
+            study = runner.run_pilots(folder, study, spec, view)
             folder.save(study)
         for deviation in trial_recipe.deviations(
             spec, study.mode, study.batch, study.timing, study.threads
         ):
-            teller.say(logging.INFO, f"# {deviation}")
-        teller.expect(study, runner.standings(folder, study))
-        for _ in _trials(folder, study, spec, teller):
+            view.log_line(logging.INFO, f"# {deviation}")
+        view.set_study(study, runner.statuses(folder, study))
+        for _ in _trials(folder, study, spec, view):
             pass
     return study
 
 
-def _say_where(folder: Folder, study: Study, teller: Teller) -> None:
-    teller.say(logging.INFO, f"# in {folder.path}: the same command with that --out goes on there")
+def _log_folder(folder: StudyFolder, study: Study, view: LiveView) -> None:
+    view.log_line(
+        logging.INFO, f"# in {folder.path}: the same command with that --out goes on there"
+    )
     for size in study.sizes:
         if study.share(size) > 1:
-            teller.say(
+            view.log_line(
                 logging.WARNING,
                 f"{size.text}: oversubscribed, {study.share(size):.3g} ranks share a core: marked "
                 "in the table, and left out of fits where other sizes do",
             )
 
 
-def _trials(folder: Folder, study: Study, spec: Recipe, teller: Teller) -> Iterator[Trial | Gap]:
+def _trials(
+    folder: StudyFolder, study: Study, spec: Recipe, view: LiveView
+) -> Iterator[TrialResult | Gap]:
     if study.on == "slurm":
-        return slurm_runner.trials(folder, study, spec, runner.missing(folder, study), teller)
-    runner.links(folder, study, teller)
-    return runner.trials(folder, study, spec, teller)
+        return slurm_runner.trials(folder, study, spec, runner.missing(folder, study), view)
+    runner.measure_links(folder, study, view)
+    return runner.trials(folder, study, spec, view)
 
 
-def collected(folder: Folder, study: Study) -> Result:
+def collect_result(folder: StudyFolder, study: Study) -> Result:
     """Return the result from the files of all trials."""
     outcomes = {
         size: [runner.trial(folder, study, repeat, size) for repeat in range(study.repeats)]
@@ -211,9 +217,11 @@ def collected(folder: Folder, study: Study) -> Result:
     return evaluate(study, outcomes, runner.wires(folder, study))
 
 
-def _written(folder: Folder, study: Study, spec: Recipe, drawn: bool) -> tuple[Result, list[Path]]:
+def _write(
+    folder: StudyFolder, study: Study, spec: Recipe, drawn: bool
+) -> tuple[Result, list[Path]]:
     """Write the result of all trials so far; return it, and the files."""
-    result = collected(folder, study)
+    result = collect_result(folder, study)
     deviations = list(
         trial_recipe.deviations(spec, study.mode, study.batch, study.timing, study.threads)
     )

@@ -29,7 +29,7 @@ from functools import cache
 
 import numpy as np
 
-from hpctrain.bench.prediction.predict import Layout, fits
+from hpctrain.bench.prediction.predict import RankLayout, fits
 from hpctrain.cost_model import cost, fit
 from hpctrain.cost_model.loggp import Clocks, Cluster, Wire, alike
 from hpctrain.cost_model.message_schedules import SCHEDULES
@@ -72,7 +72,7 @@ class Forecast:
 
 
 @dataclass(frozen=True)
-class Model:
+class StepModel:
     """A machine and a step, fitted to measurements."""
 
     cluster: Cluster
@@ -137,12 +137,12 @@ def replay(
     """
     if size.ranks == 1:
         return 0.0, 0.0
-    layout = Layout(size.ranks, size.per_node)
+    layout = RankLayout(size.ranks, size.per_node)
     name = algorithm if fits(algorithm, layout) else "ring"
     step = even(compute, nbytes, nbytes / max(buckets, 1))
     clocks = Clocks(cluster, layout.nodes, slow=share)
-    took = step_time(step, SCHEDULES[name], clocks, overlap=buckets > 0)
-    return took.wire, took.exposed
+    result = step_time(step, SCHEDULES[name], clocks, overlap=buckets > 0)
+    return result.wire, result.exposed
 
 
 def schedule_of(algorithm: str | None) -> str:
@@ -153,9 +153,9 @@ def schedule_of(algorithm: str | None) -> str:
     return "ring"
 
 
-def fitted(
+def fit_model(
     steps: Sequence[StepTimes], nbytes: int, strong: bool, inside: Wire | None, between: Wire | None
-) -> Model | None:
+) -> StepModel | None:
     """Return the model fitted to `steps`, sizes ascending; None where no ranks communicated.
 
     Sizes whose ranks share cores count only where there are no others with more than one rank.
@@ -168,17 +168,17 @@ def fitted(
     last = communicating[-1]
     overlaps = any(step.wait_s < (1 - HIDDEN) * step.wire_s for step in communicating)
     counts = BUCKETS if overlaps else BUCKETS[:1]
-    shrinking, fixed = _computing(used, strong)
+    shrinking, fixed = _compute_law(used, strong)
     cluster = _cluster(communicating, nbytes, inside, between)
     across = any(step.size.nodes > 1 for step in communicating)
     buckets, factor = min(
         ((count, _factor(cluster, communicating, nbytes, count)) for count in counts),
         key=lambda candidate: _wait_error(
-            scaled(cluster, candidate[1]), communicating, nbytes, candidate[0]
+            scale_cluster(cluster, candidate[1]), communicating, nbytes, candidate[0]
         ),
     )
-    model = Model(
-        scaled(cluster, factor),
+    model = StepModel(
+        scale_cluster(cluster, factor),
         nbytes,
         schedule_of(last.algorithm),
         buckets,
@@ -193,7 +193,7 @@ def fitted(
     return replace(model, uneven_s=last.wait_s - exposed, other_s=other)
 
 
-def _computing(steps: Sequence[StepTimes], strong: bool) -> tuple[float, float]:
+def _compute_law(steps: Sequence[StepTimes], strong: bool) -> tuple[float, float]:
     """Return (b, a) of the compute b / P + a of a rank with a core of its own.
 
     Where such a sum misses the times, as where a smaller share fits into the cache, it is scaled to
@@ -204,8 +204,8 @@ def _computing(steps: Sequence[StepTimes], strong: bool) -> tuple[float, float]:
     ranks = np.array([step.size.ranks for step in steps], float)
     own = np.array([step.compute_s / step.share for step in steps])
     b, a = fit.nonnegative(np.stack([1 / ranks, np.ones_like(ranks)], 1), own).tolist()
-    met = own[-1] / (b / ranks[-1] + a)
-    return b * met, a * met
+    factor = own[-1] / (b / ranks[-1] + a)
+    return b * factor, a * factor
 
 
 def _cluster(
@@ -255,26 +255,29 @@ def _from_wire_times(steps: Sequence[StepTimes], nbytes: int) -> Wire | None:
 
 def _factor(cluster: Cluster, steps: Sequence[StepTimes], nbytes: int, buckets: int) -> float:
     """Return the factor from modelled to measured time on the wire: a geometric mean."""
-    ratios = [step.wire_s / _replayed(cluster, step, nbytes, buckets)[0] for step in steps]
+    ratios = [step.wire_s / _replay_step(cluster, step, nbytes, buckets)[0] for step in steps]
     return float(np.exp(np.mean(np.log(ratios))))
 
 
 def _wait_error(cluster: Cluster, steps: Sequence[StepTimes], nbytes: int, buckets: int) -> float:
     """Return the squared error of exposed times against measured waits, as shares of steps."""
     errors = [
-        (_replayed(cluster, step, nbytes, buckets)[1] - min(step.wait_s, step.wire_s)) / step.step_s
+        (_replay_step(cluster, step, nbytes, buckets)[1] - min(step.wait_s, step.wire_s))
+        / step.step_s
         for step in steps
     ]
     return float(np.sum(np.square(errors)))
 
 
-def _replayed(cluster: Cluster, step: StepTimes, nbytes: int, buckets: int) -> tuple[float, float]:
+def _replay_step(
+    cluster: Cluster, step: StepTimes, nbytes: int, buckets: int
+) -> tuple[float, float]:
     name = schedule_of(step.algorithm)
     own = step.compute_s / step.share
     return replay(cluster, name, nbytes, step.size, own, buckets, step.share)
 
 
-def scaled(cluster: Cluster, factor: float) -> Cluster:
+def scale_cluster(cluster: Cluster, factor: float) -> Cluster:
     """Return the machine on which every message, and adding, takes `factor` times as long."""
     return Cluster(
         _slower(cluster.inside, factor),

@@ -18,16 +18,18 @@ from typing import Any
 
 from hpctrain.cost_model.loggp import Wire
 from hpctrain.scaling import laws
-from hpctrain.scaling.collect import Gap, Trial
+from hpctrain.scaling.collect import Gap, TrialResult
 from hpctrain.scaling.confidence import Estimate, estimate
-from hpctrain.scaling.forecast import Model, StepTimes, fitted
+from hpctrain.scaling.forecast import StepModel, StepTimes, fit_model
 from hpctrain.scaling.study import Study
 from hpctrain.scaling.world_sizes import Size
 
 Row = dict[str, Any]
-Outcomes = Mapping[Size, Sequence[Trial | Gap]]  #: of each size a trial, or a gap, per repeat
+Outcomes = Mapping[Size, Sequence[TrialResult | Gap]]  #: of each size a trial, or a gap, per repeat
 Wires = tuple[Wire | None, Wire | None]  #: in a node, between nodes
-Single = Sequence[tuple[Model, float]]  #: models of single repeats, samples/s of the smallest size
+Single = Sequence[
+    tuple[StepModel, float]
+]  #: models of single repeats, samples/s of the smallest size
 BEYOND = (2, 4, 8)  #: predicted sizes, as multiples of the largest that the model was fitted to
 PARTS = ("step_s", "compute_s", "wire_s", "wait_s", "other_s")
 
@@ -42,7 +44,7 @@ class Result:
     serial: Estimate | None  #: fraction, None with less than two sizes
     law_ranks: tuple[int, ...]  #: sizes that the law was fitted to
     law_misfit: float | None  #: the largest share by which they miss it; two sizes meet any law
-    model: Model | None
+    model: StepModel | None
     machine: dict[str, Any]  #: the facts of the study and those that trials report
 
     @property
@@ -61,11 +63,11 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Measured:
+class SizeTrials:
     """A size with its trials by repeat."""
 
     size: Size
-    trials: Mapping[int, Trial]
+    trials: Mapping[int, TrialResult]
     share: float
 
     def mean(self, name: str) -> float:
@@ -76,13 +78,13 @@ class Measured:
         """Return the median over trials."""
         return median(getattr(trial, name) for trial in self.trials.values())
 
-    def speed_ups(self, base: Measured) -> list[float]:
+    def speed_ups(self, base: SizeTrials) -> list[float]:
         """Return the ratios to the samples/s of `base`, in each repeat that measured both."""
         pairs = sorted(self.trials.keys() & base.trials.keys())
         ratios = [self.trials[i].samples_per_s / base.trials[i].samples_per_s for i in pairs]
         return ratios or [self.mean("samples_per_s") / base.mean("samples_per_s")]
 
-    def efficiencies(self, base: Measured) -> list[float]:
+    def efficiencies(self, base: SizeTrials) -> list[float]:
         """Return the same as shares of the ideal."""
         return [ratio * base.size.ranks / self.size.ranks for ratio in self.speed_ups(base)]
 
@@ -94,14 +96,14 @@ class Measured:
         return StepTimes(self.size, **times, algorithm=last.algorithm, share=self.share)
 
 
-def measured(study: Study, outcomes: Outcomes) -> list[Measured]:
+def trials_by_size(study: Study, outcomes: Outcomes) -> list[SizeTrials]:
     """Return the sizes with at least one measured trial."""
     trials = {
-        size: {i: trial for i, trial in enumerate(outcomes[size]) if isinstance(trial, Trial)}
+        size: {i: trial for i, trial in enumerate(outcomes[size]) if isinstance(trial, TrialResult)}
         for size in study.sizes
     }
     return [
-        Measured(size, size_trials, study.share(size))
+        SizeTrials(size, size_trials, study.share(size))
         for size, size_trials in trials.items()
         if size_trials
     ]
@@ -109,29 +111,29 @@ def measured(study: Study, outcomes: Outcomes) -> list[Measured]:
 
 def evaluate(study: Study, outcomes: Outcomes, wires: Wires = (None, None)) -> Result:
     """Return the result of the trials in `outcomes`, one per size and repeat."""
-    points = measured(study, outcomes)
+    points = trials_by_size(study, outcomes)
     strong = study.mode == "strong"
     steps = [point.step_times for point in points]
     rows = [
-        _measured(point, points[0]) | _backcast(study, steps[:i], point, wires)
+        _measured_row(point, points[0]) | _backcast(study, steps[:i], point, wires)
         for i, point in enumerate(points)
     ]
-    rows += [_gap(size) for size in study.sizes if size not in {point.size for point in points}]
+    rows += [_gap_row(size) for size in study.sizes if size not in {point.size for point in points}]
     rows.sort(key=lambda row: (row["ranks"], row["nodes"]))
     for row in rows:
         gaps = [gap for gap in outcomes[Size(row["ranks"], row["nodes"])] if isinstance(gap, Gap)]
         row |= {"repeats_missing": len(gaps), "reason": gaps[0].reason if gaps else None}
     model = _model(study, steps, wires)
-    beyond = _predicted(study, model, points, _single(study, points, wires)) if model else []
+    beyond = _predicted_rows(study, model, points, _single(study, points, wires)) if model else []
     trials = [trial for point in points for trial in point.trials.values()]
     hosts = sorted({host for trial in trials for host in trial.hosts})
     machine = study.machine | _machine(trials, hosts)
     law = "amdahl" if strong else "gustafson"
-    fit = _serial(points, strong)
+    fit = _fit_law(points, strong)
     return Result(study, [*rows, *beyond], law, *fit, model, machine)
 
 
-def _machine(trials: Sequence[Trial], hosts: Sequence[str]) -> dict[str, Any]:
+def _machine(trials: Sequence[TrialResult], hosts: Sequence[str]) -> dict[str, Any]:
     """Return the facts of the machine reported by trials; a list where they report several."""
     facts: dict[str, Any] = {"hosts_seen": hosts}
     for name in dict.fromkeys(name for trial in trials for name in trial.machine):
@@ -141,39 +143,39 @@ def _machine(trials: Sequence[Trial], hosts: Sequence[str]) -> dict[str, Any]:
     return facts
 
 
-def _model(study: Study, steps: Sequence[StepTimes], wires: Wires) -> Model | None:
+def _model(study: Study, steps: Sequence[StepTimes], wires: Wires) -> StepModel | None:
     """Return the model fitted to `steps`; None for regimes without an all-reduce of gradients."""
     if study.tables.get("engine", {}).get("kind", "allreduce") != "allreduce":
         return None
-    return fitted(steps, study.gradient_bytes, study.mode == "strong", *wires)
+    return fit_model(steps, study.gradient_bytes, study.mode == "strong", *wires)
 
 
-def _measured(point: Measured, base: Measured) -> Row:
+def _measured_row(point: SizeTrials, base: SizeTrials) -> Row:
     rate = estimate([trial.samples_per_s for trial in point.trials.values()])
     return {
         "kind": "measured",
         "ranks": point.size.ranks,
         "nodes": point.size.nodes,
         "repeats": len(point.trials),
-        **_estimated("samples_per_s", rate),
-        **_estimated("speed_up", _of_base(point, base, point.speed_ups(base))),
-        **_estimated("efficiency", _of_base(point, base, point.efficiencies(base))),
+        **_entries("samples_per_s", rate),
+        **_entries("speed_up", _of_base(point, base, point.speed_ups(base))),
+        **_entries("efficiency", _of_base(point, base, point.efficiencies(base))),
         **{name: point.mean(name) for name in PARTS},
         "algorithm": point.step_times.algorithm,
         "ranks_per_core": point.share,
     }
 
 
-def _of_base(point: Measured, base: Measured, ratios: Sequence[float]) -> Estimate:
+def _of_base(point: SizeTrials, base: SizeTrials, ratios: Sequence[float]) -> Estimate:
     """Return the estimate of `ratios`; the base's own is 1 by definition, without an interval."""
     return Estimate(1.0, None, len(ratios)) if point is base else estimate(ratios)
 
 
-def _estimated(name: str, value: Estimate) -> Row:
+def _entries(name: str, value: Estimate) -> Row:
     return {name: value.mean, f"{name}_ci95": value.half}
 
 
-def _backcast(study: Study, smaller: Sequence[StepTimes], point: Measured, wires: Wires) -> Row:
+def _backcast(study: Study, smaller: Sequence[StepTimes], point: SizeTrials, wires: Wires) -> Row:
     """Return the prediction from smaller sizes alone, and its error: how far to trust the rest."""
     model = _model(study, smaller, wires)
     if model is None:
@@ -182,11 +184,11 @@ def _backcast(study: Study, smaller: Sequence[StepTimes], point: Measured, wires
     return {"predicted_step_s": step_s, "prediction_error": step_s / point.median("step_s") - 1}
 
 
-def _gap(size: Size) -> Row:
+def _gap_row(size: Size) -> Row:
     return {"kind": "gap", "ranks": size.ranks, "nodes": size.nodes, "repeats": 0}
 
 
-def _single(study: Study, points: Sequence[Measured], wires: Wires) -> Single:
+def _single(study: Study, points: Sequence[SizeTrials], wires: Wires) -> Single:
     """Return the model of each repeat alone, with the samples/s of the smallest size in it."""
     complete = sorted(set.intersection(*(set(point.trials) for point in points)))
     models = []
@@ -197,17 +199,21 @@ def _single(study: Study, points: Sequence[Measured], wires: Wires) -> Single:
     return models
 
 
-def _predicted(study: Study, model: Model, points: Sequence[Measured], single: Single) -> list[Row]:
+def _predicted_rows(
+    study: Study, model: StepModel, points: Sequence[SizeTrials], single: Single
+) -> list[Row]:
     """Return the rows beyond the largest size whose ranks have cores of their own."""
     own_cores = [point for point in points if point.share == 1.0 and point.size.ranks > 1]
     last = (own_cores or list(points))[-1].size
     beyond = [last.scaled(factor) for factor in BEYOND]
     if study.mode == "strong":  # each rank needs a sample
         beyond = [size for size in beyond if size.ranks <= study.batch]
-    return [_forecast(study, model, size, points[0], single) for size in beyond]
+    return [_predicted_row(study, model, size, points[0], single) for size in beyond]
 
 
-def _forecast(study: Study, model: Model, size: Size, base: Measured, single: Single) -> Row:
+def _predicted_row(
+    study: Study, model: StepModel, size: Size, base: SizeTrials, single: Single
+) -> Row:
     """Return the row of a size as predicted by the model of all repeats.
 
     Intervals are those of the models of single repeats: they do not include the model's error.
@@ -222,9 +228,9 @@ def _forecast(study: Study, model: Model, size: Size, base: Measured, single: Si
         "kind": "predicted",
         "ranks": size.ranks,
         "nodes": size.nodes,
-        **_estimated("samples_per_s", _around(rate, rates)),
-        **_estimated("speed_up", _around(speed_up, ratios)),
-        **_estimated("efficiency", _around(speed_up * scale, [ratio * scale for ratio in ratios])),
+        **_entries("samples_per_s", _around(rate, rates)),
+        **_entries("speed_up", _around(speed_up, ratios)),
+        **_entries("efficiency", _around(speed_up * scale, [ratio * scale for ratio in ratios])),
         "step_s": forecast.step_s,
         "compute_s": forecast.compute_s,
         "wire_s": forecast.wire_s,
@@ -239,8 +245,8 @@ def _around(value: float, values: Sequence[float]) -> Estimate:
     return replace(estimate(values), mean=value) if values else Estimate(value, None, 0)
 
 
-def _serial(
-    points: Sequence[Measured], strong: bool
+def _fit_law(
+    points: Sequence[SizeTrials], strong: bool
 ) -> tuple[Estimate | None, tuple[int, ...], float | None]:
     """Return the serial fraction, fitted in each repeat, the ranks it is of, and its misfit.
 

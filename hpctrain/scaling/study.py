@@ -30,7 +30,7 @@ FILE, FORMAT = "study.json", 1
 MOST_REPEATS = 10_000  #: a larger number is damage: trials are listed
 LIMIT_BYTES = 16 << 20  #: of such a file; a size has some hundred bytes
 #: A difference in these makes it another study; all else may grow, or was decided once.
-SAME = ("name", "mode", "on", "link", "tables", "machine")
+FIXED = ("name", "mode", "on", "link", "tables", "machine")
 
 
 Key = tuple[int, Size]  #: a trial: its repeat and its size
@@ -75,7 +75,7 @@ class Study:
         return oversubscribed(size, self.cores, self.threads or 1)
 
 
-class Folder:
+class StudyFolder:
     """The folder of a study, held for this process alone."""
 
     def __init__(self, path: Path):
@@ -105,7 +105,7 @@ class Folder:
         text = json.dumps({"format": FORMAT, **asdict(study)}, indent=1)
         atomic.replace(self.path / FILE, text + "\n")
 
-    def stored(self) -> Study | None:
+    def load(self) -> Study | None:
         """Return the study stored in this folder, None if there is none yet."""
         path = self.path / FILE
         return read(path) if path.exists() else None
@@ -130,7 +130,7 @@ def read(path: Path) -> Study:
 
 
 @contextmanager
-def claimed(path: Path) -> Iterator[Folder]:
+def claim(path: Path) -> Iterator[StudyFolder]:
     """Make the folder of a study and lock it; the kernel releases the lock however we end.
 
     Raises UsageError if something else lies there or if it cannot be written, LockedError if
@@ -145,25 +145,23 @@ def claimed(path: Path) -> Iterator[Folder]:
     except OSError as error:
         raise UsageError(f"--out {path} cannot be written: {error.strerror}") from None
     try:
-        yield Folder(path)
+        yield StudyFolder(path)
     finally:
         os.close(lock)
 
 
-def joined(requested: Study, stored: Study | None, out: Path) -> Study:
+def merge(requested: Study, stored: Study | None, out: Path) -> Study:
     """Return the study to go on with: `stored`, with the sizes and repeats that `requested` adds.
 
     Raises UsageError where the folder `out` holds another study.
     """
     if stored is None:
         return requested
-    for name in SAME:
-        before, now = (
-            json.loads(json.dumps(getattr(study, name))) for study in (stored, requested)
-        )
-        if before != now:
+    for name in FIXED:
+        old, new = (json.loads(json.dumps(getattr(study, name))) for study in (stored, requested))
+        if old != new:
             raise UsageError(
-                f"--out {out} holds another study: {_differing(name, before, now)}. Name a new "
+                f"--out {out} holds another study: {_difference(name, old, new)}. Name a new "
                 "folder, or ask for the same"
             )
     if requested.steps not in (None, stored.steps):
@@ -176,11 +174,11 @@ def joined(requested: Study, stored: Study | None, out: Path) -> Study:
     return replace(stored, sizes=sizes, repeats=repeats, job=requested.job)
 
 
-def _differing(name: str, before: Any, now: Any) -> str:
-    if not isinstance(before, dict):
-        return f"{name} was {before}, now {now}"
-    keys = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k))
-    return "; ".join(f"{name}.{k} was {before.get(k)}, now {now.get(k)}" for k in keys[:3])
+def _difference(name: str, old: Any, new: Any) -> str:
+    if not isinstance(old, dict):
+        return f"{name} was {old}, now {new}"
+    keys = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+    return "; ".join(f"{name}.{k} was {old.get(k)}, now {new.get(k)}" for k in keys[:3])
 
 
 _READER = pydantic.TypeAdapter(Study)

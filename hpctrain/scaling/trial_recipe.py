@@ -70,7 +70,7 @@ def base_batch(spec: Recipe, mode: str, sizes: list[Size]) -> int:
 
 def workers(spec: Recipe, size: Size) -> int:
     """Return how many ranks of `size` compute gradients; raise UsageError for impossible sizes."""
-    with _naming(size):
+    with _name_size(size):
         return engines.workers_of(spec.engine, size.ranks)
 
 
@@ -84,14 +84,14 @@ def must_divide(spec: Recipe, mode: str, batch: int, sizes: list[Size]) -> None:
         if mode == "strong" and batch % n:
             raise UsageError(
                 f"{size.text}: a batch of {batch} is not divisible by {n} workers, and uneven "
-                f"shares would be timed as bad scaling; take --set {_even(spec, batch, sizes)}, "
-                "other sizes, or --mode weak"
+                "shares would be timed as bad scaling; use --set "
+                f"{_even_batch(spec, batch, sizes)}, other sizes, or --mode weak"
             )
-        with _naming(size):
+        with _name_size(size):
             engines.must_fit(spec.engine, size.ranks, batch if mode == "strong" else batch * n)
 
 
-def _even(spec: Recipe, batch: int, sizes: list[Size]) -> str:
+def _even_batch(spec: Recipe, batch: int, sizes: list[Size]) -> str:
     """Return the setting whose batch all sizes divide, the next below `batch` if there is one."""
     every = math.lcm(*(workers(spec, size) for size in sizes))
     nearest = batch // every * every or every
@@ -101,7 +101,7 @@ def _even(spec: Recipe, batch: int, sizes: list[Size]) -> str:
 
 
 @contextmanager
-def _naming(size: Size) -> Iterator[None]:
+def _name_size(size: Size) -> Iterator[None]:
     """Name the size in a UsageError raised inside."""
     try:
         yield
@@ -151,13 +151,13 @@ def deviations(
         if spec.batch.batch is None:
             configured = f"batch_per_rank = {spec.batch.batch_per_rank}"
         yield f"{mode} scaling: {key} = {batch} in place of {configured}"
-    if left := list(_left_out(spec)):
-        yield f"left out: {', '.join(left)}"
+    if omissions := list(_omissions(spec)):
+        yield f"left out: {', '.join(omissions)}"
     if threads is not None:
         yield f"OMP_NUM_THREADS={threads} at every size, so that a rank is the same everywhere"
 
 
-def _left_out(spec: Recipe) -> Iterator[str]:
+def _omissions(spec: Recipe) -> Iterator[str]:
     if spec.run.callbacks:
         yield "callbacks"
     if spec.early_stop:

@@ -71,19 +71,19 @@ def parse(ranks: str | None, nodes: str | None, per_node: int | None, on: str) -
 
 def _over_nodes(ranks: Sequence[int], nodes: Sequence[int], per_node: int | None) -> list[Size]:
     if not nodes:
-        return [_divided(n, -(-n // (per_node or 1))) for n in ranks]
+        return [_size_of(n, -(-n // (per_node or 1))) for n in ranks]
     if per_node is not None:
-        raise UsageError("--ranks-per-node says what --ranks and --nodes say already: leave it out")
+        raise UsageError("--ranks-per-node follows from --ranks and --nodes: leave it out")
     if len(nodes) not in (1, len(ranks)):
         raise UsageError(
             f"--nodes: expected one number, or one for each of {len(ranks)} --ranks, "
             f"seen {len(nodes)}"
         )
     pairs = zip(ranks, nodes if len(nodes) > 1 else [*nodes] * len(ranks), strict=True)
-    return [_divided(*pair) for pair in pairs]
+    return [_size_of(*pair) for pair in pairs]
 
 
-def _divided(ranks: int, nodes: int) -> Size:
+def _size_of(ranks: int, nodes: int) -> Size:
     if ranks % nodes:
         below = ranks // nodes * nodes
         nearest = f"{below} or {below + nodes}" if below else f"{nodes}"

@@ -29,7 +29,7 @@ from hpctrain.run_files import run_folder
 from hpctrain.training.callbacks import Callbacks, Row
 from hpctrain.training.checkpointer import Checkpointer
 from hpctrain.training.journal import Journal
-from hpctrain.training.tasks import Plan, Tasks
+from hpctrain.training.tasks import FitPlan, Tasks
 from hpctrain.world import World
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Loop:
         world: World,
         engine: Engine,
         replica: Replica,
-        plan: Plan,
+        plan: FitPlan,
         journal: Journal,
         callbacks: Callbacks,
     ):

@@ -18,7 +18,7 @@ from hpctrain.world import World
 
 
 @dataclass(frozen=True)
-class Plan:
+class FitPlan:
     """The plan of one call of fit: the samples, and the periods in steps."""
 
     train: Samples
@@ -48,7 +48,7 @@ class Tasks:
     """The tasks of this worker, read ahead; see `hpctrain.engines.Work`. A context manager."""
 
     def __init__(
-        self, world: World, engine: Engine, plan: Plan, journal: Journal, request: StopRequest
+        self, world: World, engine: Engine, plan: FitPlan, journal: Journal, request: StopRequest
     ):
         self._world, self._engine, self._plan = world, engine, plan
         self._journal, self._request = journal, request

@@ -32,7 +32,7 @@ from hpctrain.training.exit_status import summary_on_exit
 from hpctrain.training.journal import Journal
 from hpctrain.training.loop import Loop, evaluate
 from hpctrain.training.recipe import CheckpointOptions, NotFinite, Recipe, most_skipped
-from hpctrain.training.tasks import Plan
+from hpctrain.training.tasks import FitPlan
 from hpctrain.watch.trace import TraceOptions
 from hpctrain.world import World
 
@@ -135,7 +135,7 @@ class Trainer:
             journal = Journal(
                 self.world, self.engine, sampler, total, run, recipe, self.rate, trace
             )
-            plan = Plan(
+            plan = FitPlan(
                 train,
                 evaluate,
                 sampler,

@@ -105,15 +105,15 @@ def test_a_planted_error_is_seen(wrong):
 def test_each_operation_sees_a_wrong_element(operation):
     collective = COLLECTIVES[operation]
     case = Case(0, 2, 10, np.dtype("float64"), "sum")
-    result = np.concatenate([p.wanted[: p.stop - p.start] for p in collective.after(case)])
+    result = np.concatenate([p.expected[: p.stop - p.start] for p in collective.output(case)])
     if operation == "all-gather":  # its second part begins within the block
-        result[5:] = collective.after(case)[1].wanted[5:10]
-    assert collective.right(result, case)
+        result[5:] = collective.output(case)[1].expected[5:10]
+    assert collective.is_correct(result, case)
     for place in range(result.size):
         wrong = result.copy()
         wrong[place] += 1e-6
-        assert not collective.right(wrong, case)
-    assert not collective.right(result[:-1], case)
+        assert not collective.is_correct(wrong, case)
+    assert not collective.is_correct(result[:-1], case)
 
 
 def test_a_result_that_is_one_for_all_is_checked_and_named():

@@ -11,7 +11,7 @@ from machines import infiniband
 from ranks import on_ranks, run_on
 
 from hpctrain.bench import p2p, p2p_gpu
-from hpctrain.bench.rank_pair import Ends
+from hpctrain.bench.rank_pair import RankPair
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core.errors import UsageError
 from hpctrain.hardware import nics
@@ -42,13 +42,13 @@ def test_other_ranks():
 
 def test_a_message_that_goes_wrong_is_seen():
     def body(world):
-        ends, x = Ends(world.link, 0, 1), np.zeros(100, np.uint8)
+        ends, x = RankPair(world.link, 0, 1), np.zeros(100, np.uint8)
 
         def damaged():
             p2p._window(ends, x, 2)()
             x[world.rank * 50] ^= world.rank
 
-        return p2p._right(world, ends, x, damaged)
+        return p2p._is_correct(world, ends, x, damaged)
 
     assert run_on("threads", 2, body) == [False, False]
 

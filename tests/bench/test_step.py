@@ -136,12 +136,12 @@ CANNOT = {
 @pytest.mark.parametrize("what", CANNOT)
 def test_what_rivals_cannot_train_is_said(what):
     name, sets, word = CANNOT[what]
-    assert word in timing.why_not(recipe.load(name, sets))
+    assert word in timing.refusal(recipe.load(name, sets))
 
 
 def test_the_recipe_of_the_comparison_has_ten_million_parameters():
     spec = recipe.load(str(COMPARED))
-    assert timing.why_not(spec) is None
+    assert timing.refusal(spec) is None
     assert sum(a * b + b for a, b in pairwise(spec.model.widths)) == 10_020_874
 
 

@@ -144,7 +144,7 @@ def test_a_table_made_on_a_busy_machine_says_so(noisy, tmp_path, monkeypatch, ca
     run_on(
         "threads", 2, lambda world: tune_command.run(world, tune_command.check("8B", 3, out, None))
     )
-    told = "noisy: repeats lay 41% of their median apart (quartiles), expected at most 25%"
+    told = "noisy: the quartiles of repeats differ by 41% of the median, expected at most 25%"
     assert (f"hpctrain: tune: {told}" in capsys.readouterr().err) == (noisy is not None)
     assert json.loads(out.read_text())["noisy"] == noisy
     tune_command.show(out, 2, None)

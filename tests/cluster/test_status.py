@@ -129,7 +129,7 @@ def test_a_controller_that_is_away_is_asked_once_and_told_of_once(said):
     text, code = told()
     assert code == 1
     assert len(Path("asked").read_text().split()) == AWAY[said]
-    assert f"17, 18, 19: scontrol does not tell of jobs: {said}" in text
+    assert f"17, 18, 19: scontrol does not show jobs: {said}" in text
     assert text.count("scontrol") == 1
     assert [row["state"] for row in rows()] == ["NO ANSWER"] * 3
 

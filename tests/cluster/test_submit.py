@@ -102,7 +102,7 @@ def test_status_outlives_a_controller_that_is_away(commands, monkeypatch):
     commands("scontrol", f"{away}; echo '{JOB.format(17, 'COMPLETED', 'None')}'")
     shown = told("status", "a")
     assert "NO ANSWER" in shown
-    assert "17: scontrol does not tell of jobs: Unable to contact" in shown
+    assert "17: scontrol does not show jobs: Unable to contact" in shown
     Path("asked").unlink()
     monkeypatch.setattr(status.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(status, "LATE_S", 0.0)
@@ -252,7 +252,7 @@ def told(*words: str) -> str:
 # words -> what the error says
 REFUSED = {
     "--nodes 4 --ranks 10": "--ranks 10 cannot be shared out evenly among --nodes 4",
-    "--ranks 4 --tasks-per-node 4": "say the same",
+    "--ranks 4 --tasks-per-node 4": "exclude each other",
     "--sizes 1,two": "--sizes 1,two: expected numbers of nodes",
     "--nodes 2 --servers 1 --engine gossip": "--engine gossip has no servers",
     "--nodes 2 --engine ps-sync --set engine.servers=2": "needs at least 3 ranks, but 2",

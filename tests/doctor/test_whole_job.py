@@ -182,7 +182,7 @@ def test_a_slow_link_is_named(hpctrain, tmp_path):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--recipe", "digits"], "--recipe is of a whole job: add --job"),
+        (["--recipe", "digits"], "--recipe applies to a whole job: add --job"),
         (["--job", "--device", "tpu"], "--device"),
         (["--job", "--json", "/none/x"], "cannot be written"),
     ],

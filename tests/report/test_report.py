@@ -146,7 +146,7 @@ HISTOGRAMS = [
 
 @pytest.mark.parametrize(("written", "expected"), HISTOGRAMS)
 def test_staleness_by_row(written, expected):
-    found = record.Record("a", [{"staleness_histogram": one} for one in written]).staleness()
+    found = record.RunRecord("a", [{"staleness_histogram": one} for one in written]).staleness()
     np.testing.assert_array_equal(found, expected)
 
 
@@ -275,7 +275,7 @@ def test_ticks_are_ranks(case):
     size, workers, ticks, label = RANKS[case]
     times = {"compute_s": [0.5] * size, "wait_s": [0.1] * size, "wire_s": [0.2] * size}
     told = {} if workers is None else {"world_size": size, "workers": workers}
-    figure = plots._ranks(record.Record("a", [row(10, ranks=times)], told))
+    figure = plots._ranks(record.RunRecord("a", [row(10, ranks=times)], told))
     (axes,) = figure.axes
     figure.canvas.draw()
     shown = [tick.get_text() for tick in axes.get_xticklabels()]
@@ -286,7 +286,7 @@ def test_ticks_are_ranks(case):
 
 def test_a_rank_alone_has_no_wire():
     times = {"compute_s": [0.5], "wait_s": [0.0], "wire_s": [0.0]}
-    figure = plots._ranks(record.Record("a", [row(10, ranks=times)]))
+    figure = plots._ranks(record.RunRecord("a", [row(10, ranks=times)]))
     assert plots.WIRE not in figure.axes[0].get_legend_handles_labels()[1]
 
 
@@ -295,7 +295,7 @@ def test_the_rate_is_a_curve_by_step():
     rate = CosineOptions(warm_up_epochs=1).build(0.1, 10, 40)
     rates = [rate_curve(rate, first, first + 19, lambda step: step - 1) for first in (1, 21)]
     rows = [row(20 * n, rate=one[-1][1], rates=one) for n, one in enumerate(rates, 1)]
-    (line,) = plots._rate(record.Record("a", rows)).axes[0].get_lines()
+    (line,) = plots._rate(record.RunRecord("a", rows)).axes[0].get_lines()
     steps, drawn = line.get_data()
     assert len(steps) == 34 and steps[0] == 1 and steps[-1] == 40
     np.testing.assert_allclose(drawn, [rate(int(step) - 1) for step in steps], rtol=1e-5)
@@ -312,7 +312,7 @@ def test_the_curve_of_a_short_interval_has_each_step_once():
 
 def test_rates_known_at_the_ends_of_rows_alone_are_points():
     rows = [row(10, rate=0.1), row(20, rate=0.05)]
-    (line,) = plots._rate(record.Record("a", rows)).axes[0].get_lines()
+    (line,) = plots._rate(record.RunRecord("a", rows)).axes[0].get_lines()
     assert (line.get_linestyle(), line.get_marker()) == ("None", "o")
-    (line,) = plots._rate(record.Record("a", ROWS)).axes[0].get_lines()  # a constant rate
+    (line,) = plots._rate(record.RunRecord("a", ROWS)).axes[0].get_lines()  # a constant rate
     assert line.get_linestyle() == "-"

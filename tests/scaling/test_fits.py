@@ -11,18 +11,18 @@ import pytest
 from hpctrain.bench.prediction import predict
 from hpctrain.cost_model.loggp import Cluster
 from hpctrain.scaling import laws
-from hpctrain.scaling.collect import Trial
+from hpctrain.scaling.collect import TrialResult
 from hpctrain.scaling.confidence import estimate, quantile
 from hpctrain.scaling.forecast import (
     GUESS,
     MESSAGES,
     WIRE_TIMES,
     StepTimes,
-    fitted,
+    fit_model,
     replay,
     schedule_of,
 )
-from hpctrain.scaling.results import Measured
+from hpctrain.scaling.results import SizeTrials
 from hpctrain.scaling.world_sizes import Size
 
 ONE, TWO = math.tan(0.475 * math.pi), 0.95 * math.sqrt(2 / (1 - 0.95**2))
@@ -64,8 +64,8 @@ def test_intervals_hold_the_truth_as_often_as_they_say(count):
 
 
 def trials_of(size, rates):
-    some = {i: Trial(rate, 1.0, 1.0, 0.0, 0.0, None, ()) for i, rate in enumerate(rates)}
-    return Measured(Size(size), some, 1.0)
+    some = {i: TrialResult(rate, 1.0, 1.0, 0.0, 0.0, None, ()) for i, rate in enumerate(rates)}
+    return SizeTrials(Size(size), some, 1.0)
 
 
 def test_the_interval_of_an_efficiency_knows_that_the_base_was_measured_too():
@@ -136,7 +136,7 @@ def test_four_hosts_from_two_on_a_known_machine(mode, buckets, algorithm, measur
         step_on(Size(n, n), 20e-3 / n + 2e-3 if strong else 22e-3, buckets, algorithm)
         for n in (1, 2, 4, 8)
     ]
-    model = fitted(seen[:2], NBYTES, strong, None, WIRE if measured else None)
+    model = fit_model(seen[:2], NBYTES, strong, None, WIRE if measured else None)
     for one in seen[2:]:
         error = model.forecast(one.size).step_s / one.step_s - 1
         assert abs(error) < (0.02 if measured else 0.15)
@@ -150,7 +150,7 @@ def ring_by_formula(ranks):
 
 
 def test_eight_and_sixteen_hosts_by_the_published_cost_of_a_ring():
-    model = fitted([ring_by_formula(n) for n in (1, 2, 4)], NBYTES, False, None, None)
+    model = fit_model([ring_by_formula(n) for n in (1, 2, 4)], NBYTES, False, None, None)
     for seen in map(ring_by_formula, (8, 16)):
         assert model.forecast(seen.size).step_s == pytest.approx(seen.step_s, rel=0.03)
 
@@ -170,7 +170,7 @@ def test_predictions_stay_above_nothing_and_begin_where_measurements_end(compute
         StepTimes(Size(n), own + wait_s * (n > 1), own, 0.02 * (n > 1), wait_s * (n > 1), "ring")
         for n, own in zip((1, 2, 4), compute, strict=True)
     ]
-    model = fitted(seen, NBYTES, True, WIRE, None)
+    model = fit_model(seen, NBYTES, True, WIRE, None)
     assert model.forecast(Size(4)).step_s == pytest.approx(seen[-1].step_s, rel=1e-9)
     beyond = [model.forecast(Size(n)) for n in (8, 16, 32, 64)]
     assert all(min(one.compute_s, one.step_s) > 0 and one.wait_s >= 0 for one in beyond)
@@ -178,7 +178,7 @@ def test_predictions_stay_above_nothing_and_begin_where_measurements_end(compute
 
 
 def test_hosts_that_share_cores_compute_as_much_slower():
-    model = fitted([step_on(Size(n, n), 20e-3, 0) for n in (1, 2)], NBYTES, False, None, WIRE)
+    model = fit_model([step_on(Size(n, n), 20e-3, 0) for n in (1, 2)], NBYTES, False, None, WIRE)
     alone, shared = model.forecast(Size(4, 4)), model.forecast(Size(4, 4), share=2.0)
     assert shared.compute_s == pytest.approx(2 * alone.compute_s)
     assert shared.step_s - alone.step_s == pytest.approx(20e-3, rel=0.01)
@@ -186,7 +186,7 @@ def test_hosts_that_share_cores_compute_as_much_slower():
 
 def test_wires_are_told_by_the_times_of_two_sizes():
     seen = [step_on(Size(n, n), 20e-3, 0) for n in (2, 4, 8)]
-    model = fitted(seen, NBYTES, False, None, None)
+    model = fit_model(seen, NBYTES, False, None, None)
     assert model.beta_s == pytest.approx(8e-9, rel=0.05)
     assert (model.origin, model.ranks) == (WIRE_TIMES, (2, 4, 8))
 
@@ -204,7 +204,7 @@ TESTED = {
 @pytest.mark.parametrize("case", TESTED, ids=str)
 def test_a_model_with_as_many_sizes_as_unknowns_is_untested(case):
     seen = [step_on(Size(n, n), 20e-3, 0) for n in (2, 4, 8)[: case[0]]]
-    model = fitted(seen, NBYTES, False, None, WIRE if case[1] else None)
+    model = fit_model(seen, NBYTES, False, None, WIRE if case[1] else None)
     assert (model.origin, model.tested) == TESTED[case]
 
 
@@ -218,7 +218,7 @@ def noisy(one, rng):
 def test_wires_and_forecasts_of_noisy_steps(wire, off):
     rng, exact = np.random.default_rng(3), [step_on(Size(n, n), 20e-3, 0) for n in (1, 2, 4, 8)]
     for _ in range(5):
-        model = fitted([noisy(one, rng) for one in exact[:3]], NBYTES, False, None, wire)
+        model = fit_model([noisy(one, rng) for one in exact[:3]], NBYTES, False, None, wire)
         assert model.beta_s == pytest.approx(8e-9, rel=off)
         forecast = model.forecast(exact[3].size)
         assert forecast.step_s == pytest.approx(exact[3].step_s, rel=0.05)
@@ -226,7 +226,7 @@ def test_wires_and_forecasts_of_noisy_steps(wire, off):
 
 
 def test_one_rank_alone_tells_nothing_of_others():
-    assert fitted([step_on(Size(1), 20e-3, 0)], NBYTES, True, None, None) is None
+    assert fit_model([step_on(Size(1), 20e-3, 0)], NBYTES, True, None, None) is None
 
 
 NAMED = {"auto (ring, native)": "ring", "auto (direct-shared)": "direct", "tree": "tree",

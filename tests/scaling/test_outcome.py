@@ -26,12 +26,12 @@ from hpctrain.commands.scale import scale
 from hpctrain.core.errors import UsageError
 from hpctrain.run_files import run_folder
 from hpctrain.scaling import collect, command, laws
-from hpctrain.scaling.collect import Gap, Trial
+from hpctrain.scaling.collect import Gap, TrialResult
 from hpctrain.scaling.output import plots, study_files, tables
-from hpctrain.scaling.output.live_view import Teller
+from hpctrain.scaling.output.live_view import LiveView
 from hpctrain.scaling.output.page import page
 from hpctrain.scaling.results import evaluate
-from hpctrain.scaling.study import Folder, claimed
+from hpctrain.scaling.study import StudyFolder, claim
 from hpctrain.scaling.trial_recipe import Timing
 from hpctrain.scaling.trials import local_runner
 from hpctrain.scaling.trials import runner as trial_runner
@@ -62,7 +62,7 @@ def trials(of, times, gaps=()):
         found[size] = [
             Gap(f"why {repeat}")
             if (size.ranks, repeat) in gaps
-            else Trial(batch / t.step_s, **vars(t), hosts=("a",))
+            else TrialResult(batch / t.step_s, **vars(t), hosts=("a",))
             for repeat, t in enumerate(each)
         ]  # fmt: skip
     return found
@@ -163,10 +163,10 @@ def test_gaps_are_named_and_the_rest_is_drawn():
 def test_what_few_sizes_and_repeats_cannot_tell_is_said():
     two = study((1, 2), repeats=1)
     said = tables.facts(evaluate(two, trials(two, amdahl)))
-    assert "no interval can be told of one repeat" in said["trials"]
+    assert "one repeat has no interval" in said["trials"]
     assert said["Amdahl's law"] == (
-        "serial fraction 20.0%; the speed-up stays below 5; two sizes are no test of it: a third "
-        "would be"
+        "serial fraction 20.0%; the speed-up stays below 5; two sizes do not test it: a third "
+        "one would"
     )
     assert said["alpha-beta model"].endswith("2 ranks, which meet any such model: one more size "
                                              "would test it")  # fmt: skip
@@ -287,28 +287,28 @@ def conducted(folder, of, monkeypatch, times=amdahl, failing=()):
     """Run a study whose trials take no time; return what was called, in order."""
     calls = []
     monkeypatch.setattr(local_runner, "run", runner(times, calls, failing))
-    with Teller(of) as teller:
-        list(trial_runner.trials(folder, of, SPEC, teller))
+    with LiveView(of) as view:
+        list(trial_runner.trials(folder, of, SPEC, view))
     return calls
 
 
 def test_sizes_take_turns_and_nothing_runs_twice(tmp_path, monkeypatch):
-    of, folder = study(), Folder(tmp_path)
+    of, folder = study(), StudyFolder(tmp_path)
     calls = conducted(folder, of, monkeypatch)
     assert calls == [(repeat, ranks) for repeat in range(3) for ranks in (1, 2, 4)]
     assert conducted(folder, of, monkeypatch) == []
     (folder.trial(Size(2), 1) / run_folder.SUMMARY).unlink()
     assert conducted(folder, of, monkeypatch) == [(1, 2)]
     assert conducted(folder, replace(of, repeats=4), monkeypatch) == [(3, n) for n in (1, 2, 4)]
-    found = command.collected(folder, of)
+    found = command.collect_result(folder, of)
     assert found.serial.mean == pytest.approx(SERIAL)
 
 
 def test_a_size_that_fails_is_left_at_that(tmp_path, monkeypatch):
-    of, folder = study(), Folder(tmp_path)
+    of, folder = study(), StudyFolder(tmp_path)
     calls = conducted(folder, of, monkeypatch, failing=(2,))
     assert calls == [(0, 1), (0, 2), (0, 4), (1, 1), (1, 4), (2, 1), (2, 4)]
-    found = command.collected(folder, of)
+    found = command.collect_result(folder, of)
     assert [row["reason"] for row in found.of("gap")] == ["no such thing on this size"]
     again = conducted(folder, of, monkeypatch)  # what was wrong may be mended by then
     assert again == [(0, 2), (1, 2), (2, 2)]
@@ -320,8 +320,8 @@ def test_a_pilot_tells_how_many_steps_to_time(step_s, steps, tmp_path, monkeypat
     times = lambda ranks, repeat: Times(step_s / ranks, step_s / ranks / 2)  # noqa: E731
     monkeypatch.setattr(local_runner, "run", runner(times, calls))
     of = study(steps=None)
-    with Teller(of) as teller:
-        found = trial_runner.piloted(Folder(tmp_path), of, SPEC, teller)
+    with LiveView(of) as view:
+        found = trial_runner.run_pilots(StudyFolder(tmp_path), of, SPEC, view)
     assert (found.steps, calls) == (steps, [("pilot", 1), ("pilot", 4)])
 
 
@@ -394,7 +394,7 @@ def test_what_there_is_is_drawn_where_trials_are_stopped(tmp_path, monkeypatch, 
 
     with pytest.raises((KeyboardInterrupt, Abort)):
         called(monkeypatch, tmp_path / "s", times=amdahl_or_stop)
-    assert f"what there is lies in {tmp_path / 's'}" in caplog.text
+    assert f"results so far are in {tmp_path / 's'}" in caplog.text
     rows = list(csv.DictReader((tmp_path / "s/scaling.csv").read_text().splitlines()))
     assert [(row["kind"], row["repeats"]) for row in rows[:2]] == [
         ("measured", "2"),
@@ -418,8 +418,8 @@ def test_the_exit_code_tells_of_gaps(tmp_path, monkeypatch):
 
 def test_who_calls_while_another_works_sees_how_things_stand(tmp_path, monkeypatch, capsys):
     assert called(monkeypatch, tmp_path / "s", "--repeats", "1")[0] == 0
-    shutil.rmtree(Folder(tmp_path / "s").trial(Size(2), 0))
-    with claimed(tmp_path / "s"), pytest.raises(UsageError, match="is being written by process"):
+    shutil.rmtree(StudyFolder(tmp_path / "s").trial(Size(2), 0))
+    with claim(tmp_path / "s"), pytest.raises(UsageError, match="is being written by process"):
         called(monkeypatch, tmp_path / "s", "--repeats", "1")
     said = " ".join(capsys.readouterr().err.split())
     assert "│ 1 │ measured │ 1 of 1 │ - │ 12,800 │ 100.0% │" in said
@@ -447,7 +447,7 @@ def test_an_interval_beyond_its_mean_is_not_drawn_and_said():
     found = noisy()
     for row in found.of("measured"):
         assert row["samples_per_s_ci95"] > row["samples_per_s"]
-        assert tables.within(row, "samples_per_s", ",.0f").endswith(" ± ?")
+        assert tables.with_interval(row, "samples_per_s", ",.0f").endswith(" ± ?")
         assert "repeats differ by more" in "; ".join(tables.remarks(row))
         values, half = row["samples_per_s"], plots._spread([row], "samples_per_s")
         assert [*half[0], *half[1]] == [values, values]
@@ -455,7 +455,7 @@ def test_an_interval_beyond_its_mean_is_not_drawn_and_said():
     low, high = plots._spread([steady], "samples_per_s")
     assert low < steady["samples_per_s"] < high
     assert "± ?" not in "; ".join(
-        [tables.within(steady, "samples_per_s", "g"), *tables.remarks(steady)]
+        [tables.with_interval(steady, "samples_per_s", "g"), *tables.remarks(steady)]
     )
 
 

@@ -206,15 +206,15 @@ def test_ranks_do_not_start_studies(monkeypatch):
 
 
 def test_a_study_comes_back_from_its_file(tmp_path):
-    with studies.claimed(tmp_path / "study") as folder:
-        assert folder.stored() is None
+    with studies.claim(tmp_path / "study") as folder:
+        assert folder.load() is None
         folder.save(study())
-        assert folder.stored() == study()
+        assert folder.load() == study()
 
 
 def test_a_study_may_grow(tmp_path):
     asked = study(sizes=(2, 8), repeats=2, steps=None)
-    grown = studies.joined(asked, study(), tmp_path)
+    grown = studies.merge(asked, study(), tmp_path)
     assert [size.ranks for size in grown.sizes] == [1, 2, 4, 8]
     assert (grown.repeats, grown.steps) == (3, 100)
 
@@ -231,23 +231,23 @@ OTHER = {
 def test_another_study_is_refused(what, tmp_path):
     changed, said = OTHER[what]
     with pytest.raises(UsageError, match=f"holds another study: {said}"):
-        studies.joined(replace(study(), **changed), study(), tmp_path)
+        studies.merge(replace(study(), **changed), study(), tmp_path)
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("")
     with (
         pytest.raises(UsageError, match=r"in use, and by no study: it holds thesis\.tex"),
-        studies.claimed(tmp_path),
+        studies.claim(tmp_path),
     ):
         pass
 
 
 def test_one_process_at_a_time(tmp_path):
     with (
-        studies.claimed(tmp_path / "study"),
+        studies.claim(tmp_path / "study"),
         pytest.raises(UsageError, match="is being written by process"),
-        studies.claimed(tmp_path / "study"),
+        studies.claim(tmp_path / "study"),
     ):
         pass
 

@@ -17,8 +17,8 @@ from hpctrain.cluster.slurm.submit import JobState
 from hpctrain.core import progress
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.scaling import collect
-from hpctrain.scaling.output.live_view import Teller
-from hpctrain.scaling.study import Folder
+from hpctrain.scaling.output.live_view import LiveView
+from hpctrain.scaling.study import StudyFolder
 from hpctrain.scaling.trial_recipe import Timing
 from hpctrain.scaling.trials import runner, slurm_runner
 from hpctrain.scaling.world_sizes import Size
@@ -68,8 +68,8 @@ class MadeUp:
 
 def run(folder, of):
     missing = runner.missing(folder, of)
-    with Teller(of) as teller:
-        return list(slurm_runner.trials(folder, of, SPEC, missing, teller))
+    with LiveView(of) as view:
+        return list(slurm_runner.trials(folder, of, SPEC, missing, view))
 
 
 def of_nodes(*nodes, **changes):
@@ -78,14 +78,14 @@ def of_nodes(*nodes, **changes):
 
 
 def test_a_job_for_each_size_and_repeat(tmp_path, monkeypatch):
-    made, of, folder = MadeUp(monkeypatch), of_nodes(1, 2), Folder(tmp_path)
-    assert all(isinstance(one, collect.Trial) for one in run(folder, of))
+    made, of, folder = MadeUp(monkeypatch), of_nodes(1, 2), StudyFolder(tmp_path)
+    assert all(isinstance(one, collect.TrialResult) for one in run(folder, of))
     assert [size for size, _, _ in made.jobs] == [1, 2, 1, 2]
     assert run(folder, of) == []  # all is there
 
 
 def test_jobs_under_way_are_found_again(tmp_path, monkeypatch, caplog):
-    made, of, folder = MadeUp(monkeypatch), of_nodes(1), Folder(tmp_path)
+    made, of, folder = MadeUp(monkeypatch), of_nodes(1), StudyFolder(tmp_path)
 
     def stop(seconds):
         raise KeyboardInterrupt
@@ -96,12 +96,12 @@ def test_jobs_under_way_are_found_again(tmp_path, monkeypatch, caplog):
     assert len(made.jobs) == 2
     assert "the same command collects them, and `scancel 1 2` ends them" in caplog.text
     monkeypatch.setattr(slurm_runner.time, "sleep", lambda seconds: None)
-    assert all(isinstance(one, collect.Trial) for one in run(folder, of))
+    assert all(isinstance(one, collect.TrialResult) for one in run(folder, of))
     assert len(made.jobs) == 2  # none was submitted twice
 
 
 def test_a_job_whose_id_never_came_back_is_found_by_its_name(tmp_path, monkeypatch):
-    made, of, folder = MadeUp(monkeypatch), replace(of_nodes(1), repeats=1), Folder(tmp_path)
+    made, of, folder = MadeUp(monkeypatch), replace(of_nodes(1), repeats=1), StudyFolder(tmp_path)
 
     def killed(text, kept):
         made.submit(text, kept)
@@ -113,7 +113,7 @@ def test_a_job_whose_id_never_came_back_is_found_by_its_name(tmp_path, monkeypat
         run(folder, of)
     asked = []
     monkeypatch.setattr(slurm_runner.submit, "jobs_named", lambda name: asked.append(name) or [1])
-    assert all(isinstance(one, collect.Trial) for one in run(folder, of))
+    assert all(isinstance(one, collect.TrialResult) for one in run(folder, of))
     assert len(made.jobs) == 1  # `killed` was not called again
     assert re.fullmatch(r"scale-digits-1-0-[0-9a-f]{8}", *asked)
 
@@ -128,7 +128,7 @@ def ctrl_c():
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_a_ctrl_c_waits_until_the_id_of_a_job_is_kept(tmp_path, monkeypatch):
-    made, of, folder = MadeUp(monkeypatch), of_nodes(1), Folder(tmp_path)
+    made, of, folder = MadeUp(monkeypatch), of_nodes(1), StudyFolder(tmp_path)
 
     def pressed(text, kept):
         signal.raise_signal(signal.SIGINT)
@@ -147,24 +147,24 @@ def test_a_ctrl_c_waits_until_the_id_of_a_job_is_kept(tmp_path, monkeypatch):
 
 def test_what_slurm_refuses_or_loses_is_a_gap(tmp_path, monkeypatch):
     MadeUp(monkeypatch, refused=(4,), lost=(2,), silent=(8,))
-    of, folder = of_nodes(1, 2, 4, 8), Folder(tmp_path)
+    of, folder = of_nodes(1, 2, 4, 8), StudyFolder(tmp_path)
     run(folder, of)
     found = {size.ranks: runner.trial(folder, of, 0, size) for size in of.sizes}
-    assert isinstance(found[1], collect.Trial)
+    assert isinstance(found[1], collect.TrialResult)
     assert found[2].reason == "Slurm's job 2 is NODE_FAIL"
     assert found[4].reason == "sbatch refuses the job: Too many nodes line 3"
     assert found[8].reason == "sbatch has not answered within 120 s"
 
 
 def test_a_job_that_will_not_start_as_it_is_is_a_gap(tmp_path, monkeypatch):
-    made, of, folder = MadeUp(monkeypatch), of_nodes(1, 8), Folder(tmp_path)
+    made, of, folder = MadeUp(monkeypatch), of_nodes(1, 8), StudyFolder(tmp_path)
     never = lambda job: [JobState(str(job), "PENDING", "PartitionNodeLimit")]  # noqa: E731
     monkeypatch.setattr(
         slurm_runner.submit, "from_slurm", lambda job: never(job) if job % 2 == 0 else made.ask(job)
     )
     for _ in range(2):  # called again, it is waited for no longer, and not given to Slurm anew
         run(folder, of)
-        assert isinstance(runner.trial(folder, of, 0, Size(1, 1)), collect.Trial)
+        assert isinstance(runner.trial(folder, of, 0, Size(1, 1)), collect.TrialResult)
         assert runner.trial(folder, of, 0, Size(8, 8)).reason == (
             "Slurm's job 2 is PENDING (PartitionNodeLimit: the partition has not, or does not "
             "give, so many nodes); `scancel 2` ends it"
@@ -173,7 +173,7 @@ def test_a_job_that_will_not_start_as_it_is_is_a_gap(tmp_path, monkeypatch):
 
 
 def test_who_waits_in_a_log_reads_why_jobs_do_not_start(tmp_path, monkeypatch, caplog):
-    made, of, folder = MadeUp(monkeypatch), of_nodes(1), Folder(tmp_path)
+    made, of, folder = MadeUp(monkeypatch), of_nodes(1), StudyFolder(tmp_path)
     polls = {}
 
     def held(job):

@@ -26,22 +26,22 @@ Words = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Answer:
+class Prediction:
     """Predicted rows, their machine, and that machine in words."""
 
     rows: list[dict[str, Any]]
     machine: Cluster
-    said: str
+    machine_text: str
 
 
-def answer(words: Words) -> Answer:
+def run(words: Words) -> Prediction:
     """Return the predictions for the options `words`; raise UsageError."""
     for option in ("ranks_per_node", "cards"):
         if words[option] < 1:
             name = option.replace("_", "-")
             raise UsageError(f"--{name}: expected 1 or more, seen {words[option]}")
     per_node = words["ranks_per_node"]
-    layouts = [predict.Layout(ranks, per_node) for ranks in units.ranks(words["ranks"])]
+    layouts = [predict.RankLayout(ranks, per_node) for ranks in units.ranks(words["ranks"])]
     names, lengths = (
         predict.chosen(words["algorithms"], layouts),
         message_sizes.parse(words["sizes"]),
@@ -49,16 +49,16 @@ def answer(words: Words) -> Answer:
     measurements = measurement_files.read(words["measured"]) if words["measured"] else None
     machine = _machine(words, measurements)
     step = _step(words) if words["step"] else None
-    rows = list(predict.compared(measurements, machine)) if measurements else []
+    rows = list(predict.compare(measurements, machine)) if measurements else []
     rows += predict.allreduce_rows(machine, layouts, names, lengths)
     if step:
         rows += predict.step_rows(machine, layouts, names, step, words["mode"])
-    return Answer(rows, machine, _machine_text(machine, per_node))
+    return Prediction(rows, machine, _machine_text(machine, per_node))
 
 
-def _machine(words: Words, measurements: measurement_files.Measured | None) -> Cluster:
+def _machine(words: Words, measurements: measurement_files.Measurements | None) -> Cluster:
     """Return the machine: flags override measurements, and measurements override defaults."""
-    fitted = measurements or measurement_files.Measured([], 1)
+    fitted = measurements or measurement_files.Measurements([], 1)
     inside = _wire(words, "node_", fitted.inside, (NODE_LINK, NODE_LATENCY))
     between = _wire(words, "", fitted.between, (LINK, LATENCY))
     per_node, bandwidth = words["ranks_per_node"], words["memory_bandwidth"]

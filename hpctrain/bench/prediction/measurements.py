@@ -26,7 +26,7 @@ Positive = Annotated[int, pydantic.Field(gt=0, le=1 << 60)]
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """The median seconds of an operation by bytes and ranks."""
 
     operation: str
@@ -37,10 +37,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurements:
     """Rows of one job on `hosts`; wires and seconds per byte added, where they could be fitted."""
 
-    rows: Sequence[Row]
+    rows: Sequence[Measurement]
     hosts: int
     inside: Wire | None = None
     between: Wire | None = None
@@ -55,13 +55,13 @@ class _Machine:
 @dataclass(frozen=True)
 class _Bench:
     machine: _Machine
-    rows: list[Row]
+    rows: list[Measurement]
 
 
 _READER = pydantic.TypeAdapter(_Bench)
 
 
-def read(path: Path) -> Measured:
+def read(path: Path) -> Measurements:
     """Return the measurements in file `path`; raise UsageError if damaged or of another version."""
     try:
         text = files.read_text(path, table.LIMIT_BYTES)
@@ -72,7 +72,7 @@ def read(path: Path) -> Measured:
     return read_as(path, text.encode())
 
 
-def _from_table(path: Path, text: bytes) -> Measured:
+def _from_table(path: Path, text: bytes) -> Measurements:
     try:
         tuning_table = table.parsed(text)
     except table.Unfit as error:
@@ -85,16 +85,16 @@ def _from_table(path: Path, text: bytes) -> Measured:
         )
     ranks, hosts = map(int, layout.groups())
     rows = [
-        Row("allreduce", row.algorithm, row.bytes, ranks, row.seconds)
+        Measurement("allreduce", row.algorithm, row.bytes, ranks, row.seconds)
         for row in tuning_table.rows
         if row.in_memory
     ]
     machine = tuning_table.node or tuning_table.across
     gamma = machine.gamma if machine else None
-    return Measured(rows, hosts, _wire(tuning_table.node), _wire(tuning_table.across), gamma)
+    return Measurements(rows, hosts, _wire(tuning_table.node), _wire(tuning_table.across), gamma)
 
 
-def _from_bench(path: Path, text: bytes) -> Measured:
+def _from_bench(path: Path, text: bytes) -> Measurements:
     try:
         bench = _READER.validate_json(text)
     except pydantic.ValidationError as error:
@@ -110,26 +110,26 @@ def _from_bench(path: Path, text: bytes) -> Measured:
     wire = _of_messages(rows) or _wire(machine)
     gamma = machine.gamma if machine else None
     if hosts == 1:
-        return Measured(rows, hosts, inside=wire, gamma=gamma)
-    return Measured(rows, hosts, between=wire, gamma=gamma)
+        return Measurements(rows, hosts, inside=wire, gamma=gamma)
+    return Measurements(rows, hosts, between=wire, gamma=gamma)
 
 
 def _wire(machine: cost.Machine | None) -> Wire | None:
     return alike(machine).inside if machine else None
 
 
-def _of_messages(rows: Sequence[Row]) -> Wire | None:
+def _of_messages(rows: Sequence[Measurement]) -> Wire | None:
     """Return the wire measured by `hpctrain bench p2p`, between two hosts if there are two."""
-    one_way, there_and_back = (
+    one_way, ping_pong = (
         [(row.bytes, row.median_s) for row in rows if row.algorithm == way]
         for way in ("one-way", "ping-pong")
     )
-    if len(one_way) < 2 or not there_and_back:
+    if len(one_way) < 2 or not ping_pong:
         return None
-    return fit.wire(one_way, there_and_back, one_way, min(there_and_back)[1] / 4)
+    return fit.wire(one_way, ping_pong, one_way, min(ping_pong)[1] / 4)
 
 
-def _fitted(rows: Sequence[Row]) -> cost.Machine | None:
+def _fitted(rows: Sequence[Measurement]) -> cost.Machine | None:
     """Return the machine fitted to the times of our algorithms; None if there are too few."""
     timings = [
         (cost.ALLREDUCE[row.algorithm](row.bytes, row.ranks), row.median_s)

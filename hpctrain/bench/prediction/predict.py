@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain import config
-from hpctrain.bench.prediction.measurements import Measured
+from hpctrain.bench.prediction.measurements import Measurements
 from hpctrain.core.errors import UsageError
 from hpctrain.cost_model.loggp import Clocks, Cluster, Wire
 from hpctrain.cost_model.message_schedules import SCHEDULES
@@ -29,7 +29,7 @@ ADDING = 3  # bytes of memory per byte added: two are read, one is written
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """Ranks, filled into nodes in order."""
 
     ranks: int
@@ -60,7 +60,7 @@ def cluster(inside: Wire, between: Wire, memory: float, per_node: int, cards: in
     return Cluster(inside, between, ADDING * per_node / memory, 1 / memory, cards)
 
 
-def chosen(names: str | None, layouts: Sequence[Layout]) -> list[str]:
+def chosen(names: str | None, layouts: Sequence[RankLayout]) -> list[str]:
     """Return the algorithms listed in `names`, by default all that fit at least one layout.
 
     Raises UsageError with the nearest name, or where an algorithm fits no layout.
@@ -73,14 +73,14 @@ def chosen(names: str | None, layouts: Sequence[Layout]) -> list[str]:
     return [name for name in listed if any(fits(name, layout) for layout in layouts)]
 
 
-def fits(name: str, layout: Layout) -> bool:
+def fits(name: str, layout: RankLayout) -> bool:
     """Return whether `name` applies to `layout`: direct in one node, hierarchical across nodes."""
     if name == "direct":
         return layout.count == 1 and layout.ranks > 1
     return name != "hierarchical" or (layout.count > 1 and layout.per_node > 1)
 
 
-def seconds(name: str, nbytes: int, machine: Cluster, layout: Layout) -> float:
+def seconds(name: str, nbytes: int, machine: Cluster, layout: RankLayout) -> float:
     """Return the seconds of an all-reduce until the last rank has finished."""
     clocks = Clocks(machine, layout.nodes)
     SCHEDULES[name](clocks, nbytes)
@@ -88,7 +88,7 @@ def seconds(name: str, nbytes: int, machine: Cluster, layout: Layout) -> float:
 
 
 def allreduce_rows(
-    machine: Cluster, layouts: Sequence[Layout], algorithms: Sequence[str], sizes: Sequence[int]
+    machine: Cluster, layouts: Sequence[RankLayout], algorithms: Sequence[str], sizes: Sequence[int]
 ) -> Iterator[Row]:
     """Yield a row per layout, size and applicable algorithm."""
     for layout in layouts:
@@ -99,7 +99,7 @@ def allreduce_rows(
                     yield allreduce_row(name, nbytes, layout, duration)
 
 
-def allreduce_row(name: str, nbytes: int, layout: Layout, duration: float) -> Row:
+def allreduce_row(name: str, nbytes: int, layout: RankLayout, duration: float) -> Row:
     """Return one row; busbw as nccl-tests defines it, in GB/s."""
     algbw = nbytes / duration / 1e9 if duration else None
     return {
@@ -116,7 +116,11 @@ def allreduce_row(name: str, nbytes: int, layout: Layout, duration: float) -> Ro
 
 
 def step_rows(
-    machine: Cluster, layouts: Sequence[Layout], algorithms: Sequence[str], step: Step, mode: str
+    machine: Cluster,
+    layouts: Sequence[RankLayout],
+    algorithms: Sequence[str],
+    step: Step,
+    mode: str,
 ) -> Iterator[Row]:
     """Yield a row per layout and algorithm; `mode` is weak (as many samples per rank) or strong."""
     for layout in layouts:
@@ -144,10 +148,10 @@ def step_rows(
                 }
 
 
-def compared(measurements: Measured, machine: Cluster) -> Iterator[Row]:
+def compare(measurements: Measurements, machine: Cluster) -> Iterator[Row]:
     """Yield rows of measured all-reduces with the model's prediction and its error."""
     for row in measurements.rows:
-        layout, name = Layout(row.ranks, -(-row.ranks // measurements.hosts)), row.algorithm
+        layout, name = RankLayout(row.ranks, -(-row.ranks // measurements.hosts)), row.algorithm
         if row.operation == "allreduce" and name in SCHEDULES and fits(name, layout):
             duration = seconds(name, row.bytes, machine, layout)
             yield allreduce_row(name, row.bytes, layout, duration) | {

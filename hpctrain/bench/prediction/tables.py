@@ -23,7 +23,7 @@ def time(seconds: float) -> str:
 def tables(rows: Sequence[Row]) -> Iterator[tuple[str, Table]]:
     """Yield titles and tables: measurements beside their predictions, then predictions."""
     if measured := [row for row in rows if row["kind"] == "measured"]:
-        yield "measured, and what the model says of it", _measured(measured)
+        yield "measured, and the model's prediction", _measured(measured)
     predictions = [row for row in rows if row["kind"] == "predicted"]
     reduces, steps = (
         [row for row in predictions if row["operation"] == operation]

@@ -20,7 +20,7 @@ TIMEOUT_S = 60.0
 
 
 #: (samples, labels) -> the summed loss of this rank's share, after one step of training.
-Step = Callable[[np.ndarray, np.ndarray], float]
+StepFunction = Callable[[np.ndarray, np.ndarray], float]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Rival(Protocol):
     def awake(self) -> AbstractContextManager[None]:
         """Return the context manager for calls; outside of it the library's threads sleep."""
 
-    def step(self, dense: Dense, alone: bool) -> Step:
+    def step(self, dense: Dense, alone: bool) -> StepFunction:
         """Return a training step of `dense` on all ranks; with `alone`, without communication."""
 
     def close(self) -> None:
@@ -83,8 +83,8 @@ def join(world: World, requested: Iterable[str]) -> tuple[dict[str, Rival], dict
 
 def about(joined: Mapping[str, Rival], skipped: Mapping[str, str]) -> dict[str, str]:
     """Return version and settings of each rival, or the reason for its absence."""
-    left_out = {name: f"skipped: {reason}" for name, reason in skipped.items()}
-    return {name: rival.about for name, rival in joined.items()} | left_out
+    absences = {name: f"skipped: {reason}" for name, reason in skipped.items()}
+    return {name: rival.about for name, rival in joined.items()} | absences
 
 
 def _rival_class(world: World, name: str) -> tuple[Callable[[World], Rival] | None, str]:

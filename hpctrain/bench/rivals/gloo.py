@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.bench.rivals import TIMEOUT_S, Dense, Step
+from hpctrain.bench.rivals import TIMEOUT_S, Dense, StepFunction
 from hpctrain.bench.rivals.training import stepper
 from hpctrain.transport.placement.core_binding import unbound
 from hpctrain.world import World
@@ -31,15 +31,15 @@ class Gloo:
         limit = timedelta(seconds=TIMEOUT_S)
         host = "127.0.0.1" if len(set(world.hosts)) == 1 else socket.getfqdn()
         with unbound():  # Gloo's threads
-            self._meet(world, host, limit)
+            self._join(world, host, limit)
         self.about = f"torch {torch.__version__}, Gloo, 1 thread, unbound"
 
-    def _meet(self, world: World, host: str, limit: timedelta) -> None:
-        store, meet = None, partial(dist.TCPStore, world_size=world.size, timeout=limit)
+    def _join(self, world: World, host: str, limit: timedelta) -> None:
+        store, make_store = None, partial(dist.TCPStore, world_size=world.size, timeout=limit)
         if world.rank == 0:
-            store = meet(host, 0, is_master=True, wait_for_workers=False)
+            store = make_store(host, 0, is_master=True, wait_for_workers=False)
         place = world.gather(f"{host} {store.port}" if store else "")[0].split()
-        store = store or meet(place[0], int(place[1]), is_master=False)
+        store = store or make_store(place[0], int(place[1]), is_master=False)
         dist.init_process_group(
             "gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit
         )
@@ -52,11 +52,11 @@ class Gloo:
         """Return a call on `x`'s own memory."""
         tensor = torch.from_numpy(x)
         if operation == "allreduce":
-            return _silently(dist.all_reduce, tensor, OPERATIONS[op])
+            return _without_result(dist.all_reduce, tensor, OPERATIONS[op])
         if operation == "broadcast":
-            return _silently(dist.broadcast, tensor, 0)
+            return _without_result(dist.broadcast, tensor, 0)
         parts = list(tensor.chunk(dist.get_world_size()))
-        return _silently(dist.all_gather, parts, parts[dist.get_rank()])
+        return _without_result(dist.all_gather, parts, parts[dist.get_rank()])
 
     def awake(self) -> AbstractContextManager[None]:
         """Return a context manager that unbinds this thread from the core that Gloo's own need.
@@ -65,9 +65,9 @@ class Gloo:
         """
         return unbound()
 
-    def step(self, dense: Dense, alone: bool) -> Step:
+    def step(self, dense: Dense, alone: bool) -> StepFunction:
         """Return a step of DistributedDataParallel, which reduces while backward goes on."""
-        return stepper(dense, _as_it_is if alone else _distributed)
+        return stepper(dense, _unchanged if alone else _distributed)
 
     def close(self) -> None:
         """Leave the process group."""
@@ -79,11 +79,11 @@ def _distributed(network: Any, optimizer: Any) -> tuple[Any, Any]:
     return DistributedDataParallel(network, gradient_as_bucket_view=True), optimizer
 
 
-def _as_it_is(network: Any, optimizer: Any) -> tuple[Any, Any]:
+def _unchanged(network: Any, optimizer: Any) -> tuple[Any, Any]:
     return network, optimizer
 
 
-def _silently(function: Callable[..., Any], *arguments: Any) -> Callable[[], None]:
+def _without_result(function: Callable[..., Any], *arguments: Any) -> Callable[[], None]:
     """Return a call that returns nothing: the result is in place."""
 
     def call() -> None:

@@ -12,7 +12,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from hpctrain.bench.rivals import Dense, Step
+from hpctrain.bench.rivals import Dense, StepFunction
 from hpctrain.bench.rivals.training import stepper
 from hpctrain.world import World
 
@@ -58,18 +58,18 @@ class Horovod:
         finally:
             hvd.shutdown()
 
-    def step(self, dense: Dense, alone: bool) -> Step:
+    def step(self, dense: Dense, alone: bool) -> StepFunction:
         """Return a step of DistributedOptimizer, which reduces while backward goes on."""
-        return stepper(dense, _as_it_is if alone else _distributed)
+        return stepper(dense, _unchanged if alone else _distributed)
 
     def close(self) -> None:
         """Do nothing: Horovod is stopped outside of `awake`."""
 
 
 def _distributed(network: Any, optimizer: Any) -> tuple[Any, Any]:
-    named = network.named_parameters()
-    return network, hvd.DistributedOptimizer(optimizer, named_parameters=named)
+    parameters = network.named_parameters()
+    return network, hvd.DistributedOptimizer(optimizer, named_parameters=parameters)
 
 
-def _as_it_is(network: Any, optimizer: Any) -> tuple[Any, Any]:
+def _unchanged(network: Any, optimizer: Any) -> tuple[Any, Any]:
     return network, optimizer

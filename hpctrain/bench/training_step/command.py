@@ -11,7 +11,7 @@ import threadpoolctl
 
 from hpctrain import config
 from hpctrain.bench import output, rivals
-from hpctrain.bench.collectives import listed, must_draw, rounds_of
+from hpctrain.bench.collectives import must_draw, rounds_of, split_words
 from hpctrain.bench.training_step import timing
 from hpctrain.core.errors import UsageError
 from hpctrain.training import recipe, runs
@@ -28,10 +28,10 @@ TIMED = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class Options:
     """Options of the command line, validated."""
 
-    plan: timing.Plan
+    plan: timing.StepPlan
     rivals: tuple[str, ...]
     json: Path | None
     plot: Path | None
@@ -47,42 +47,42 @@ def check(
     warm_up: int,
     json: Path | None,
     plot: Path | None,
-) -> Asked:
+) -> Options:
     """Return the validated options; raise UsageError with the expected and the nearest value."""
     spec = recipe.load(name, sets)
-    names = list(listed(algorithms))
+    names = list(split_words(algorithms))
     for algorithm in names:
         config.pick(dict.fromkeys((*NAMES, timing.SHARED)), algorithm, "algorithm")
     if not set(names) - {timing.NULL}:
         raise UsageError("--algorithms: expected one that communicates, seen none")
     must_draw(plot)
-    plan = timing.Plan(
+    plan = timing.StepPlan(
         spec,
         [algorithm for algorithm in names if algorithm != timing.NULL],  # which is always measured
         _batches(spec, batches),
         rounds_of("--iterations", iterations, 1),
         rounds_of("--warm-up", warm_up, 0),
     )
-    return Asked(plan, tuple(rivals.names(rivals_text)), json, plot)
+    return Options(plan, tuple(rivals.names(rivals_text)), json, plot)
 
 
-def run(world: World, options: Asked) -> list[timing.Row]:
+def run(world: World, options: Options) -> list[timing.Row]:
     """Measure, show and save the rows, and return them. Collective."""
     plan = options.plan
     output.must_be_writable(world, options.json, options.plot)
     split = world.together(lambda: plan.spec.data.load(plan.spec.run.seed))
     model = world.together(lambda: runs.build_model(plan.spec, split))
     joined, skipped = rivals.join(world, options.rivals)
-    if reason := timing.why_not(plan.spec):
+    if reason := timing.refusal(plan.spec):
         skipped |= dict.fromkeys(joined, reason)
     able = {name: library for name, library in joined.items() if name not in skipped}
     about = rivals.about(able, skipped)
     output.say(world, [f"# {name}: {text}" for name, text in about.items()])
     title = f"a step of {plan.spec.run.name}, {world.size} ranks"
-    teller = output.Teller(world, title, _columns(able), len(plan.batches))
+    printer = output.RowPrinter(world, title, _columns(able), len(plan.batches))
     try:
         with threadpoolctl.threadpool_limits(1, "blas"):
-            rows = teller.show_all(timing.run(world, plan, model, split.train, able))
+            rows = printer.print_groups(timing.run(world, plan, model, split.train, able))
     finally:
         for library in joined.values():
             library.close()
@@ -97,13 +97,13 @@ def _columns(able: Iterable[str]) -> list[output.Column]:
     beside = [(f"x {name}", _ratio_to(name)) for name in able]
     return [
         ("batch", output.number("batch_per_rank", "d")),
-        output.WHO,
+        output.ALGORITHM,
         *output.TIMES[:3],
         ("samples/s", output.number("samples_per_s", ",.0f")),
         ("exposed us", output.microseconds("exposed_s")),
         ("loss", output.number("loss", ".5f")),
         *beside,
-        output.RIGHT,
+        output.CORRECT,
     ]
 
 
@@ -118,7 +118,7 @@ def _batches(spec: Recipe, text: str | None) -> list[int]:
                 "the recipe gives a batch for all ranks together; say --batch-per-rank N"
             )
         return [spec.batch.batch_per_rank]
-    words = list(listed(text))
+    words = list(split_words(text))
     if not words or not all(word.isdigit() and int(word) for word in words):
         raise UsageError(f"--batch-per-rank: expected numbers such as 32,128, seen '{text}'")
     return [int(word) for word in words]

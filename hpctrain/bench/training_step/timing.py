@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain import engines
-from hpctrain.bench.rivals import Dense, Rival, Step
+from hpctrain.bench.rivals import Dense, Rival, StepFunction
 from hpctrain.core.errors import UsageError
 from hpctrain.data import Sampler, Samples, share
 from hpctrain.engines.engine import Flags, Task
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """The contenders, batch sizes and rounds of a measurement."""
 
     spec: Recipe
@@ -49,21 +49,21 @@ class Plan:
 
 
 @dataclass
-class Contender:
+class StepContender:
     """A trainer and its progress; `base` names the same trainer without communication."""
 
-    step: Step
+    step: StepFunction
     shares: Sequence[Batch]
     base: str
     awake: Around = nullcontext  #: context manager around the steps
-    done: int = 0
+    step_count: int = 0
     losses: list[float] = field(default_factory=list)  #: this rank's share of each step's
 
     def __call__(self, steps: int) -> None:
         """Train for `steps` steps."""
         for _ in range(steps):
-            self.losses.append(self.step(*self.shares[self.done % len(self.shares)]))
-            self.done += 1
+            self.losses.append(self.step(*self.shares[self.step_count % len(self.shares)]))
+            self.step_count += 1
 
     @contextmanager
     def warm(self) -> Iterator[None]:
@@ -74,7 +74,7 @@ class Contender:
 
 
 def run(
-    world: World, plan: Plan, model: Model, train: Samples, rivals: Mapping[str, Rival]
+    world: World, plan: StepPlan, model: Model, train: Samples, rivals: Mapping[str, Rival]
 ) -> Iterator[list[Row]]:
     """Yield the rows of each batch size; collective."""
     for batch in plan.batches:
@@ -86,7 +86,7 @@ def run(
             engine.close()
 
 
-def why_not(spec: Recipe) -> str | None:
+def refusal(spec: Recipe) -> str | None:
     """Return the reason why the rivals cannot train `spec`; None if they can."""
     model, optimizer = spec.model, spec.optimizer
     if not isinstance(model, MlpOptions) or model.dropout:
@@ -112,25 +112,25 @@ def _shares(world: World, train: Samples, batch: int, seed: int) -> list[Batch]:
 
 def _contenders(
     world: World,
-    plan: Plan,
+    plan: StepPlan,
     model: Model,
     shares: list[Batch],
     rivals: Mapping[str, Rival],
     own_engines: list[Any],
-) -> dict[str, Contender]:
+) -> dict[str, StepContender]:
     contenders = {}
     for name in dict.fromkeys((*plan.algorithms, NULL)):
         engine = _options(name).build(world, _replica(plan, model), _optimizer(plan.spec))
         own_engines.append(engine)
-        contenders[name] = Contender(_step_of(world, engine, plan.spec.run.seed), shares, NULL)
+        contenders[name] = StepContender(_step_of(world, engine, plan.spec.run.seed), shares, NULL)
     for name, rival in rivals.items():
         dense = _dense(plan, model)
         if TORCH not in contenders:
             alone = rival.step(dense, alone=True)
-            contenders[TORCH] = Contender(alone, shares, TORCH, unbound)
+            contenders[TORCH] = StepContender(alone, shares, TORCH, unbound)
         with rival.awake():
             trainer = rival.step(dense, alone=False)
-        contenders[name] = Contender(trainer, shares, TORCH, rival.awake)
+        contenders[name] = StepContender(trainer, shares, TORCH, rival.awake)
     return contenders
 
 
@@ -140,7 +140,7 @@ def _options(name: str) -> engines.AllReduce:
     return engines.AllReduce(algorithm=name)
 
 
-def _replica(plan: Plan, model: Model) -> ModelReplica:
+def _replica(plan: StepPlan, model: Model) -> ModelReplica:
     return ModelReplica(model, plan.spec.run.seed, np.float32)
 
 
@@ -150,7 +150,7 @@ def _optimizer(spec: Recipe) -> Optimizer:
     return built
 
 
-def _step_of(world: World, engine: Any, seed: int) -> Step:
+def _step_of(world: World, engine: Any, seed: int) -> StepFunction:
     """Return a function that takes one training step with `engine`."""
     numbers = iter(range(1 << 62))
 
@@ -162,7 +162,7 @@ def _step_of(world: World, engine: Any, seed: int) -> Step:
     return step
 
 
-def _dense(plan: Plan, model: Model) -> Dense:
+def _dense(plan: StepPlan, model: Model) -> Dense:
     """Return our initial values and the hyperparameters of SGD, for the rivals."""
     replica, rule = _replica(plan, model), plan.spec.optimizer
     values = list(replica.arena.views(replica.arena.param).values())
@@ -178,7 +178,7 @@ def _dense(plan: Plan, model: Model) -> Dense:
 
 
 def _rows(
-    world: World, plan: Plan, batch: int, model: Model, contenders: Mapping[str, Contender]
+    world: World, plan: StepPlan, batch: int, model: Model, contenders: Mapping[str, StepContender]
 ) -> list[Row]:
     for contender in contenders.values():
         with contender.awake():
@@ -213,7 +213,7 @@ def _rows(
     ]
 
 
-def _times(seconds: Mapping[str, np.ndarray], name: str, contender: Contender) -> Row:
+def _times(seconds: Mapping[str, np.ndarray], name: str, contender: StepContender) -> Row:
     """Return percentiles of a step, its exposed communication, and ratios to other contenders."""
     own, alone = seconds[name], seconds[contender.base]
     names = [other for other in seconds if other not in (name, NULL, TORCH)]
@@ -225,13 +225,13 @@ def _times(seconds: Mapping[str, np.ndarray], name: str, contender: Contender) -
     }
 
 
-def _loss_of(losses: Mapping[str, float], name: str, contender: Contender, first: float) -> Row:
+def _loss_of(losses: Mapping[str, float], name: str, contender: StepContender, first: float) -> Row:
     """Return the loss, and whether it equals ours; null without communication."""
     if name == contender.base:
         return {"loss": None, "correct": isfinite(losses[name])}
     return {"loss": losses[name], "correct": abs(losses[name] / first - 1) <= EQUAL_WITHIN}
 
 
-def _loss(world: World, contender: Contender, batch: int) -> float:
+def _loss(world: World, contender: StepContender, batch: int) -> float:
     """Return the mean loss of the last step over all ranks; collective."""
     return sum(map(float, world.gather(str(contender.losses[-1])))) / (batch * world.size)

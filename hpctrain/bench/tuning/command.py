@@ -32,7 +32,7 @@ TASK = TaskID(0)  #: of the bar
 
 
 @dataclass(frozen=True)
-class Asked:
+class Options:
     """Options of the command line, validated; this needs no MPI."""
 
     device: gpus.Device
@@ -49,7 +49,7 @@ def check(
     out: Path | None,
     plot: Path | None,
     device: str = "cpu",
-) -> Asked:
+) -> Options:
     """Return the validated options; raise UsageError with the expected value.
 
     An explicit number of rounds has no time limit.
@@ -60,12 +60,12 @@ def check(
         raise UsageError(f"--sizes: {message_sizes.EXPECTED}, seen '{sizes_text}'")
     must_draw(plot)
     if rounds is None:
-        return Asked(target, lengths, ROUNDS, LIMIT_S, out, plot)
+        return Options(target, lengths, ROUNDS, LIMIT_S, out, plot)
     minimum = sweep.LEAST_ROUNDS
-    return Asked(target, lengths, rounds_of("--rounds", rounds, minimum), NO_LIMIT_S, out, plot)
+    return Options(target, lengths, rounds_of("--rounds", rounds, minimum), NO_LIMIT_S, out, plot)
 
 
-def run(world: World, options: Asked) -> None:
+def run(world: World, options: Options) -> None:
     """Measure, write the table, show and draw it. Collective; rank 0 writes and prints."""
     if world.size == 1:
         raise UsageError("one rank has nothing to tune; start more: hpctrain launch -n RANKS tune")

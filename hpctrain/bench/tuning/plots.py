@@ -15,11 +15,11 @@ from hpctrain.tuning.table import Table
 
 def draw(table: Table, path: Path) -> None:
     """Write the plot of `table` to `path`, PNG or SVG by its suffix."""
-    by = kinds(table)
-    figure = Figure((6.5 * len(by), 5.2), layout="constrained")
-    all_axes = figure.subplots(1, len(by), sharey=True, squeeze=False)[0]
+    times_by_kind = kinds(table)
+    figure = Figure((6.5 * len(times_by_kind), 5.2), layout="constrained")
+    all_axes = figure.subplots(1, len(times_by_kind), sharey=True, squeeze=False)[0]
     names = list(dict.fromkeys(row.algorithm for row in table.rows))
-    for axes, (kind, times) in zip(all_axes, by.items(), strict=True):
+    for axes, (kind, times) in zip(all_axes, times_by_kind.items(), strict=True):
         _lines(axes, times, names)
         axes_over(axes, list(times), "time of a call", SECONDS)
         axes.label_outer()

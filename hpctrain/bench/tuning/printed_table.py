@@ -45,7 +45,7 @@ def show(table: Table, path: Path) -> None:
 def noise(spread: float) -> str:
     """Return the warning for a table measured on a busy machine."""
     return (
-        f"noisy: repeats lay {spread:.0%} of their median apart (quartiles), expected at most "
+        f"noisy: the quartiles of repeats differ by {spread:.0%} of the median, expected at most "
         f"{choose.NOISY:.0%}: something else kept the machine busy; tune again when it is quiet"
     )
 
@@ -66,16 +66,19 @@ def _table(table: Table) -> rich.table.Table:
 
     MPI's own reduces no arrays of GPUs.
     """
-    result, by, by_mpi = rich.table.Table(), kinds(table), not table.fingerprint.on_gpu
+    result, times_by_kind, by_mpi = rich.table.Table(), kinds(table), not table.fingerprint.on_gpu
     result.add_column("size", justify="right")
-    for kind in by:
+    for kind in times_by_kind:
         result.add_column(f"{heading(table, kind)}: takes")
         result.add_column("us", justify="right")
         if by_mpi:
             result.add_column("x native", justify="right")
-    choices = {kind: thresholds.choices_at(times) for kind, times in by.items()}
+    choices = {kind: thresholds.choices_at(times) for kind, times in times_by_kind.items()}
     for nbytes in sorted({row.bytes for row in table.rows}):
-        words = [_words(by[kind].get(nbytes, {}), choices[kind].get(nbytes, "")) for kind in by]
+        words = [
+            _words(times_by_kind[kind].get(nbytes, {}), choices[kind].get(nbytes, ""))
+            for kind in times_by_kind
+        ]
         result.add_row(shown(nbytes), *(word for three in words for word in three[: 2 + by_mpi]))
     return result
 

@@ -43,7 +43,7 @@ class JobState:
 
 
 class NoAnswerError(HpctrainError):
-    """Slurm's controller has not answered: nothing is known."""
+    """Slurm's controller has not answered: the state of jobs is unknown."""
 
 
 def from_slurm(job: JobId) -> list[JobState]:
@@ -64,11 +64,11 @@ def from_scontrol(job: JobId) -> list[JobState]:
     if "Invalid job id" in process.stderr:
         return []
     kind = NoAnswerError if _NO_CONTACT.search(process.stderr) else HpctrainError
-    raise kind(f"scontrol does not tell of jobs: {process.stderr.strip()}")
+    raise kind(f"scontrol does not show jobs: {process.stderr.strip()}")
 
 
 def reply_was_lost(stderr: str) -> bool:
-    """Return whether `stderr` means that the answer got lost, so the request may have been done."""
+    """Return whether `stderr` means that the reply was lost, so the request may have been done."""
     return _LOST_REPLY.search(stderr) is not None
 
 

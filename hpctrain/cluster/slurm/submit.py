@@ -141,7 +141,7 @@ def _id_in(output: str) -> int:
     """Return the job's id in sbatch's output; some sites add lines of their own."""
     match = re.search(r"^(\d+)(;\S*)?$", output, re.M)
     if match is None:
-        raise HpctrainError(f"sbatch took the script, and has not told the job's id: {output!r}")
+        raise HpctrainError(f"sbatch took the script, but did not return the job's id: {output!r}")
     return int(match[1])
 
 
@@ -176,7 +176,7 @@ def jobs_named(name: str) -> list[int]:
         ["squeue", "--noheader", f"--user={getpass.getuser()}", f"--name={name}", "--format=%A"]
     )
     if process.returncode:
-        raise HpctrainError(f"squeue does not tell of jobs: {process.stderr.strip()}")
+        raise HpctrainError(f"squeue does not list jobs: {process.stderr.strip()}")
     return sorted({int(line) for line in process.stdout.split()})
 
 

@@ -1,10 +1,10 @@
-"""The progress of a study while its trials run: a row per size, drawn or logged line by line.
+"""The progress of a study while its trials run: a row per size, grid or logged line by line.
 
     ranks   state                  job       repeats   step         samples/s   efficiency
         1   measured               17, 19     2 of 2   -               12,674       100.0%
         2   1 running, 1 pending   18, 20     0 of 2   120 of 241           -            -   Resources: ...
 
-Pure functions of the standings of all trials: the runner of trials keeps those, and live_view.py shows
+Pure functions of the statuses of all trials: the runner of trials keeps those, and live_view.py shows
 changes. Samples/s and efficiency are means over the repeats measured so far.
 """  # noqa: E501
 
@@ -19,8 +19,8 @@ from statistics import fmean
 from rich.markup import escape
 from rich.table import Table
 
-from hpctrain.scaling.collect import Gap, Trial
-from hpctrain.scaling.results import Measured, measured
+from hpctrain.scaling.collect import Gap, TrialResult
+from hpctrain.scaling.results import SizeTrials, trials_by_size
 from hpctrain.scaling.study import Key, Study
 from hpctrain.scaling.world_sizes import Size
 
@@ -30,166 +30,170 @@ STYLES = {RUNNING: "bold", MEASURED: "green", FAILED: "red"}
 
 
 @dataclass(frozen=True)
-class Standing:
-    """The standing of a trial; `state` may also be any state of Slurm, in lower case."""
+class TrialStatus:
+    """The status of a trial; `state` may also be any state of Slurm, in lower case."""
 
     state: str = WAITING
     job: int | None = None  #: of Slurm
     step: int | None = None  #: the last in its metrics
     reason: str = ""
-    trial: Trial | None = None
+    trial: TrialResult | None = None
 
     @staticmethod
-    def of(outcome: Trial | Gap, job: int | None = None) -> Standing:
-        """Return the standing of a trial that has ended."""
+    def of(outcome: TrialResult | Gap, job: int | None = None) -> TrialStatus:
+        """Return the status of a trial that has ended."""
         if isinstance(outcome, Gap):
-            return Standing(FAILED, job, reason=outcome.reason)
-        return Standing(MEASURED, job, trial=outcome)
+            return TrialStatus(FAILED, job, reason=outcome.reason)
+        return TrialStatus(MEASURED, job, trial=outcome)
 
 
-Board = Mapping[Key, Standing]
+Statuses = Mapping[Key, TrialStatus]
 
 
 @dataclass(frozen=True)
-class Row:
+class SizeStatus:
     """The state of a size and its means so far."""
 
     size: Size
-    standings: tuple[Standing, ...]  #: by repeat
+    statuses: tuple[TrialStatus, ...]  #: by repeat
     samples_per_s: float | None
     efficiency: float | None
 
     @property
     def state(self) -> str:
         """The states of its trials that are not measured, counted; `measured` if all are."""
-        left = Counter(standing.state for standing in self.standings if standing.state != MEASURED)
-        if len(self.standings) == 1 or not left:
-            return next(iter(left), MEASURED)
-        return ", ".join(f"{count} {state}" for state, count in left.items())
+        open_states = Counter(status.state for status in self.statuses if status.state != MEASURED)
+        if len(self.statuses) == 1 or not open_states:
+            return next(iter(open_states), MEASURED)
+        return ", ".join(f"{count} {state}" for state, count in open_states.items())
 
     @property
     def measured(self) -> int:
         """The number of its trials that are measured."""
-        return sum(standing.state == MEASURED for standing in self.standings)
+        return sum(status.state == MEASURED for status in self.statuses)
 
     @property
     def step(self) -> int | None:
         """The last step of the running trial that is furthest ahead."""
-        steps = [standing.step for standing in self.standings if standing.step is not None]
+        steps = [status.step for status in self.statuses if status.step is not None]
         return max(steps, default=None)
 
 
-def rows(study: Study, board: Board) -> list[Row]:
+def rows(study: Study, statuses: Statuses) -> list[SizeStatus]:
     """Return a row for each size of the study."""
-    by_size = {size: _of(size, board) for size in study.sizes}
+    by_size = {size: _statuses_of(size, statuses) for size in study.sizes}
     outcomes = {
-        size: [standing.trial or Gap(standing.reason) for standing in by_size[size]]
-        for size in by_size
+        size: [status.trial or Gap(status.reason) for status in by_size[size]] for size in by_size
     }
-    points = {point.size: point for point in measured(study, outcomes)}
+    points = {point.size: point for point in trials_by_size(study, outcomes)}
     base = _base(by_size, points)
     return [_row(size, by_size[size], points.get(size), base) for size in by_size]
 
 
-def _of(size: Size, board: Board) -> tuple[Standing, ...]:
-    return tuple(board[key] for key in sorted(board) if key[1] == size)
+def _statuses_of(size: Size, statuses: Statuses) -> tuple[TrialStatus, ...]:
+    return tuple(statuses[key] for key in sorted(statuses) if key[1] == size)
 
 
 def _base(
-    by_size: Mapping[Size, Sequence[Standing]], points: Mapping[Size, Measured]
-) -> Measured | None:
+    by_size: Mapping[Size, Sequence[TrialStatus]], points: Mapping[Size, SizeTrials]
+) -> SizeTrials | None:
     """Return the base size of speed-up and efficiency: None while it may still be measured."""
-    for size, standings in by_size.items():
+    for size, statuses in by_size.items():
         if size in points:
             return points[size]
-        if any(standing.state != FAILED for standing in standings):
+        if any(status.state != FAILED for status in statuses):
             return None
     return None
 
 
 def _row(
-    size: Size, standings: tuple[Standing, ...], point: Measured | None, base: Measured | None
-) -> Row:
+    size: Size, statuses: tuple[TrialStatus, ...], point: SizeTrials | None, base: SizeTrials | None
+) -> SizeStatus:
     rate = None if point is None else point.mean("samples_per_s")
     efficiency = None if point is None or base is None else fmean(point.efficiencies(base))
-    return Row(size, standings, rate, efficiency)
+    return SizeStatus(size, statuses, rate, efficiency)
 
 
-def table(study: Study, board: Board, title: str, note: str = "") -> Table:
+def table(study: Study, statuses: Statuses, title: str, note: str = "") -> Table:
     """Return the table of all sizes, with `note` below it."""
-    drawn = Table(title=escape(title), caption=escape(note), caption_justify="left")
+    grid = Table(title=escape(title), caption=escape(note), caption_justify="left")
     nodes = any(size.nodes > 1 for size in study.sizes)
     for heading in ("ranks", *["nodes"] * nodes):
-        drawn.add_column(heading, justify="right")
-    drawn.add_column("state", min_width=len(MEASURED))
+        grid.add_column(heading, justify="right")
+    grid.add_column("state", min_width=len(MEASURED))
     if study.on == "slurm":
-        drawn.add_column("job", overflow="fold")
-    drawn.add_column("repeats", justify="right")
+        grid.add_column("job", overflow="fold")
+    grid.add_column("repeats", justify="right")
     # As wide as it will get: a table that changes its width is hard to read.
-    drawn.add_column("step", justify="right", min_width=len(_steps(study.timing.total, study)))
+    grid.add_column("step", justify="right", min_width=len(_steps(study.timing.total, study)))
     for heading in ("samples/s", "efficiency"):
-        drawn.add_column(heading, justify="right")
-    drawn.add_column("reason", overflow="fold")
-    for row in rows(study, board):
-        drawn.add_row(*map(escape, _cells(row, study, nodes)), style=STYLES.get(row.state))
-    return drawn
+        grid.add_column(heading, justify="right")
+    grid.add_column("reason", overflow="fold")
+    for row in rows(study, statuses):
+        grid.add_row(*map(escape, _cells(row, study, nodes)), style=STYLES.get(row.state))
+    return grid
 
 
-def _cells(row: Row, study: Study, nodes: bool) -> Iterator[str]:
+def _cells(row: SizeStatus, study: Study, nodes: bool) -> Iterator[str]:
     yield str(row.size.ranks)
     if nodes:
         yield str(row.size.nodes)
     yield row.state
     if study.on == "slurm":
-        yield _jobs(row.standings) or "-"
-    yield f"{row.measured} of {len(row.standings)}"
+        yield _jobs(row.statuses) or "-"
+    yield f"{row.measured} of {len(row.statuses)}"
     yield "-" if row.step is None else _steps(row.step, study)
     yield "-" if row.samples_per_s is None else f"{row.samples_per_s:,.0f}"
     yield "-" if row.efficiency is None else f"{row.efficiency:.1%}"
-    yield "; ".join(dict.fromkeys(standing.reason for standing in row.standings if standing.reason))
+    yield "; ".join(dict.fromkeys(status.reason for status in row.statuses if status.reason))
 
 
 def _steps(step: int, study: Study) -> str:
     return f"{step} of {study.timing.total}"
 
 
-def _jobs(standings: Sequence[Standing]) -> str:
-    return ", ".join(str(standing.job) for standing in standings if standing.job is not None)
+def _jobs(statuses: Sequence[TrialStatus]) -> str:
+    return ", ".join(str(status.job) for status in statuses if status.job is not None)
 
 
-def news(study: Study, before: Board, after: Board) -> Iterator[tuple[int, str]]:
+def change_lines(study: Study, before: Statuses, after: Statuses) -> Iterator[tuple[int, str]]:
     """Yield the log line of each change, with its level; a new step alone is no change.
 
     A trial that ended has a line of its own; others of a size with the same change share one.
     """
     efficiency = {row.size: row.efficiency for row in rows(study, after)}
     alike: dict[tuple[Size, str, str], list[Key]] = {}
-    for key, now in after.items():
-        if now.state in (WAITING, SUBMITTED) or _logged(now) == _logged(
-            before.get(key, Standing())
+    for key, status in after.items():
+        if status.state in (WAITING, SUBMITTED) or _log_key(status) == _log_key(
+            before.get(key, TrialStatus())
         ):
             continue
-        if now.state in (MEASURED, FAILED):
-            yield _ended(study, key, now, efficiency[key[1]])
+        if status.state in (MEASURED, FAILED):
+            yield _end_line(study, key, status, efficiency[key[1]])
         else:
-            alike.setdefault((key[1], now.state, now.reason), []).append(key)
+            alike.setdefault((key[1], status.state, status.reason), []).append(key)
     for (_, state, reason), keys in alike.items():
         jobs = _jobs([after[key] for key in keys])
         words = [state, f"job{'s' * (len(keys) > 1)} {jobs}" * bool(jobs), reason]
-        yield logging.INFO, f"{_named(study, keys)}: {', '.join(filter(None, words))}"
+        yield logging.INFO, f"{_label(study, keys)}: {', '.join(filter(None, words))}"
 
 
-def _logged(standing: Standing) -> tuple[str, int | None, str]:
-    return standing.state, standing.job, standing.reason
+def _log_key(status: TrialStatus) -> tuple[str, int | None, str]:
+    return status.state, status.job, status.reason
 
 
-def _named(study: Study, keys: Sequence[Key]) -> str:
+def _label(study: Study, keys: Sequence[Key]) -> str:
     numbers = ", ".join(str(repeat + 1) for repeat, _ in keys)
     return f"{keys[0][1].text}, repeat{'s' * (len(keys) > 1)} {numbers} of {study.repeats}"
 
 
-def _ended(study: Study, key: Key, now: Standing, efficiency: float | None) -> tuple[int, str]:
-    if now.trial is None:
-        return logging.WARNING, f"{_named(study, [key])}: {now.reason}"
-    so_far = "" if efficiency is None else f", efficiency so far {efficiency:.1%}"
-    return logging.INFO, f"{_named(study, [key])}: {now.trial.samples_per_s:,.0f} samples/s{so_far}"
+def _end_line(
+    study: Study, key: Key, status: TrialStatus, efficiency: float | None
+) -> tuple[int, str]:
+    if status.trial is None:
+        return logging.WARNING, f"{_label(study, [key])}: {status.reason}"
+    average = "" if efficiency is None else f", efficiency so far {efficiency:.1%}"
+    return (
+        logging.INFO,
+        f"{_label(study, [key])}: {status.trial.samples_per_s:,.0f} samples/s{average}",
+    )

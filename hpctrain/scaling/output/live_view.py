@@ -12,25 +12,25 @@ from rich.markup import escape
 
 from hpctrain.core import progress
 from hpctrain.scaling.output import live_table, tables
-from hpctrain.scaling.output.live_table import MEASURED, Standing
+from hpctrain.scaling.output.live_table import MEASURED, TrialStatus
 from hpctrain.scaling.study import Key, Study
 
 log = logging.getLogger(__name__)
 
 
-class Teller:
-    """The progress display of a study; a context manager that holds the standing of each trial."""
+class LiveView:
+    """The progress display of a study; a context manager that holds the status of each trial."""
 
     def __init__(self, study: Study):
         self.study = study
-        self._board: dict[Key, Standing] = dict.fromkeys(study.trials, Standing())
-        self._now, self._began, self._ended = "", 0.0, 0
+        self._statuses: dict[Key, TrialStatus] = dict.fromkeys(study.trials, TrialStatus())
+        self._activity, self._start_s, self._end_count = "", 0.0, 0
         console = progress.console()
         self.drawn = log.isEnabledFor(logging.INFO) and console.is_terminal
         # No thread that draws: it would take a core from the ranks.
         self._live = Live(console=console, auto_refresh=False) if self.drawn else None
 
-    def __enter__(self) -> Teller:
+    def __enter__(self) -> LiveView:
         """Return self; the table appears with the first change."""
         return self
 
@@ -45,31 +45,31 @@ class Teller:
             self._live.transient = kind is None
             self._live.stop()
 
-    def expect(self, study: Study, standings: Mapping[Key, Standing]) -> None:
-        """Take the final study, and the standings of its trials so far."""
-        self.study, self._board, self._began = study, dict(standings), time.monotonic()
+    def set_study(self, study: Study, statuses: Mapping[Key, TrialStatus]) -> None:
+        """Take the final study, and the statuses of its trials so far."""
+        self.study, self._statuses, self._start_s = study, dict(statuses), time.monotonic()
         self._draw()
 
-    def begin(self, activity: str) -> None:
+    def show_activity(self, activity: str) -> None:
         """Show a current activity other than a trial."""
-        self._now = activity
+        self._activity = activity
         if self._live:
             self._draw()
         else:
             log.info(activity)
 
-    def update(self, changed: Mapping[Key, Standing]) -> None:
-        """Show the new standings of some trials; in a log only the changes."""
-        before, self._board = self._board, {**self._board, **changed}
-        self._now = ""
-        self._ended += len(_ended(self._board) - _ended(before))
+    def update(self, changed: Mapping[Key, TrialStatus]) -> None:
+        """Show the new statuses of some trials; in a log only the changes."""
+        before, self._statuses = self._statuses, {**self._statuses, **changed}
+        self._activity = ""
+        self._end_count += len(_final_keys(self._statuses) - _final_keys(before))
         if self._live:
             self._draw()
             return
-        for level, text in live_table.news(self.study, before, self._board):
+        for level, text in live_table.change_lines(self.study, before, self._statuses):
             log.log(level, text)
 
-    def say(self, level: int, text: str) -> None:
+    def log_line(self, level: int, text: str) -> None:
         """Log a line; above the table where there is one."""
         if self._live:
             self._live.console.print(escape(text))
@@ -79,22 +79,20 @@ class Teller:
     def _draw(self) -> None:
         if self._live:
             title = tables.title(self.study)
-            drawn = live_table.table(self.study, self._board, title, self._note())
+            drawn = live_table.table(self.study, self._statuses, title, self._note())
             self._live.start()  # for the first time
             self._live.update(drawn, refresh=True)
 
     def _note(self) -> str:
         """Return the current activity other than a trial; else the time left for trials."""
-        left = len(self._board) - len(_ended(self._board))
-        if self._now or not (left and self._ended) or self.study.on == "slurm":
-            return self._now
-        per_trial = (time.monotonic() - self._began) / self._ended
-        return f"about {max(1, round(per_trial * left / 60))} min left" if left else ""
+        remaining = len(self._statuses) - len(_final_keys(self._statuses))
+        if self._activity or not (remaining and self._end_count) or self.study.on == "slurm":
+            return self._activity
+        per_trial = (time.monotonic() - self._start_s) / self._end_count
+        return f"about {max(1, round(per_trial * remaining / 60))} min left" if remaining else ""
 
 
-def _ended(standings: Mapping[Key, Standing]) -> set[Key]:
+def _final_keys(statuses: Mapping[Key, TrialStatus]) -> set[Key]:
     return {
-        key
-        for key, standing in standings.items()
-        if standing.state in (MEASURED, live_table.FAILED)
+        key for key, status in statuses.items() if status.state in (MEASURED, live_table.FAILED)
     }

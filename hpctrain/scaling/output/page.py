@@ -1,4 +1,4 @@
-"""The report of a study: one HTML file that holds all it shows and asks nothing of the network."""
+"""The report of a study: one HTML file that holds all it shows and needs no network."""
 
 from __future__ import annotations
 

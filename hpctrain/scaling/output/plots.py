@@ -25,7 +25,7 @@ from matplotlib.ticker import (
 )
 
 from hpctrain.report.plots import BLACK, BLUE, GREY, ORANGE, VERMILION
-from hpctrain.scaling.output.tables import GAP, MEASURED, PREDICTED, tells, title
+from hpctrain.scaling.output.tables import GAP, MEASURED, PREDICTED, is_meaningful, title
 from hpctrain.scaling.results import Result, Row
 
 FORMATS = ("png", "svg")
@@ -160,8 +160,8 @@ def _predictions(axes: Axes, result: Result, key: str) -> None:
             + ")"
             + ", band: 95 % interval" * any(row.get(f"{key}_ci95") for row in rows)
         )
-        apart = [r for r in result.of(MEASURED) if r["ranks_per_core"] == 1 and r["ranks"] > 1]
-        line = [*apart[-1:], *rows]
+        own_cores = [r for r in result.of(MEASURED) if r["ranks_per_core"] == 1 and r["ranks"] > 1]
+        line = [*own_cores[-1:], *rows]
         low, high = _spread(line, key)
         axes.fill_between(_at(line, result), low, high, color=VERMILION, alpha=0.15, linewidth=0)
         axes.plot(_at(line, result), _values(line, key), "--", color=VERMILION, marker="D",
@@ -210,8 +210,10 @@ def _at(rows: Sequence[Row], result: Result) -> list[int]:
 def _unit(result: Result) -> str:
     if result.study.by_nodes:
         return f"nodes, {result.study.sizes[0].per_node} ranks on each"
-    apart = all(size.per_node == 1 for size in result.study.sizes) and len(result.study.sizes) > 1
-    return "ranks, each on a node of its own" if apart else "ranks"
+    one_per_node = (
+        all(size.per_node == 1 for size in result.study.sizes) and len(result.study.sizes) > 1
+    )
+    return "ranks, each on a node of its own" if one_per_node else "ranks"
 
 
 def _label(row: Row, result: Result) -> str:
@@ -228,7 +230,7 @@ def _values(rows: Sequence[Row], key: str) -> list[float]:
 def _spread(rows: Sequence[Row], key: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the ends of intervals: the value itself where there is no meaningful interval."""
     values = np.array(_values(rows, key))
-    half = np.array([row[f"{key}_ci95"] if tells(row, key) else 0.0 for row in rows])
+    half = np.array([row[f"{key}_ci95"] if is_meaningful(row, key) else 0.0 for row in rows])
     return values - half, values + half
 
 

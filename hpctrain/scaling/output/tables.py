@@ -14,7 +14,7 @@ from hpctrain.bench.prediction.tables import time
 from hpctrain.cluster.netlab.netlab import bits_of
 from hpctrain.scaling import laws
 from hpctrain.scaling.confidence import Estimate
-from hpctrain.scaling.forecast import Model
+from hpctrain.scaling.forecast import StepModel
 from hpctrain.scaling.results import Result, Row
 from hpctrain.scaling.study import Study
 
@@ -29,14 +29,14 @@ BOUND = 1 - 1e-9  #: serial fractions above are 1
 
 def table(result: Result) -> Table:
     """Return the rows as a table; intervals stand behind their means."""
-    drawn = Table(title=escape(title(result.study)))
+    grid = Table(title=escape(title(result.study)))
     nodes = ["nodes"] * _over_nodes(result)
     for heading in ("ranks", *nodes, *HEADINGS):
-        drawn.add_column(heading, justify="right")
-    drawn.add_column("")
+        grid.add_column(heading, justify="right")
+    grid.add_column("")
     for words in cells(result):
-        drawn.add_row(*map(escape, words))
-    return drawn
+        grid.add_row(*map(escape, words))
+    return grid
 
 
 def cells(result: Result) -> list[list[str]]:
@@ -62,8 +62,8 @@ def title(study: Study) -> str:
 def _numbers(row: Row) -> list[str]:
     if row["kind"] == GAP:
         return ["-"] * len(HEADINGS)
-    rate = within(row, "samples_per_s", ",.0f")
-    ratios = [within(row, "speed_up", ".2f"), within(row, "efficiency", ".1%")]
+    rate = with_interval(row, "samples_per_s", ",.0f")
+    ratios = [with_interval(row, "speed_up", ".2f"), with_interval(row, "efficiency", ".1%")]
     parts = [seconds(row.get(f"{name}_s")) for name in ("compute", "wait", "other", "wire")]
     return [rate, seconds(row["step_s"]), *ratios, *parts]
 
@@ -73,16 +73,18 @@ def seconds(value: float | None) -> str:
     return "-" if value is None else time(value) if value > 1e-9 else "0 us"
 
 
-def within(row: Row, name: str, form: str) -> str:
+def with_interval(row: Row, name: str, form: str) -> str:
     """Return a mean and half its interval, in one unit."""
     half = row.get(f"{name}_ci95")
     mean = format(row[name], form)
     if half is None:
         return mean
-    return f"{mean.rstrip('%')} ± {format(half, form)}" if tells(row, name) else f"{mean} ± ?"
+    return (
+        f"{mean.rstrip('%')} ± {format(half, form)}" if is_meaningful(row, name) else f"{mean} ± ?"
+    )
 
 
-def tells(row: Row, name: str) -> bool:
+def is_meaningful(row: Row, name: str) -> bool:
     """Return whether the interval of a mean is meaningful: no rate and no time is below zero."""
     half = row.get(f"{name}_ci95")
     return half is not None and half < abs(row[name])
@@ -98,7 +100,7 @@ def remarks(row: Row) -> Iterator[str]:
         yield f"{row['repeats_missing']} of its repeats missing: {row['reason']}"
     if row.get("ranks_per_core", 1.0) > 1:
         yield f"oversubscribed: {row['ranks_per_core']:.3g} ranks per core"
-    if row.get("samples_per_s_ci95") is not None and not tells(row, "samples_per_s"):
+    if row.get("samples_per_s_ci95") is not None and not is_meaningful(row, "samples_per_s"):
         yield "± ?: repeats differ by more than they have in common"
     if row["kind"] == MEASURED and row["efficiency"] > MOST:
         yield "above 100 %: noise, or data that fit the caches of more ranks alone"
@@ -112,19 +114,19 @@ def lead(result: Result) -> Iterator[str]:
     measured = result.of(MEASURED)
     for kind, word in ((MEASURED, "Measured"), (GAP, "Not measured"), (PREDICTED, BEYOND)):
         if rows := result.of(kind):
-            yield f"{word}: {listed([row['ranks'] for row in rows])}."
+            yield f"{word}: {rank_list([row['ranks'] for row in rows])}."
     apart = [row for row in measured[1:] if row["ranks_per_core"] == 1]
     for row in apart[-1:]:
-        ratios = [within(row, "speed_up", ".2f"), within(row, "efficiency", ".1%")]
-        than = f"the samples/s of {listed([measured[0]['ranks']])}"
+        ratios = [with_interval(row, "speed_up", ".2f"), with_interval(row, "efficiency", ".1%")]
+        than = f"the samples/s of {rank_list([measured[0]['ranks']])}"
         yield f"{row['ranks']} ranks do {ratios[0]} times {than}: an efficiency of {ratios[1]}."
         if (row["efficiency_ci95"] or 0.0) > WIDE:
-            yield "Repeats differ much: a quieter machine, or more of them, would tell more."
+            yield "Repeats differ much: a quieter machine, or more repeats, would narrow this."
     if measured and result.study.repeats == 1:
-        yield "One repeat: how far another would differ is not known."
+        yield "One repeat: how much another would differ is unknown."
 
 
-def listed(ranks: Sequence[int]) -> str:
+def rank_list(ranks: Sequence[int]) -> str:
     """Return numbers of ranks in words."""
     *head, last = map(str, dict.fromkeys(ranks))
     return f"{', '.join(head)} and {last} ranks" if head else f"{last} rank{'s' * (last != '1')}"
@@ -147,7 +149,7 @@ def _trials_text(study: Study) -> str:
         f"{study.timing.last - study.timing.first} timed steps, of which the median of ten parts"
     )
     if study.repeats == 1:
-        return f"1 repeat of {steps} counts; no interval can be told of one repeat"
+        return f"1 repeat of {steps} counts; one repeat has no interval"
     order = "as Slurm started them" if study.on == "slurm" else "sizes in turn"
     return (
         f"{study.repeats} repeats of {steps} counts, {order}; means over repeats, ± half the "
@@ -156,17 +158,17 @@ def _trials_text(study: Study) -> str:
     )
 
 
-def _model_text(model: Model) -> str:
+def _model_text(model: StepModel) -> str:
     rate = f"{8e-9 / model.beta_s:.3g} Gbit/s" if model.beta_s else "no cost per byte"
     when = f"in {model.buckets} buckets during backward" if model.buckets else "after backward"
     return (
         f"alpha {time(model.alpha_s)}, beta {model.beta_s * 1e9:.3g} ns per byte ({rate}), "
         f"{model.algorithm} of {model.nbytes:,} bytes, {when}; from {model.origin}, scaled to the "
-        f"wire of {listed(model.ranks)}"
+        f"wire of {rank_list(model.ranks)}"
     )
 
 
-def _faster_than_link(model: Model, link: str | None) -> str:
+def _faster_than_link(model: StepModel, link: str | None) -> str:
     """Return a remark on a fitted rate above that of the netlab's links, else ""."""
     if link is None or not model.beta_s or 8 / model.beta_s < MOST * bits_of(link):
         return ""
@@ -181,8 +183,8 @@ def laws_name(law: str) -> str:
 def law_text(result: Result) -> str:
     """Return the fitted law in words, and how well it fits."""
     if result.law_misfit is None:
-        return f"{_serial_text(result)}; two sizes are no test of it: a third would be"
-    ranks = listed(result.law_ranks)
+        return f"{_serial_text(result)}; two sizes do not test it: a third one would"
+    ranks = rank_list(result.law_ranks)
     return f"{_serial_text(result)}; {ranks} miss it by at most {result.law_misfit:.1%}"
 
 

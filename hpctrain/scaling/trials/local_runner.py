@@ -97,7 +97,7 @@ def run(
             preexec_fn=_end_with_parent,
         )
         try:
-            return _awaited(process, limit_s, look)
+            return _wait(process, limit_s, look)
         except subprocess.TimeoutExpired:
             _stop(process)
             print(f"hpctrain: ended after {limit_s:g} s, the limit of a trial", file=out)
@@ -107,9 +107,7 @@ def run(
             raise
 
 
-def _awaited(
-    process: subprocess.Popen[bytes], limit_s: float, look: Callable[[], None] | None
-) -> int:
+def _wait(process: subprocess.Popen[bytes], limit_s: float, look: Callable[[], None] | None) -> int:
     """Return the exit code of `process`; raise TimeoutExpired after `limit_s`."""
     deadline = time.monotonic() + limit_s
     while look is not None and time.monotonic() + LOOK_S < deadline:

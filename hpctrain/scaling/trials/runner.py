@@ -21,10 +21,10 @@ from hpctrain.cluster.slurm import submit
 from hpctrain.core.errors import UsageError
 from hpctrain.cost_model.loggp import Wire
 from hpctrain.scaling import collect, trial_recipe
-from hpctrain.scaling.collect import Gap, Trial
-from hpctrain.scaling.output.live_table import RUNNING, Standing
-from hpctrain.scaling.output.live_view import Teller
-from hpctrain.scaling.study import Folder, Key, Study
+from hpctrain.scaling.collect import Gap, TrialResult
+from hpctrain.scaling.output.live_table import RUNNING, TrialStatus
+from hpctrain.scaling.output.live_view import LiveView
+from hpctrain.scaling.study import Key, Study, StudyFolder
 from hpctrain.scaling.trial_recipe import Timing
 from hpctrain.scaling.trials import local_runner
 from hpctrain.scaling.world_sizes import Size
@@ -35,25 +35,25 @@ TRIAL_S, FEWEST, MOST = 2.0, 20, 3000  #: seconds that are timed per trial; boun
 MESSAGES = "4B,1KiB,16KiB,64KiB,256KiB,1MiB,4MiB"
 
 
-def piloted(folder: Folder, study: Study, spec: Recipe, teller: Teller) -> Study:
+def run_pilots(folder: StudyFolder, study: Study, spec: Recipe, view: LiveView) -> Study:
     """Return the study with its steps: about TRIAL_S on the slower of its two extreme sizes."""
     timing, step_times = Timing.of(PILOT_STEPS), []
     for size in sorted({min(study.sizes), max(study.sizes)}):
-        teller.begin(f"pilot on {size.text}")
+        view.show_activity(f"pilot on {size.text}")
         outcome = _train(folder, study, spec, size, folder.pilot(size), timing)
-        if isinstance(outcome, Trial):
+        if isinstance(outcome, TrialResult):
             step_times.append(outcome.step_s)
-    steps_wanted = TRIAL_S / max(step_times) if step_times else FEWEST
-    steps = round(min(max(steps_wanted, FEWEST), MOST) / 10) * 10
+    step_count = TRIAL_S / max(step_times) if step_times else FEWEST
+    steps = round(min(max(step_count, FEWEST), MOST) / 10) * 10
     return replace(study, steps=steps)
 
 
-def links(folder: Folder, study: Study, teller: Teller) -> None:
+def measure_links(folder: StudyFolder, study: Study, view: LiveView) -> None:
     """Measure single messages in a node, and between nodes: each on the smallest size that can."""
-    for size in linked(study):
+    for size in link_sizes(study):
         at = folder.link(size)
         if not (at / "link.json").exists():
-            teller.begin(f"messages on {size.text}")
+            view.show_activity(f"messages on {size.text}")
             at.mkdir(parents=True, exist_ok=True)
             aside = at / "aside.json"
             arguments = ["bench", "p2p", "--sizes", MESSAGES, "--iterations", "10"]
@@ -62,20 +62,20 @@ def links(folder: Folder, study: Study, teller: Teller) -> None:
                 aside.rename(at / "link.json")
             else:
                 text = f"messages on {size.text} were not measured, see {at / 'link.log'}"
-                teller.say(logging.WARNING, f"{text}: predictions do without")
+                view.log_line(logging.WARNING, f"{text}: predictions do without")
 
 
-def linked(study: Study) -> list[Size]:
+def link_sizes(study: Study) -> list[Size]:
     """Return the sizes on which messages are measured."""
     several = [size for size in study.sizes if size.ranks > 1]
     within = [size for size in several if size.nodes == 1][:1]
     return within + [size for size in several if size.nodes > 1][:1]
 
 
-def wires(folder: Folder, study: Study) -> tuple[Wire | None, Wire | None]:
+def wires(folder: StudyFolder, study: Study) -> tuple[Wire | None, Wire | None]:
     """Return the wires in a node and between nodes, None where they were not measured."""
     wire_of: dict[bool, Wire | None] = {}
-    for size in linked(study):
+    for size in link_sizes(study):
         try:
             cluster = measurements.read(folder.link(size) / "link.json")
         except UsageError:  # not there, or damaged: the model does without
@@ -84,78 +84,82 @@ def wires(folder: Folder, study: Study) -> tuple[Wire | None, Wire | None]:
     return wire_of.get(False), wire_of.get(True)
 
 
-def standings(folder: Folder, study: Study) -> dict[Key, Standing]:
-    """Return the standing of each trial by its files: one that is not measured waits."""
-    return {key: _standing(folder.trial(key[1], key[0]), study) for key in study.trials}
+def statuses(folder: StudyFolder, study: Study) -> dict[Key, TrialStatus]:
+    """Return the status of each trial by its files: one that is not measured waits."""
+    return {key: _status(folder.trial(key[1], key[0]), study) for key in study.trials}
 
 
-def _standing(out: Path, study: Study) -> Standing:
+def _status(out: Path, study: Study) -> TrialStatus:
     outcome, jobs = collect.trial(out, study.timing), submit.jobs_of(collect.job_of(out))
-    return Standing.of(outcome, *jobs[-1:]) if isinstance(outcome, Trial) else Standing()
+    return (
+        TrialStatus.of(outcome, *jobs[-1:]) if isinstance(outcome, TrialResult) else TrialStatus()
+    )
 
 
-def current_standings(folder: Folder, study: Study) -> dict[Key, Standing]:
-    """Return the standing of each trial by its files, for a process that only looks.
+def current_statuses(folder: StudyFolder, study: Study) -> dict[Key, TrialStatus]:
+    """Return the status of each trial by its files, for a process that only looks.
 
     Of the trials begun and not done the latest is running, since they run one after another.
     """
-    result = standings(folder, study)
+    result = statuses(folder, study)
     logs = {key: collect.log_of(folder.trial(key[1], key[0])) for key in missing(folder, study)}
     begun = {key: log.stat().st_mtime_ns for key, log in logs.items() if log.exists()}
     for key in begun:
         out = folder.trial(key[1], key[0])
         running = key == max(begun, key=lambda k: begun[k])
         result[key] = (
-            Standing(RUNNING, step=collect.step(out))
+            TrialStatus(RUNNING, step=collect.last_step(out))
             if running
-            else Standing.of(trial(folder, study, *key))
+            else TrialStatus.of(trial(folder, study, *key))
         )
     return result
 
 
-def missing(folder: Folder, study: Study) -> list[Key]:
+def missing(folder: StudyFolder, study: Study) -> list[Key]:
     """Return each trial that is not done, in the order of the trials."""
-    by_key = standings(folder, study)
-    return [key for key, standing in by_key.items() if standing.trial is None]
+    by_key = statuses(folder, study)
+    return [key for key, status in by_key.items() if status.trial is None]
 
 
-def trial(folder: Folder, study: Study, repeat: int, size: Size) -> Trial | Gap:
+def trial(folder: StudyFolder, study: Study, repeat: int, size: Size) -> TrialResult | Gap:
     """Return the outcome of a trial."""
     return collect.trial(folder.trial(size, repeat), study.timing)
 
 
-def trials(folder: Folder, study: Study, spec: Recipe, teller: Teller) -> Iterator[Trial | Gap]:
+def trials(
+    folder: StudyFolder, study: Study, spec: Recipe, view: LiveView
+) -> Iterator[TrialResult | Gap]:
     """Run the missing trials; yield the outcome of each."""
     failed: set[Size] = set()
     for key in missing(folder, study):
         repeat, size = key
         if size in failed:
-            teller.update({key: Standing.of(Gap("not tried: an earlier repeat failed"))})
+            view.update({key: TrialStatus.of(Gap("not tried: an earlier repeat failed"))})
             continue
         out = folder.trial(size, repeat)
-        teller.update({key: Standing(RUNNING)})
-        look = partial(_look, teller, key, out) if teller.drawn else None
+        view.update({key: TrialStatus(RUNNING)})
+        look = partial(_look, view, key, out) if view.drawn else None
         outcome = _train(folder, study, spec, size, out, study.timing, look)
         if isinstance(outcome, Gap):
             failed.add(size)
-        teller.update({key: Standing.of(outcome)})
+        view.update({key: TrialStatus.of(outcome)})
         yield outcome
 
 
-def _look(teller: Teller, key: Key, out: Path) -> None:
+def _look(view: LiveView, key: Key, out: Path) -> None:
     """Show the current step of a trial."""
-    teller.update({key: Standing(RUNNING, step=collect.step(out))})
+    view.update({key: TrialStatus(RUNNING, step=collect.last_step(out))})
 
 
 def _train(
-    folder: Folder,
+    folder: StudyFolder,
     study: Study,
     spec: Recipe,
     size: Size,
     out: Path,
     timing: Timing,
     look: Callable[[], None] | None = None,
-) -> Trial | Gap:
+) -> TrialResult | Gap:
     """Run one trial into `out`, which is emptied first; its checkpoint is not kept."""
     shutil.rmtree(out, ignore_errors=True)
     out.parent.mkdir(parents=True, exist_ok=True)

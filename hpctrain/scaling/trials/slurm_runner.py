@@ -33,17 +33,17 @@ from hpctrain.cluster.slurm.submit import END_STATES, POLL_S
 from hpctrain.core.errors import HpctrainError
 from hpctrain.run_files import run_folder
 from hpctrain.scaling import collect, trial_recipe
-from hpctrain.scaling.collect import Gap, Trial
-from hpctrain.scaling.output.live_table import RUNNING, SUBMITTED, Standing
-from hpctrain.scaling.output.live_view import Teller
-from hpctrain.scaling.study import Folder, Key, Study
+from hpctrain.scaling.collect import Gap, TrialResult
+from hpctrain.scaling.output.live_table import RUNNING, SUBMITTED, TrialStatus
+from hpctrain.scaling.output.live_view import LiveView
+from hpctrain.scaling.study import Key, Study, StudyFolder
 from hpctrain.scaling.world_sizes import Size
 from hpctrain.training.recipe import Recipe
 
 TIME = "0:30:00"  #: of each job, unless one is asked for
 STEPS = 200  #: timed per trial: a pilot would have to queue for itself
 LIMIT_S = 24 * 3600.0  #: to wait longer, call again
-LEFT = "jobs go on: the same command collects them, and `scancel {jobs}` ends them"
+JOBS_GO_ON = "jobs go on: the same command collects them, and `scancel {jobs}` ends them"
 SHARING = {"exclusive", "oversubscribe"}  #: options of sbatch by which the user decides
 LATE_S = 10.0  #: a shared file system may show the files of a job that has ended so much later
 
@@ -55,11 +55,11 @@ def job_options(words: Mapping[str, Any]) -> dict[str, Any]:
         "time": TIME if words["time"] is None else words["time"],
         "gpus_per_node": words["gpus_per_node"] or 0,
         "cpus_per_task": words["cpus_per_task"],
-        "options": _alone(dict(sbatch.parse_option(text) for text in words["options"])),
+        "options": _exclusive(dict(sbatch.parse_option(text) for text in words["options"])),
     }
 
 
-def _alone(options: dict[str, str]) -> dict[str, str]:
+def _exclusive(options: dict[str, str]) -> dict[str, str]:
     """Ask for nodes that no other job shares, another trial least of all: it would be timed too."""
     return options if SHARING & options.keys() else {**options, "exclusive": ""}
 
@@ -72,31 +72,31 @@ def must_render(study: Study) -> None:
 
 
 def trials(
-    folder: Folder, study: Study, spec: Recipe, missing: list[Key], teller: Teller
-) -> Iterator[Trial | Gap]:
+    folder: StudyFolder, study: Study, spec: Recipe, missing: list[Key], view: LiveView
+) -> Iterator[TrialResult | Gap]:
     """Submit missing trials that are not under way; yield the outcome of each."""
     waiting: dict[Key, int] = {}
     try:
         for key in missing:
             if (job := _job_for(folder, study, spec, key)) is None:
-                yield _outcome(folder, study, key, teller)
+                yield _outcome(folder, study, key, view)
             else:
                 waiting[key] = job
-                teller.update({key: Standing(SUBMITTED, job)})
-        for key in _ended(waiting, folder, teller):
-            yield _outcome(folder, study, key, teller, waiting.pop(key))
+                view.update({key: TrialStatus(SUBMITTED, job)})
+        for key in _await_ends(waiting, folder, view):
+            yield _outcome(folder, study, key, view, waiting.pop(key))
     except KeyboardInterrupt:
         if waiting:
             jobs = " ".join(map(str, waiting.values()))
-            teller.say(logging.WARNING, LEFT.format(jobs=jobs))
+            view.log_line(logging.WARNING, JOBS_GO_ON.format(jobs=jobs))
         raise
 
 
-def _job_for(folder: Folder, study: Study, spec: Recipe, key: Key) -> int | None:
+def _job_for(folder: StudyFolder, study: Study, spec: Recipe, key: Key) -> int | None:
     """Return the job of a trial, a new one if none is under way; None where it is refused."""
     out = folder.trial(key[1], key[0])
     try:
-        return _under_way(study, key, out) or _submitted(folder, study, spec, key, out)
+        return _open_job(study, key, out) or _submit(folder, study, spec, key, out)
     except HpctrainError as error:  # of this size alone, it may be; so is an sbatch too slow
         out.parent.mkdir(parents=True, exist_ok=True)
         collect.log_of(out).write_text(f"hpctrain: {' '.join(str(error).split())}\n")
@@ -104,30 +104,30 @@ def _job_for(folder: Folder, study: Study, spec: Recipe, key: Key) -> int | None
 
 
 def _outcome(
-    folder: Folder, study: Study, key: Key, teller: Teller, job: int | None = None
-) -> Trial | Gap:
+    folder: StudyFolder, study: Study, key: Key, view: LiveView, job: int | None = None
+) -> TrialResult | Gap:
     outcome = collect.trial(folder.trial(key[1], key[0]), study.timing)
-    teller.update({key: Standing.of(outcome, job)})
+    view.update({key: TrialStatus.of(outcome, job)})
     return outcome
 
 
-def standing(out: Path, state: JobState) -> Standing:
-    """Return the standing of a trial from the state of its job."""
+def status(out: Path, state: JobState) -> TrialStatus:
+    """Return the status of a trial from the state of its job."""
     word = state.state.lower()
-    step = collect.step(out) if word == RUNNING else None
+    step = collect.last_step(out) if word == RUNNING else None
     reason = "" if word == RUNNING else explain(state.reason)
-    return Standing(word, int(state.job), step, reason)
+    return TrialStatus(word, int(state.job), step, reason)
 
 
-def current_standings(folder: Folder, study: Study) -> dict[Key, Standing]:
-    """Return the standing of each trial by its files and Slurm, for a process that only looks."""
+def current_statuses(folder: StudyFolder, study: Study) -> dict[Key, TrialStatus]:
+    """Return the status of each trial by its files and Slurm, for a process that only looks."""
     outs = {key: folder.trial(key[1], key[0]) for key in study.trials}
     outcomes = {key: collect.trial(out, study.timing) for key, out in outs.items()}
     jobs = {key: ids[-1] for key, out in outs.items() if (ids := _jobs(out))}
     states = submit.job_states([job for key, job in jobs.items() if isinstance(outcomes[key], Gap)])
     state = {key: states[job][0] for key, job in jobs.items() if job in states}
     return {
-        k: _current_standing(out, outcomes[k], jobs.get(k), state.get(k)) for k, out in outs.items()
+        k: _current_status(out, outcomes[k], jobs.get(k), state.get(k)) for k, out in outs.items()
     }
 
 
@@ -136,16 +136,16 @@ def _jobs(out: Path) -> list[int]:
     return submit.jobs_of(collect.job_of(out))
 
 
-def _current_standing(
-    out: Path, outcome: Trial | Gap, job: int | None, state: JobState | None
-) -> Standing:
+def _current_status(
+    out: Path, outcome: TrialResult | Gap, job: int | None, state: JobState | None
+) -> TrialStatus:
     if state is not None and state.state not in END_STATES:
-        return standing(out, state)
-    begun = isinstance(outcome, Trial) or job is not None or collect.log_of(out).exists()
-    return Standing.of(outcome, job) if begun else Standing()
+        return status(out, state)
+    begun = isinstance(outcome, TrialResult) or job is not None or collect.log_of(out).exists()
+    return TrialStatus.of(outcome, job) if begun else TrialStatus()
 
 
-def _under_way(study: Study, key: Key, out: Path) -> int | None:
+def _open_job(study: Study, key: Key, out: Path) -> int | None:
     """Return the job of the run `out` that has not ended, None if there is none."""
     job_folder = collect.job_of(out)
     ids = submit.jobs_of(job_folder)
@@ -159,7 +159,7 @@ def _under_way(study: Study, key: Key, out: Path) -> int | None:
     )
 
 
-def _submitted(folder: Folder, study: Study, spec: Recipe, key: Key, out: Path) -> int:
+def _submit(folder: StudyFolder, study: Study, spec: Recipe, key: Key, out: Path) -> int:
     """Submit a new job to Slurm; return its id. Files of an earlier one are removed."""
     shutil.rmtree(out, ignore_errors=True)
     shutil.rmtree(collect.job_of(out), ignore_errors=True)
@@ -168,12 +168,12 @@ def _submitted(folder: Folder, study: Study, spec: Recipe, key: Key, out: Path) 
     timed = trial_recipe.trial(spec, study.mode, study.batch, key[1], study.timing)
     file = folder.recipe(key[1], timed.toml()).absolute()
     job = _job(study, key[1], str(file), str(out.absolute()), _name(study, key, out))
-    with _undisturbed():
+    with _defer_interrupt():
         return submit.submit(render(job, _site(study)), collect.job_of(out))
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _defer_interrupt() -> Iterator[None]:
     """Defer Ctrl-C until the id of a job is written down, and keep it from sbatch."""
     pressed: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
@@ -207,31 +207,31 @@ def _site(study: Study) -> Site | None:
     return None if name is None else load_site(name)
 
 
-def _ended(waiting: Mapping[Key, int], folder: Folder, teller: Teller) -> Iterator[Key]:
-    """Yield trials as their jobs end or cannot start; after LIMIT_S all that are left."""
-    left, deadline, pause = dict(waiting), time.monotonic() + LIMIT_S, 0.5
+def _await_ends(waiting: Mapping[Key, int], folder: StudyFolder, view: LiveView) -> Iterator[Key]:
+    """Yield trials as their jobs end or cannot start; after LIMIT_S all the others."""
+    remaining, deadline, pause = dict(waiting), time.monotonic() + LIMIT_S, 0.5
     outs = {key: folder.trial(key[1], key[0]) for key in waiting}
-    while left:
-        states_of = submit.job_states(left.values())
-        states = {key: states_of[job][0] for key, job in left.items()}
+    while remaining:
+        states_of = submit.job_states(remaining.values())
+        states = {key: states_of[job][0] for key, job in remaining.items()}
         over = time.monotonic() > deadline
-        gone = [key for key, state in states.items() if over or _over(state)]
-        teller.update({k: standing(outs[k], states[k]) for k in left if k not in gone})
-        for key in gone:
-            del left[key]
-            _note(outs[key], states[key])
+        final = [key for key, state in states.items() if over or _is_final(state)]
+        view.update({k: status(outs[k], states[k]) for k in remaining if k not in final})
+        for key in final:
+            del remaining[key]
+            _log_end(outs[key], states[key])
             yield key
-        if left:
+        if remaining:
             time.sleep(pause)
             pause = min(1.3 * pause, POLL_S)
 
 
-def _over(state: JobState) -> bool:
+def _is_final(state: JobState) -> bool:
     """Return whether waiting for a job is over: it has ended, or it cannot start as it is."""
     return state.state in END_STATES or (state.state == "PENDING" and is_permanent(state.reason))
 
 
-def _note(out: Path, state: JobState) -> None:
+def _log_end(out: Path, state: JobState) -> None:
     """Write the job's state in Slurm to the log, in case its files hold none; drop checkpoints."""
     deadline = time.monotonic() + LATE_S * (state.state == "COMPLETED")
     while not (out / collect.SUMMARY).exists() and time.monotonic() < deadline:
