@@ -60,7 +60,7 @@ def measured(world: World, nbytes: int, rounds: int) -> list[dict[str, Any]]:
     host.fill(0)  # pages of its own
     line = p2p.WAYS["one-way"]
     calls: dict[str, Callable[[], Any]] = {
-        ends.path: line(ends, x, MESSAGES) for ends in p2p_gpu.ends(world, 0, 1, x)
+        ends.path: line(ends, x, MESSAGES) for ends in p2p_gpu.pairs(world, 0, 1, x)
     }
     wire = world.link_for("between hosts")
     calls["host to host"] = line(RankPair(wire, 0, 1), host, MESSAGES)

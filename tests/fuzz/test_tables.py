@@ -14,7 +14,7 @@ from hpctrain.bench.prediction import measurements
 from hpctrain.collectives import ALLREDUCE
 from hpctrain.core.errors import HpctrainError
 from hpctrain.cost_model.cost import Machine
-from hpctrain.scaling.study import Folder, Study
+from hpctrain.scaling.study import Study, StudyFolder
 from hpctrain.scaling.world_sizes import Size
 from hpctrain.tuning import choose, table
 
@@ -51,7 +51,7 @@ def studies_case(rng: Generator, folder: Path) -> None:
     sizes = tuple(Size(1 << i, 1) for i in range(rng.randint(1, 4)))
     made = Study("a", "strong", "local", None, sizes, 3, {"run": {"steps": 3}}, 128, 4096, {},
                  2, 8, 30)  # fmt: skip
-    home = Folder(folder)
+    home = StudyFolder(folder)
     home.save(made)
     path, kind = folder / "study.json", rng.choice(("whole", "values", "values", "bytes"))
     content = path.read_bytes()

@@ -11,7 +11,7 @@ from ranks import run_on_gpus
 from hpctrain import data, engines, nn, optim
 from hpctrain.core.errors import TrainingError, UsageError
 from hpctrain.gradients import mixed
-from hpctrain.gradients.mixed import MixedReplica, parse_dtype
+from hpctrain.gradients.mixed import MixedReplica, dtype_named
 from hpctrain.gradients.precision import replica_of
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.training.trainer import Trainer
@@ -167,7 +167,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(gpu):
 
 
 def test_parameters_are_rounded_when_they_are_needed(gpu):
-    small, told = MixedReplica(built("mlp"), 3, parse_dtype("bf16"), True), []
+    small, told = MixedReplica(built("mlp"), 3, dtype_named("bf16"), True), []
     small.arena.param[...] = 0
     small.gradient(batch("mlp"), 1.0, KEY._replace(on_need=told.append), nobody)
     assert set(told) == {slot.name for slot in small.arena.slots}
@@ -196,4 +196,4 @@ def test_cores_have_no_such_products(precision):
 def test_bfloat16_that_is_missing_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     with pytest.raises(UsageError, match=r"pip install 'hpctrain\[cuda13x\]'"):
-        parse_dtype("bf16")
+        dtype_named("bf16")
