@@ -58,13 +58,13 @@ def studies_case(rng: Generator, folder: Path) -> None:
     if kind == "values":
         content = json.dumps(mutated_json(json.loads(content), rng)).encode()
     path.write_bytes(mutated(content, rng) if kind == "bytes" else content)
-    found = value_or_refusal(home.stored, path)
+    found = value_or_refusal(home.load, path)
     if isinstance(found, HpctrainError):
         assert kind != "whole", found
         return
     assert kind != "whole" or found == made
     home.save(found)
-    assert repr(home.stored()) == repr(found)  # by repr: a machine may have nan among its facts
+    assert repr(home.load()) == repr(found)  # by repr: a machine may have nan among its facts
     assert len(found.trials) == found.repeats * len(found.sizes)
     assert all(found.share(size) >= 1 for size in found.sizes)
 
