@@ -118,7 +118,11 @@ def _nics(seats: Sequence[RankBinding]) -> list[Check]:
     ]
     if texts:
         observed = f"{_shorten(texts)}: UCX may give all of them the same {UCX_RAILS}"
-        return [Check("NICs", "note", observed, f"export {NIC_VARIABLE}={NEAR}: ranks share the ports out")]
+        return [
+            Check(
+                "NICs", "note", observed, f"export {NIC_VARIABLE}={NEAR}: ranks share the ports out"
+            )
+        ]
     return [Check("NICs", "ok", "those near each rank are in the map")]
 
 
