@@ -15,14 +15,14 @@ from hpctrain.core import launchers
 from hpctrain.core.errors import (
     HpctrainError,
     SaveError,
-    Stopped,
+    StoppedError,
     TrainingError,
     UsageError,
     notes,
 )
 
 #: Errors that all ranks raise together; any other is raised by this rank alone.
-AGREED = (UsageError, TrainingError, SaveError, Stopped)
+AGREED = (UsageError, TrainingError, SaveError, StoppedError)
 INTERRUPTED, BUG = 130, 1
 COMPLETION = "_HPCTRAIN_COMPLETE"  #: set by a shell that asks click for completions
 ANSWERED_BY_RANK_0 = {"--help", "--version"}

@@ -15,7 +15,7 @@ from hpctrain import checkpoint, nn, optim
 from hpctrain.checkpoint import Piece
 from hpctrain.commands.checkpoint import checkpoint as command
 from hpctrain.commands.evaluate import evaluate
-from hpctrain.core.errors import Stopped, UsageError
+from hpctrain.core.errors import StoppedError, UsageError
 from hpctrain.core.signals import StopRequest
 from hpctrain.data import Dataset
 from hpctrain.run_files import run_folder
@@ -142,7 +142,7 @@ def test_a_resumed_run_keeps_the_best_of_the_whole_one(tmp_path, monkeypatch, at
     monkeypatch.setattr(
         StopRequest, "requested", property(lambda s: next(seen) >= 2 * at, lambda s, v: None), False
     )
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedError):
         run_on("threads", 2, lambda w: fit(w, tmp_path / "cut", False))
     monkeypatch.undo()
     stopped = checkpoint.listing(tmp_path / "cut")[-1]

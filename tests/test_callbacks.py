@@ -10,7 +10,7 @@ import pytest
 from ranks import on_ranks, run_on
 
 from hpctrain import data, nn, optim
-from hpctrain.core.errors import HpctrainError, Stopped, UsageError
+from hpctrain.core.errors import HpctrainError, StoppedError, UsageError
 from hpctrain.core.signals import StopRequest
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
@@ -108,7 +108,7 @@ def test_a_resumed_run_stops_early_where_the_whole_one_does(tmp_path, monkeypatc
     monkeypatch.setattr(
         StopRequest, "requested", property(lambda s: next(seen) >= 2 * at, lambda s, v: None), False
     )
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedError):
         run_on("threads", 2, lambda w: fit(w, [stop], tmp_path / "cut", **keys))
     monkeypatch.undo()
     ends = run_on("threads", 2, lambda w: fit(w, [stop], tmp_path / "cut", resume=True, **keys))

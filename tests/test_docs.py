@@ -225,7 +225,7 @@ PACKAGE = ROOT / "hpctrain"
 
 
 def test_the_map_of_rooms_is_the_import_contract():
-    settings = toml.parsed((ROOT / "pyproject.toml").read_text(), "pyproject.toml")
+    settings = toml.parse((ROOT / "pyproject.toml").read_text(), "pyproject.toml")
     layers = settings["tool"]["importlinter"]["contracts"][0]["layers"]
     expected = [
         (str(level), f"`{room.strip(' ()')}`")

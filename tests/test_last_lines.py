@@ -11,7 +11,7 @@ import pytest
 from ranks import run_on
 
 import hpctrain as ht
-from hpctrain.core.errors import Interrupted, Stopped, TrainingError, notes
+from hpctrain.core.errors import StoppedError, TrainingError, UnsavedError, notes
 from hpctrain.core.signals import StopRequest
 from hpctrain.run_files import last_lines
 from hpctrain.world import World
@@ -70,8 +70,9 @@ def fit(world: World, how: str, **given: object) -> None:
 
 # what happens, whether there is a folder; the error, its exit code, what it says, what follows
 ENDINGS = {
-    "stopped": ("stop", True, Stopped, 75, "resume me", "resume: fit(..., out={!r}, resume=True)"),
-    "stopped, nothing saved": ("stop", False, Interrupted, 130, "nothing was saved", None),
+    "stopped": ("stop", True, StoppedError, 75, "resume me",
+                "resume: fit(..., out={!r}, resume=True)"),
+    "stopped, nothing saved": ("stop", False, UnsavedError, 130, "nothing was saved", None),
     "failed": ("diverge", True, TrainingError, 3, "not finite",
         "no checkpoint was written; start again: fit(..., out={!r}, resume=True)"),
 }  # fmt: skip

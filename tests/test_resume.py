@@ -12,7 +12,7 @@ import pytest
 from ranks import on_ranks, run_on
 
 from hpctrain import data
-from hpctrain.core.errors import Stopped, UsageError
+from hpctrain.core.errors import StoppedError, UsageError
 from hpctrain.core.signals import StopRequest
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
@@ -85,7 +85,7 @@ def test_resumed_runs_end_with_the_same_bytes(tmp_path, stops, monkeypatch, size
         try:
             ends = run_on("threads", size, lambda w, again=done > 0: train(w, cut, again, *change))
             break
-        except Stopped:
+        except StoppedError:
             done += 1
         monkeypatch.undo()
     assert done >= 2
@@ -134,7 +134,7 @@ def test_another_number_of_ranks_sees_the_same_batches(tmp_path, sizes, monkeypa
     precise = "run.precision=float64"
     whole = run_on("threads", 1, lambda w: train(w, tmp_path / "whole", False, precise))[0]
     stops(sizes[0] * 30)
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedError):
         run_on("threads", sizes[0], lambda w: train(w, tmp_path / "cut", False, precise))
     monkeypatch.undo()
     ends = run_on("threads", sizes[1], lambda w: train(w, tmp_path / "cut", True, precise))[0]

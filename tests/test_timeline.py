@@ -14,7 +14,7 @@ import pytest
 from ranks import on_ranks, run_on
 
 from hpctrain import data, engines, nn, optim
-from hpctrain.core.errors import Stopped, TrainingError, UsageError
+from hpctrain.core.errors import StoppedError, TrainingError, UsageError
 from hpctrain.core.signals import StopRequest
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs, timeline
@@ -138,7 +138,7 @@ def break_data(monkeypatch):
 #: what is changed, what is then raised, and the steps that were traced
 ENDS = {
     "done": (lambda _: None, [], None, 24),
-    "stopped": (stop, [], Stopped, 1),
+    "stopped": (stop, [], StoppedError, 1),
     "failed on all ranks": (lambda _: None, ["optimizer.rate=1e30"], TrainingError, 2),
     "failed on each by itself": (break_data, [], ZeroDivisionError, 13),
 }
@@ -166,7 +166,7 @@ def test_the_trace_is_whole_however_a_run_ends(tmp_path, monkeypatch, how):
 def test_a_resumed_run_replaces_the_trace(tmp_path, monkeypatch):
     with monkeypatch.context() as asked:
         stop(asked)
-        with pytest.raises(Stopped):
+        with pytest.raises(StoppedError):
             train(tmp_path / "run", 3)
     train(tmp_path / "run", 2, resume=True)
     seen = Traced(tmp_path / "run" / timeline.MERGED)

@@ -95,7 +95,7 @@ raise {0}("as it was to be")
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("error, code", [("Stopped", 75), ("TrainingError", 3)])
+@pytest.mark.parametrize("error, code", [("StoppedError", 75), ("TrainingError", 3)])
 def test_an_error_nobody_catches_gives_a_script_its_exit_code(start, error, code):
     ended = start("-c", ENDS.format(error)).finish()
     assert ended.returncode == code, ended.stderr

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpctrain.checkpoint import format as files
-from hpctrain.checkpoint.format import NAME, Damaged
+from hpctrain.checkpoint.format import NAME, DamagedError
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import FileError
 from hpctrain.core.metrics import METRICS, Metric, goodness
@@ -126,7 +126,7 @@ def _summarized(path: Path, entry: CheckpointName) -> SavedCheckpoint:
     try:
         must_be_folder(path)
         about, fault = files.read_manifest(path).about, ""
-    except (Damaged, UsageError, OSError) as error:
+    except (DamagedError, UsageError, OSError) as error:
         about, fault = None, str(error)
     return SavedCheckpoint(path, entry.step, _size_bytes(path), about, entry.bad, fault)
 

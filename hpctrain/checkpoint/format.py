@@ -81,7 +81,7 @@ class Manifest:
 _MANIFEST = pydantic.TypeAdapter(Manifest)
 
 
-class Damaged(Exception):
+class DamagedError(Exception):
     """The files on the disk differ from those saved."""
 
 
@@ -117,10 +117,10 @@ def write_part(file: Path, pieces: Sequence[Piece]) -> tuple[dict[str, Any], lis
 
 
 def check_part(file: Path, part: PartFile) -> None:
-    """Raise Damaged unless `file` has the size and the hash of `part`."""
+    """Raise DamagedError unless `file` has the size and the hash of `part`."""
     _check_size(file, part)
     if _sha256(file) != part.sha256:
-        raise Damaged(f"{file} was altered: its SHA-256 is not that of the manifest")
+        raise DamagedError(f"{file} was altered: its SHA-256 is not that of the manifest")
 
 
 def _check_size(file: Path, part: PartFile) -> None:
@@ -128,20 +128,20 @@ def _check_size(file: Path, part: PartFile) -> None:
         with files.open_regular(file) as stream:
             actual = os.fstat(stream.fileno()).st_size
     except files.MissingError:
-        raise Damaged(f"{file} is missing") from None
+        raise DamagedError(f"{file} is missing") from None
     if actual != part.size_bytes:
-        raise Damaged(f"{file} has {actual} bytes; expected {part.size_bytes}")
+        raise DamagedError(f"{file} has {actual} bytes; expected {part.size_bytes}")
 
 
 def manifest_of(
     step: int, parts: Sequence[PartFile], spans: Sequence[ArraySpan], about: dict[str, Any]
 ) -> Manifest:
-    """Return the manifest of these parts; raise Damaged if the spans do not make up arrays."""
+    """Return the manifest of these parts; raise DamagedError if the spans do not make up arrays."""
     arrays: dict[str, Flat] = {}
     for span in spans:
         flat = Flat(size=span.size, dtype=cast(Dtype, span.dtype))
         if arrays.setdefault(span.name, flat) != flat:
-            raise Damaged(f"pieces of '{span.name}' are of {arrays[span.name]} and of {flat}")
+            raise DamagedError(f"pieces of '{span.name}' are of {arrays[span.name]} and of {flat}")
     _check_cover(arrays, [span[:3] for span in spans])
     return Manifest(step=step, parts=list(parts), arrays=arrays, about=about)
 
@@ -152,7 +152,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     table["sha256"] = _seal(table)
     data = json.dumps(table, indent=1).encode()
     if len(data) > MANIFEST_BYTES:  # a reader would refuse it
-        raise Damaged(f"its manifest has {len(data)} bytes; expected at most {MANIFEST_BYTES}")
+        raise DamagedError(f"its manifest has {len(data)} bytes; expected at most {MANIFEST_BYTES}")
     write(directory / MANIFEST, data)
     sync(directory)
 
@@ -160,28 +160,28 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest of the checkpoint `path`.
 
-    Raises Damaged if it is missing or altered, UsageError if a newer hpctrain wrote it.
+    Raises DamagedError if it is missing or altered, UsageError if a newer hpctrain wrote it.
     """
     file = path / MANIFEST
     table = _table(file)
     try:
         if table.pop("sha256") != _seal(table):
-            raise Damaged(f"{file} was altered: its own SHA-256 is another")
+            raise DamagedError(f"{file} was altered: its own SHA-256 is another")
         newer = table["format"] > 1
         manifest = None if newer else _MANIFEST.validate_json(json.dumps(table))
     except pydantic.ValidationError as error:
-        raise Damaged(f"{file} cannot be understood: {first_fault(error)}") from None
+        raise DamagedError(f"{file} cannot be understood: {first_fault(error)}") from None
     except _NONSENSE as error:
         fault_text = f"{type(error).__name__}: {brief(str(error))[1:-1]}"
-        raise Damaged(f"{file} cannot be understood: {fault_text}") from None
+        raise DamagedError(f"{file} cannot be understood: {fault_text}") from None
     if manifest is None:
         raise UsageError(f"{path} has format {brief(table['format'])}; install a newer hpctrain")
     named = NAME.fullmatch(path.name)
     if named and int(named[2]) != manifest.step:
-        raise Damaged(f"{file} is that of step {manifest.step}")
+        raise DamagedError(f"{file} is that of step {manifest.step}")
     sizes = {name: flat.size for name, flat in manifest.arrays.items()}
     if fault := fault_of(manifest.about, manifest.step, len(manifest.parts), sizes):
-        raise Damaged(f"{file}: {fault}")
+        raise DamagedError(f"{file}: {fault}")
     return manifest
 
 
@@ -191,17 +191,17 @@ def _table(file: Path) -> dict[str, Any]:
     except files.MissingError:
         if os.path.lexists(file.parent) and not file.parent.exists():
             raise files.FileError(f"{file.parent}: a link to what is not there") from None
-        raise Damaged(f"{file} is missing") from None
+        raise DamagedError(f"{file} is missing") from None
     try:
         return files.as_object(
             files.parsed_json(files.decoded(data, str(file)), str(file)), str(file)
         )
     except files.FileError as error:
-        raise Damaged(f"{file} cannot be understood: {error}") from None
+        raise DamagedError(f"{file} cannot be understood: {error}") from None
 
 
 def read(path: Path, with_arrays: bool) -> tuple[Manifest, dict[str, np.ndarray]]:
-    """Return the manifest and, if `with_arrays`, all arrays; raise Damaged unless all are whole."""
+    """Return the manifest and, if `with_arrays`, all arrays; raise DamagedError if damaged."""
     manifest, spans = read_manifest(path), []
     _check_sizes(path, manifest)  # before memory is allocated for arrays
     arrays = {
@@ -213,7 +213,7 @@ def read(path: Path, with_arrays: bool) -> tuple[Manifest, dict[str, np.ndarray]
         for name, offset, array in _pieces(file):
             flat, end = manifest.arrays.get(name), offset + len(array)
             if flat is None or array.dtype != flat.dtype or not 0 <= offset <= end <= flat.size:
-                raise Damaged(f"{file}: piece '{name}@{offset}' does not fit {flat}")
+                raise DamagedError(f"{file}: piece '{name}@{offset}' does not fit {flat}")
             spans.append((name, offset, len(array)))
             if with_arrays:
                 arrays[name][offset:end] = array
@@ -222,14 +222,14 @@ def read(path: Path, with_arrays: bool) -> tuple[Manifest, dict[str, np.ndarray]
 
 
 def _check_sizes(path: Path, manifest: Manifest) -> None:
-    """Raise Damaged unless the parts have their sizes, and could hold the arrays."""
+    """Raise DamagedError unless the parts have their sizes, and could hold the arrays."""
     for rank, part in enumerate(manifest.parts):
         _check_size(path / part_name(rank), part)
     parts_bytes = sum(part.size_bytes for part in manifest.parts)
     for name, flat in manifest.arrays.items():
         if flat.size * np.dtype(flat.dtype).itemsize > parts_bytes + files.MIB:
             claim = f"{flat.size} numbers of {brief(name)} in {parts_bytes} bytes of parts"
-            raise Damaged(f"{path / MANIFEST}: seen {claim}")
+            raise DamagedError(f"{path / MANIFEST}: seen {claim}")
 
 
 def write(file: Path, data: bytes) -> None:
@@ -270,11 +270,11 @@ def _check_cover(arrays: Mapping[str, Flat], spans: Iterable[tuple[str, int, int
     for name, offset, length in sorted(spans):
         if length and offset != reached[name]:
             kind = "overlap" if offset < reached[name] else "leave a gap"
-            raise Damaged(f"pieces of '{name}' {kind} at element {min(offset, reached[name])}")
+            raise DamagedError(f"pieces of '{name}' {kind} at element {min(offset, reached[name])}")
         reached[name] += length
     for name, flat in arrays.items():
         if reached[name] != flat.size:
-            raise Damaged(f"pieces of '{name}' have {reached[name]} of {flat.size} elements")
+            raise DamagedError(f"pieces of '{name}' have {reached[name]} of {flat.size} elements")
 
 
 def _pieces(file: Path) -> Iterator[tuple[str, int, np.ndarray]]:
@@ -287,7 +287,7 @@ def _pieces(file: Path) -> Iterator[tuple[str, int, np.ndarray]]:
                     raise ValueError(f"'{key}' has shape {array.shape}")
                 yield name, int(offset), array
     except (safetensors.SafetensorError, *_NONSENSE) as error:
-        raise Damaged(f"{file} cannot be understood: {error}") from None
+        raise DamagedError(f"{file} cannot be understood: {error}") from None
 
 
 def _sha256(file: Path) -> str:

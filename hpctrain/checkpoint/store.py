@@ -26,7 +26,7 @@ import numpy as np
 
 from hpctrain.checkpoint import folder
 from hpctrain.checkpoint import format as files
-from hpctrain.checkpoint.format import Damaged, Manifest, Piece
+from hpctrain.checkpoint.format import DamagedError, Manifest, Piece
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core.errors import SaveError, UsageError
 from hpctrain.core.files import FileError
@@ -135,7 +135,7 @@ def read(path: Path) -> Loaded:
     """Return the checkpoint at `path`; raise UsageError if it is damaged, and leave it there."""
     try:
         return _loaded(path, [])
-    except (Damaged, OSError) as error:
+    except (DamagedError, OSError) as error:
         raise UsageError(f"{path} cannot be used: {error}") from None
 
 
@@ -155,7 +155,7 @@ def verify(path: Path) -> str | None:
     try:
         folder.must_be_folder(path)
         files.read(path, with_arrays=False)
-    except (Damaged, UsageError, OSError) as error:
+    except (DamagedError, UsageError, OSError) as error:
         return str(error)
     return None
 
@@ -241,7 +241,7 @@ def _best_intact(run: Path, metric: Metric) -> float | None:
         try:
             files.read(saved.path, with_arrays=False)
             return folder.value_of(saved, metric)
-        except Damaged as error:
+        except DamagedError as error:
             _rename_bad(saved.path)
             logger.warning("the best checkpoint is damaged, set aside: %s", error)
         except (UsageError, OSError) as error:
@@ -283,7 +283,7 @@ def _gather(link: Link, act: Callable[[], Any]) -> list[_Outcome]:
     except Exception as error:  # the other ranks wait for this rank's report
         logger.debug("reported to all ranks:", exc_info=True)
         fault = _fault_of(link.rank, error)
-        payload = json.dumps(_Outcome(None, fault, isinstance(error, Damaged)))
+        payload = json.dumps(_Outcome(None, fault, isinstance(error, DamagedError)))
     return [_Outcome(*json.loads(reply)) for reply in all_gather_bytes(link, payload.encode())]
 
 
@@ -294,7 +294,11 @@ def _faults(reports: list[_Outcome]) -> str:
 
 
 def _fault_of(rank: int, error: Exception) -> str:
-    kind = "" if isinstance(error, (OSError, Damaged, UsageError)) else f"{type(error).__name__}: "
+    kind = (
+        ""
+        if isinstance(error, (OSError, DamagedError, UsageError))
+        else f"{type(error).__name__}: "
+    )
     return f"rank {rank} on {socket.gethostname()}: {kind}{error}"
 
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from hpctrain.cluster import gpu_probe, guard
 from hpctrain.cluster.slurm.job_end import STOPPED, LauncherExit, exit_code, say
 from hpctrain.core import launchers
-from hpctrain.core.errors import Stopped, UsageError
+from hpctrain.core.errors import StoppedError, UsageError
 from hpctrain.core.interpreter import module_command
 from hpctrain.core.progress import TERMINAL
 from hpctrain.run_files import last_lines, run_folder
@@ -63,7 +63,7 @@ def launch_argv(n: int, argv: Sequence[str]) -> int:
     try:
         with _stoppable():
             return _launch(n, argv)
-    except Stopped as error:
+    except StoppedError as error:
         say(str(error))
         return STOPPED
 
@@ -83,10 +83,10 @@ def _launch(n: int, argv: Sequence[str]) -> int:
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """Turn a signal that asks for a stop into Stopped, as long as there is no job to hand it to."""
+    """Turn a signal to stop into StoppedError, as long as there is no job to forward it to."""
 
     def stop(number: int, _: object) -> None:
-        raise Stopped(f"stopped by {signal.Signals(number).name} before a run began")
+        raise StoppedError(f"stopped by {signal.Signals(number).name} before a run began")
 
     # Ctrl-C is an exception already; under nohup a lost terminal is to be ignored.
     signals = [number for number in _STOPS if number != signal.SIGINT]
@@ -160,7 +160,7 @@ def find_mpi() -> Mpi:
 
 
 def _physical_cores() -> int:
-    """Return how many cores, without hyperthreads, this process may use: Open MPI's slots."""
+    """Return the number of physical cores that this process may use: Open MPI's slots."""
     siblings = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     cores = os.sched_getaffinity(0)
     try:

@@ -53,7 +53,7 @@ def _value(text: str, place: str) -> Any:
     """Return `text` as a TOML value; text that is no TOML is a string as it is."""
     try:
         tables = toml.parse(f"value = {text}", place)
-    except toml.SyntaxFault:
+    except toml.TomlSyntaxError:
         return text
     return tables["value"] if len(tables) == 1 else text  # further lines with other keys
 

@@ -27,7 +27,7 @@ _DEEP_KEY = re.compile(rf"""(?<![\w"'.-])(?:{_PART}[ \t]*\.[ \t]*){{{LEVELS}}}""
 _LONG_INTEGER = re.compile(r"[0-9_]{1000,}")
 
 
-class SyntaxFault(UsageError):
+class TomlSyntaxError(UsageError):
     """The text is not valid TOML."""
 
 
@@ -40,7 +40,7 @@ def parse(text: str, source: str) -> dict[str, Any]:
     except RecursionError:
         raise UsageError(f"{source}: {_TOO_DEEP}") from None
     except tomllib.TOMLDecodeError as error:
-        raise SyntaxFault(f"{source} is not TOML: {error}") from None
+        raise TomlSyntaxError(f"{source} is not TOML: {error}") from None
     except UsageError:
         raise
     except ValueError:  # Python's limit for the digits of an integer

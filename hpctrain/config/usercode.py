@@ -270,7 +270,7 @@ def _code_paths(file: Path, folder: Path) -> Iterator[Path]:
 
 
 def _foreign_access(path: Path) -> str:
-    """Return how another user could have made or changed `path`; '' if no other user could."""
+    """Return the way in which another user could have changed `path`; '' if no other user could."""
     status = os.stat(path)
     if status.st_uid != os.geteuid():
         return f"{path}: expected your own, seen that of {_user(status.st_uid)}"

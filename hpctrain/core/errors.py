@@ -61,13 +61,13 @@ class TrainingError(HpctrainError):
     exit_code = 3
 
 
-class Stopped(HpctrainError):
+class StoppedError(HpctrainError):
     """Training stopped on request; there is a checkpoint to resume from."""
 
     exit_code = 75
 
 
-class Interrupted(Stopped):
+class UnsavedError(StoppedError):
     """Training stopped on request, and nothing was saved: it had no folder."""
 
     exit_code = 130

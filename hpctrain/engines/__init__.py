@@ -27,7 +27,7 @@ ENGINES = {
 
 
 def workers_of(options: Any, ranks: int) -> int:
-    """Return how many of `ranks` are workers; raise UsageError if the regime does not fit."""
+    """Return the number of workers among `ranks`; raise UsageError if the regime does not fit."""
     workers = len(options.roles(ranks).workers) if isinstance(options, ServerOptions) else ranks
     if isinstance(options, Single | AllReduce | Gossip | PsSync | PsAsync):
         options.must_fit(workers)

@@ -25,22 +25,24 @@ DMABUF_LINUX, DMABUF_DRIVER = (5, 12), 515
 
 @dataclass(frozen=True)
 class Gdr:
-    """Whether GPUDirect RDMA is available (None: unknown), the observation, the remedy."""
+    """The state of GPUDirect RDMA: the observation, the remedy; available or not, or None."""
 
-    available: bool | None
     seen: str
     remedy: str = ""
+    available: bool | None = None
 
 
 def gdr(nics: Sequence[Nic], root: Path = ROOT) -> Gdr:
     """Return the state of GPUDirect RDMA through `nics`."""
     if not any(nic.rdma for nic in nics):
-        return Gdr(False, "no adapter that does RDMA")
+        return Gdr("no adapter that does RDMA", available=False)
     if not any(nic.rdma and nic.active for nic in nics):
-        return Gdr(False, "no active port of an adapter that does RDMA", "ask the site: ibstat")
+        return Gdr(
+            "no active port of an adapter that does RDMA", "ask the site: ibstat", available=False
+        )
     module = next((name for name, path in MODULES.items() if (root / path).exists()), None)
     if module is not None:
-        return Gdr(True, f"module {module} is loaded")
+        return Gdr(f"module {module} is loaded", available=True)
     return _dmabuf(read(root / "proc/driver/nvidia/version"), read(root / _RELEASE))
 
 
@@ -51,7 +53,7 @@ def _dmabuf(driver: str, release: str) -> Gdr:
     linux = tuple(int(n) for n in re.findall(r"\d+", release)[:2])
     version = re.search(r"\s(\d+)\.\d+", driver)
     if not version or not linux:
-        return Gdr(None, "neither the driver nor Linux tells its version")
+        return Gdr("neither the driver nor Linux tells its version")
     lacks = [
         reason
         for reason, holds in {
@@ -63,5 +65,5 @@ def _dmabuf(driver: str, release: str) -> Gdr:
     ]
     if lacks:
         remedy = "ask the site to load nvidia_peermem (modprobe nvidia-peermem)"
-        return Gdr(False, "no nvidia_peermem; no dmabuf: " + ", ".join(lacks), remedy)
-    return Gdr(True, "dmabuf: Linux, driver and its open kernel modules have it")
+        return Gdr("no nvidia_peermem; no dmabuf: " + ", ".join(lacks), remedy, available=False)
+    return Gdr("dmabuf: Linux, driver and its open kernel modules have it", available=True)

@@ -107,7 +107,7 @@ def decayed(size: int, slots: Sequence[TensorSlot], exempt_vectors: bool) -> lis
 
 
 def runs(size: int, slots: Sequence[TensorSlot], apart: bool) -> Iterator[tuple[slice, bool]]:
-    """Yield what a device updates at once, and whether it decays: all of it, or with `apart` slots.
+    """Yield the slices of one kernel each, and whether they decay: all, or with `apart` the slots.
 
     Gaps between slots may be in none.
     """
@@ -119,7 +119,7 @@ def runs(size: int, slots: Sequence[TensorSlot], apart: bool) -> Iterator[tuple[
 
 
 def wholes(size: int, slots: Sequence[TensorSlot]) -> Iterator[BlockPiece]:
-    """Yield what a shard of `size` elements has of each slot, in one piece."""
+    """Yield the piece of each slot that lies in a shard of `size` elements."""
     for i, slot in enumerate(slots):
         start, stop = max(slot.offset, 0), min(slot.offset + slot.size, size)
         if start < stop:

@@ -71,7 +71,7 @@ class Study:
         return len({s.per_node for s in self.sizes}) == 1 and self.sizes[0].per_node > 1
 
     def share(self, size: Size) -> float:
-        """Return how many ranks of `size` share a core; 1 where each has its own."""
+        """Return the number of ranks per core at `size`; 1 where each has its own."""
         return oversubscribed(size, self.cores, self.threads or 1)
 
 

@@ -69,7 +69,7 @@ def base_batch(spec: Recipe, mode: str, sizes: list[Size]) -> int:
 
 
 def workers(spec: Recipe, size: Size) -> int:
-    """Return how many ranks of `size` compute gradients; raise UsageError for impossible sizes."""
+    """Return the number of workers of `size`; raise UsageError for impossible sizes."""
     with _name_size(size):
         return engines.workers_of(spec.engine, size.ranks)
 

@@ -12,7 +12,7 @@ from hpctrain.abort import FIRST_REPORT_S
 from hpctrain.core.errors import (
     HpctrainError,
     SaveError,
-    Stopped,
+    StoppedError,
     TrainingError,
     UsageError,
     annotate,
@@ -31,7 +31,7 @@ def summary_on_exit(journal: Journal) -> Iterator[None]:
     journal.world.on_failure = partial(_fail_alone, journal)
     try:
         yield
-    except Stopped as error:
+    except StoppedError as error:
         journal.finish("stopped", error.exit_code, str(error))
         _with_last_lines(error, journal)
         raise

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain import checkpoint, nn
-from hpctrain.core.errors import Interrupted, Stopped, UsageError
+from hpctrain.core.errors import StoppedError, UnsavedError, UsageError
 from hpctrain.core.signals import StopRequest, cause
 from hpctrain.core.xp import finish
 from hpctrain.data import Samples, in_pieces, share
@@ -127,13 +127,15 @@ class Loop:
             if stopped and not self.stop_reason:
                 raise self._stop_error(flags.stop)
 
-    def _stop_error(self, number: int) -> Stopped:
+    def _stop_error(self, number: int) -> StoppedError:
         run, by = self.journal.run, cause(number)
         stopped = f"stopped at step {self.step} of {self.journal.total_steps} {by}"
         if run is None:
-            return Interrupted(f"{stopped}; nothing was saved: `fit` was given no folder (out=DIR)")
+            return UnsavedError(
+                f"{stopped}; nothing was saved: `fit` was given no folder (out=DIR)"
+            )
         reason = run_folder.stop_reason(run)
-        return Stopped(f"{stopped}{f' ({reason})' if reason else ''}; resume me")
+        return StoppedError(f"{stopped}{f' ({reason})' if reason else ''}; resume me")
 
     def _make_row(self, stopped: bool) -> None:
         """Make a row of metrics and evaluate if due, and call the callbacks with the row."""

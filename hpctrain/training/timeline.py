@@ -146,7 +146,7 @@ def _files(run: Path, size: int) -> list[Path]:
 def clock_offset(
     link: Link, remote: Iterable[int], clock: Callable[[], float] = perf_counter
 ) -> Reading:
-    """Return how far rank 0's clock is ahead of this rank's; collective.
+    """Return the offset of rank 0's clock from this rank's; collective.
 
     The `remote` ranks ask rank 0 for the time, one after the other. Of ROUNDS answers that with
     the shortest round trip counts: it is wrong by half of that at most. All other ranks share the

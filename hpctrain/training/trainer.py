@@ -114,8 +114,8 @@ class Trainer:
         step with a gradient that is not finite is taken by no rank, up to `max_skipped` (10) in a
         row; where workers have steps of their own, each drops such gradients of its own.
 
-        Raises UsageError, TrainingError (loss or gradient not finite), Stopped (a signal asked to;
-        there is a checkpoint, or it is an Interrupted: without `out` nothing is saved) or
+        Raises UsageError, TrainingError (loss or gradient not finite), StoppedError (by a signal;
+        there is a checkpoint, or it is an UnsavedError: without `out` nothing is saved) or
         SaveError, each on all ranks.
         """
         sampler = self.world.together(lambda: self._sampler(train, batch))

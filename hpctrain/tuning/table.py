@@ -95,7 +95,7 @@ class Table:
     schema: int = SCHEMA
 
 
-class Unfit(HpctrainError):
+class TableError(HpctrainError):
     """A table that cannot be used; the text gives the reason."""
 
 
@@ -161,7 +161,7 @@ def newest(ranks: int, on_gpu: bool = False) -> Path:
 def _fits_this_machine(path: Path, ranks: int, on_gpu: bool) -> bool:
     try:
         fingerprint = read(path).fingerprint
-    except Unfit:
+    except TableError:
         return False
     same_size = ranks == 1 or fingerprint.layout.startswith(f"{ranks} ranks ")
     return fingerprint.cpu == _cpu() and fingerprint.on_gpu == on_gpu and same_size
@@ -179,58 +179,60 @@ def of_group(group: Group, mpi: bool, gpus: Gpus | None = None) -> Table | None:
             return None  # no table is required, or the host's call warns of the file
         table = read(path)
         return fitting(table, current) if table.fingerprint.on_gpu == current.on_gpu else None
-    except Unfit as error:
+    except TableError as error:
         log.warning("tuning table %s is ignored: %s", path, error)
         return None
 
 
 def fitting(table: Table, current: Fingerprint) -> Table:
-    """Return `table` if machine and algorithms are the `current` ones; raise Unfit otherwise."""
+    """Return `table` if machine and algorithms are the `current` ones; else raise TableError."""
     for item in fields(Fingerprint):
         recorded, actual = (getattr(of, item.name) for of in (table.fingerprint, current))
         if recorded != actual:
-            raise Unfit(
+            raise TableError(
                 f"its {item.name} is {brief(recorded)}, here it is {brief(actual)}; "
                 f"{current.advice}"
             )
     if table.algorithms != sources():
-        raise Unfit(f"it was made for other algorithms than this hpctrain's; {current.advice}")
+        raise TableError(f"it was made for other algorithms than this hpctrain's; {current.advice}")
     return table
 
 
 def read(path: Path) -> Table:
-    """Return the table in file `path`; raise Unfit if it is missing or unusable."""
+    """Return the table in file `path`; raise TableError if it is missing or unusable."""
     try:
         return parsed(read_bytes(path, LIMIT_BYTES))
     except FileError as error:
-        raise Unfit(f"{str(error).removeprefix(f'{path}: ')}; {ADVICE}") from None
+        raise TableError(f"{str(error).removeprefix(f'{path}: ')}; {ADVICE}") from None
 
 
 def parsed(text: bytes) -> Table:
-    """Return the table parsed from `text`; raise Unfit if damaged or of another version."""
+    """Return the table parsed from `text`; raise TableError if damaged or of another version."""
     try:
         content: Any = json.loads(text)
         schema = content.get("schema")
     except (ValueError, AttributeError, RecursionError):
-        raise Unfit(f"it is damaged; {ADVICE}") from None
+        raise TableError(f"it is damaged; {ADVICE}") from None
     if schema != SCHEMA:
-        raise Unfit(f"its schema is {brief(schema)}, this hpctrain reads {SCHEMA}; {ADVICE}")
+        raise TableError(f"its schema is {brief(schema)}, this hpctrain reads {SCHEMA}; {ADVICE}")
     try:
         table = _READER.validate_json(text, strict=True)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         location = brief(".".join(map(str, first["loc"]))).strip("'")
-        raise Unfit(f"it is damaged: {location}: {first['msg'].lower()}; {ADVICE}") from None
+        raise TableError(f"it is damaged: {location}: {first['msg'].lower()}; {ADVICE}") from None
     for name in ("node", "across"):
         _must_be_real(getattr(table, name), name)
     return table
 
 
 def _must_be_real(machine: cost.Machine | None, name: str) -> None:
-    """Raise Unfit for times of `machine` that are negative or not finite."""
+    """Raise TableError for times of `machine` that are negative or not finite."""
     for key, value in asdict(machine).items() if machine else ():
         if not 0 <= value < math.inf:
-            raise Unfit(f"it is damaged: {name}.{key}: expected seconds, seen {value}; {ADVICE}")
+            raise TableError(
+                f"it is damaged: {name}.{key}: expected seconds, seen {value}; {ADVICE}"
+            )
 
 
 def write(table: Table, path: Path) -> None:

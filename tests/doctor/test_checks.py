@@ -210,8 +210,8 @@ def test_an_mpi_that_claims_cuda_and_crashes():
 
 
 def test_gdr():
-    assert gpus.gdr(Gdr(True, "dmabuf")).verdict == "ok"
-    assert gpus.gdr(Gdr(False, "no", "modprobe")) == Check(
+    assert gpus.gdr(Gdr("dmabuf", available=True)).verdict == "ok"
+    assert gpus.gdr(Gdr("no", "modprobe", available=False)) == Check(
         "GPUDirect RDMA", "note", "no: no", "modprobe"
     )
 

@@ -9,7 +9,7 @@ import pytest
 from ranks import on_ranks, run_on
 
 from hpctrain import data, engines, nn, optim
-from hpctrain.core.errors import Stopped, TrainingError, UsageError
+from hpctrain.core.errors import StoppedError, TrainingError, UsageError
 from hpctrain.core.signals import StopRequest
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.training import recipe, runs
@@ -305,7 +305,7 @@ def test_a_request_to_stop_is_heard_at_the_next_averaging(tmp_path, monkeypatch)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     expected = run_on("threads", 3, lambda w: run(w, whole, "kept", LONG))
     monkeypatch.setattr(StopRequest, "requested", property(lambda _: True, _ignore), False)
-    with pytest.raises(Stopped, match=f"stopped at step 5 of {LONG}"):
+    with pytest.raises(StoppedError, match=f"stopped at step 5 of {LONG}"):
         run_on("threads", 3, lambda w: run(w, cut, "kept", LONG))
     monkeypatch.undo()
     assert run_on("threads", 3, lambda w: run(w, cut, "kept", LONG, True)) == expected

@@ -397,7 +397,7 @@ def test_every_part_of_a_sum_is_looked_at(name):
             for replica.slot, replica.element in ((slot.name, 0), (slot.name, -1)):
                 replica.steps = [0] if world.rank == rank else []
                 flags = engine.step(task, engines.Flags())[1]
-                assert flags == engines.Flags().failing(rank)
+                assert flags == engines.Flags().with_failure(rank)
                 mine = f"the gradient of '{slot.name}' is not finite" * (world.rank == rank)
                 assert engine.check.fault == mine
         assert engine.replica.arena.param.tobytes() == before

@@ -10,7 +10,7 @@ import time
 import pytest
 from ranks import run_on
 
-from hpctrain.core.errors import HpctrainError, Stopped
+from hpctrain.core.errors import HpctrainError, StoppedError
 from hpctrain.core.signals import StopRequest
 from hpctrain.engines import replay
 from hpctrain.training import recipe, runs
@@ -42,7 +42,7 @@ def train(engine, out, resume=False, again=None):
 def test_a_run_that_was_stopped_and_resumed(tmp_path, monkeypatch, engine):
     """It was stopped within an interval, of which the log has the first part and the second."""
     looks = iter(range(10**6))
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
+    with monkeypatch.context() as patch, pytest.raises(StoppedError):
         asked = property(lambda self: next(looks) > 60, lambda self, value: None)
         patch.setattr(StopRequest, "requested", asked, raising=False)
         train(engine, tmp_path / "run")
@@ -78,7 +78,7 @@ class AfterOneGradient:
 @pytest.mark.parametrize(("engine", "workers"), [("ps-async", RANKS - 1), ("gossip", RANKS)])
 def test_a_run_that_was_stopped_before_all_had_done_a_step(tmp_path, monkeypatch, engine, workers):
     """Worker 0 has changed the parameters, but the run is at the step where it was."""
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
+    with monkeypatch.context() as patch, pytest.raises(StoppedError):
         patch.setattr(StopRequest, "requested", AfterOneGradient(workers), raising=False)
         train(engine, tmp_path / "run")
     server = replay.path_of(tmp_path / "run", workers % RANKS)

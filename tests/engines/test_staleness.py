@@ -33,7 +33,7 @@ def counted(seen, gaps, dropped):
     for one in seen:
         staleness.count(one)
     for one in gaps:
-        staleness.gap(one)
+        staleness.record_gap(one)
     return staleness
 
 
@@ -70,7 +70,7 @@ class Counting(AllReduceEngine):
         done, flags = super().train(work, start, until)
         for step in range(start, done):
             self.staleness.count(stale(step))
-            self.staleness.gap(step % 5)
+            self.staleness.record_gap(step % 5)
         return done, flags
 
 

@@ -35,7 +35,8 @@ SLOW = replace(WORKS, sizes=((1024, 1e-5, 2e-5), (65536, 2e-5, 3e-5)))
 FAST = replace(WORKS, sizes=((1024, 1e-5, 0.99e-5), (65536, 2e-5, 2.01e-5)))
 CLOSED = replace(CRASHED, ipc=False, ipc_fault="cudaErrorInvalidValue")
 NEVER = ProbeTrial(ended="exit code 1, no slots")
-ADAPTER, NO_GDR = Gdr(True, "dmabuf"), Gdr(False, "no nvidia_peermem", "modprobe nvidia-peermem")
+ADAPTER = Gdr("dmabuf", available=True)
+NO_GDR = Gdr("no nvidia_peermem", "modprobe nvidia-peermem", available=False)
 
 # trials, adapter -> paths, a word of the reason, a word of the remedy
 VERDICTS = {

@@ -75,7 +75,7 @@ def read(path: Path) -> Measurements:
 def _from_table(path: Path, text: bytes) -> Measurements:
     try:
         tuning_table = table.parsed(text)
-    except table.Unfit as error:
+    except table.TableError as error:
         raise UsageError(f"--measured {path}: {error}") from None
     layout = re.match(r"(\d{1,9}) ranks on (\d{1,9}) node", tuning_table.fingerprint.layout)
     if layout is None:

@@ -100,7 +100,7 @@ def show(file: Path | None, ranks: int, plot: Path | None, device: str = "cpu") 
     path = file or table.newest(ranks, config.pick(DEVICES, device, "--device") == "gpu")
     try:
         tuning_table = table.read(path)
-    except table.Unfit as error:
+    except table.TableError as error:
         raise UsageError(f"--show {path}: {error}") from None
     printed_table.show(tuning_table, path)
     _draw(tuning_table, plot)

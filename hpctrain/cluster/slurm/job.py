@@ -48,12 +48,12 @@ class Job:
 
 
 def ranks(job: Job, site: Site | None = None) -> int:
-    """Return how many MPI ranks the job has, servers among them."""
+    """Return the number of MPI ranks of the job, servers included."""
     return job.nodes * tasks_per_node(job, site) + job.servers
 
 
 def tasks_per_node(job: Job, site: Site | None = None) -> int:
-    """Return how many ranks run on a node, those of servers not counted."""
+    """Return the number of ranks per node, servers not counted."""
     return job.tasks_per_node or job.gpus_per_node or nodes_of(job, site).tasks_per_node
 
 
