@@ -95,7 +95,7 @@ def _size_of(ranks: int, nodes: int) -> Size:
 
 
 def oversubscribed(size: Size, cores: int | None, threads: int) -> float:
-    """Return the number of ranks per core: above 1 where ranks, each with `threads`, exceed `cores`.
+    """Return the number of ranks per core: above 1 if ranks, each with `threads`, exceed `cores`.
 
     All nodes of a study on one machine share its cores; None for `cores` where each has its own.
     """

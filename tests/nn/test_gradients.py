@@ -81,8 +81,8 @@ def model_case(model, x=None, y=None, noise=0.0) -> Case:
     return Case(p, lambda: run({name: np.empty_like(one) for name, one in p.items()}), gradient)
 
 
-def text_case(**options) -> Case:
-    made = nn.TransformerOptions(layers=2, width=4, heads=2, **options).build((5,), None)
+def text_case(layers=2, **options) -> Case:
+    made = nn.TransformerOptions(layers=layers, width=4, heads=2, **options).build((5,), None)
     bytes_ = np.random.default_rng(0).integers(0, 256, (2, 6)).astype(np.uint8)
     # Norms of values as small as at the start bend too much for differences to follow.
     return model_case(made, bytes_[:, :-1], bytes_[:, 1:], noise=1.0)
@@ -148,7 +148,7 @@ CASES = {
         nn.ResNetOptions(**RESNET, recompute=True).build((4, 4, 2), 3)
     ),
     "transformer": lambda: text_case(dropout=0.3),
-    "transformer-recompute": lambda: text_case(recompute=True),
+    "transformer-recompute": lambda: text_case(layers=1, recompute=True),
     "cnn-colour": lambda: model_case(nn.CnnOptions(channels=[2], hidden=4).build((4, 6, 3), 3)),
 }
 
