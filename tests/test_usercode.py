@@ -222,7 +222,10 @@ STRANGE = {
     ),
     "folder": (lambda run, module: opened(module.parent, 0o2), "project: every user may write"),
     "module": (lambda run, module: opened(module, 0o2), ".py: every user may write"),
-    "cache": (lambda run, module: opened(module.parent / "__pycache__", 0o2), "__pycache__: all"),
+    "cache": (
+        lambda run, module: opened(module.parent / "__pycache__", 0o2),
+        "__pycache__: every user",
+    ),
     "changed": (lambda run, module: module.write_text(MODULE + "#"), "expected SHA-256 "),
     "no hash": (forget, "no SHA-256 is recorded, seen "),
 }

@@ -91,7 +91,7 @@ def test_what_the_controller_forgot_is_asked_of_accounting(commands):
 
 def test_a_controller_that_is_away_is_an_error(commands):
     commands("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
-    with pytest.raises(HpctrainError, match="tell of jobs: Unable to contact"):
+    with pytest.raises(HpctrainError, match="show jobs: Unable to contact"):
         submit.from_slurm(17)
 
 
@@ -206,7 +206,7 @@ def test_a_folder_that_cannot_be_written(commands):
 
 def test_where_nothing_can_be_submitted(commands, monkeypatch):
     commands("sbatch", "echo welcome")
-    with pytest.raises(HpctrainError, match=r"has not told the job's id: 'welcome\\n'"):
+    with pytest.raises(HpctrainError, match=r"did not return the job's id: 'welcome\\n'"):
         submit.submit("#!/bin/sh", Path("run"))
     for name, value in (("RANK", "1"), ("SIZE", "4"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
