@@ -117,7 +117,7 @@ def ufunc_of(op: Operation) -> Any:
 
 
 def combine(arrays: Sequence[Array], op: Operation, outs: Sequence[Array]) -> None:
-    """Combine flat `arrays` on GPUs by `op` in one kernel, see `fused.combine`."""
+    """Combine flat `arrays` on GPUs by `op` in one kernel, see `cuda_sum.combine`."""
     kind = "bfloat16" if op is bfloat16.add else None
     cuda_sum.combine(arrays, ufunc_of(op), outs, kind)
 
