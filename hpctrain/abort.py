@@ -136,11 +136,11 @@ def report_hang(rank: int, run: Path | None, text: str) -> None:
 
 
 def _write_hang(run: Path | None, text: str) -> None:
-    _print(text)
-    summary = {"status": "hung", "exit_code": HungError.exit_code, "reason": text}
+    """Print the report and the last lines at once: launchers drop output that an abort follows."""
+    _print("\n".join([text, *(last_lines(run) if run is not None else [])]))
     if run is not None:
+        summary = {"status": "hung", "exit_code": HungError.exit_code, "reason": text}
         run_folder.write_summary(run, summary)
-        _print("\n".join(last_lines(run)))
 
 
 def _print(text: str) -> None:
