@@ -23,9 +23,8 @@ from hpctrain import world as worlds
 from hpctrain.data import Sampler, Split, share
 from hpctrain.engines import ENGINES, Engine, Flags, Task
 from hpctrain.engines.staleness import metrics
-from hpctrain.gradients.faults import FaultsOptions, Pace
 from hpctrain.gradients.replica import Batch, ModelReplica
-from hpctrain.gradients.slowed import SlowedReplica
+from hpctrain.training.faults import FaultsOptions, Pace, SlowedReplica
 from hpctrain.transport.link import Link
 from hpctrain.transport.threads.link import run_ranks
 

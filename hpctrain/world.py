@@ -25,10 +25,10 @@ from hpctrain.core import launchers
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.transport.device import gpus
 from hpctrain.transport.link import Link
+from hpctrain.transport.mpi import segments
 from hpctrain.transport.paths import STAGED, RankPlace, Verdict
 from hpctrain.transport.placement import rank_placement, shm_warning
 from hpctrain.transport.placement.check import RankBinding
-from hpctrain.transport.shared_memory import segments
 from hpctrain.transport.shared_memory.cuda_ipc import shared_gpu_memory
 from hpctrain.transport.shared_memory.host import Memory
 from hpctrain.tuning.gpu_layout import Gpus
@@ -248,7 +248,7 @@ def init(device: gpus.Device = "auto", timeout_s: float = DEFAULT_TIMEOUT_S) -> 
 
 
 def over_threads(link: Link, hosts: Sequence[str] = ()) -> World:
-    """Return the World of a rank that is a thread, see `transport.threads.link.run_ranks`; collective.
+    """Return the World of a rank that is a thread, see `run_ranks` of transport/threads; collective.
 
     `hosts` of the ranks may be invented: ranks of one host are a node.
     """

@@ -28,10 +28,10 @@ from hpctrain import world as worlds
 from hpctrain.collectives import ALLREDUCE
 from hpctrain.commands.train import train
 from hpctrain.config import toml
-from hpctrain.gradients.faults import FaultsOptions
 from hpctrain.gradients.reducer import WireOptions
 from hpctrain.training import recipe
 from hpctrain.training.callbacks import EarlyStop
+from hpctrain.training.faults import FaultsOptions
 from hpctrain.watch.trace import TraceOptions
 from hpctrain.world import World
 

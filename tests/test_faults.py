@@ -12,8 +12,7 @@ from ranks import on_ranks, run_on
 from hpctrain import data, engines, nn, optim
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients import arena as arenas
-from hpctrain.gradients.faults import FaultsOptions, Pace, uniform
-from hpctrain.gradients.slowed import SlowedReplica
+from hpctrain.training.faults import FaultsOptions, Pace, SlowedReplica, uniform
 from hpctrain.training.trainer import Trainer
 
 SEED, STEP = 7, 11

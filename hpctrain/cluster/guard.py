@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def remove(segments: int) -> None:
-    """Remove the files of shared memory listed in a descriptor; see transport/shared_memory/.
+    """Remove the files of shared memory listed in a descriptor; see transport/mpi/segments.py.
 
     MPI libraries leave theirs where ranks were killed. A file that has the name of one of them, and
     is another, stays.

@@ -26,7 +26,7 @@ class Launched:
 
 ALONE = Launched("none", 0, 1, 0, 1)
 #: The variable in which `hpctrain launch` names a file, which lies in its memory under this name.
-#: Ranks list the shared memory of their MPI there: see transport/shared_memory/segments.py.
+#: Ranks list the shared memory of their MPI there: see transport/mpi/segments.py.
 SEGMENTS = "HPCTRAIN_SEGMENTS"
 
 TITLES = {

@@ -22,10 +22,10 @@ from hpctrain.config.usercode import Code
 from hpctrain.core import files
 from hpctrain.core.errors import UsageError
 from hpctrain.core.metrics import Metric
-from hpctrain.gradients.faults import FaultsOptions
 from hpctrain.gradients.precision import Precision
 from hpctrain.gradients.reducer import ALLREDUCE_ONLY, WireOptions
 from hpctrain.training.callbacks import EarlyStop
+from hpctrain.training.faults import FaultsOptions
 from hpctrain.tuning.select import allreduce_named
 from hpctrain.watch.trace import TraceOptions
 

@@ -19,16 +19,15 @@ from hpctrain.core.xp import shortage_raised
 from hpctrain.data import Sampler, Samples, worth_reading_ahead
 from hpctrain.engines import Engine
 from hpctrain.gradients.arena import params_sha256
-from hpctrain.gradients.faults import FaultsOptions, Pace
 from hpctrain.gradients.precision import Precision, replica_of
 from hpctrain.gradients.replica import Replica
-from hpctrain.gradients.slowed import SlowedReplica
 from hpctrain.optim import Optimizer
 from hpctrain.run_files import run_folder
 from hpctrain.run_files.last_lines import last_lines
 from hpctrain.training import weights
 from hpctrain.training.callbacks import Callbacks, EarlyStop
 from hpctrain.training.exit_status import summary_on_exit
+from hpctrain.training.faults import FaultsOptions, Pace, SlowedReplica
 from hpctrain.training.journal import Journal
 from hpctrain.training.loop import Loop, evaluate
 from hpctrain.training.recipe import CheckpointOptions, NotFinite, Recipe, most_skipped
@@ -58,7 +57,7 @@ class Trainer:
         `engine`: options such as `ht.engines.AllReduce(algorithm="ring")`. `precision`: float32 or
         float64; on a GPU also tf32, bf16 or fp16, see `hpctrain.gradients.precision`. `callbacks`
         receive each row of metrics; see `training.callbacks`. `faults`: planted delays of ranks;
-        see `gradients.faults`. `init`: the folder of a run or a checkpoint, or a .safetensors file,
+        see `training.faults`. `init`: the folder of a run or a checkpoint, or a .safetensors file,
         with the initial weights. Raises UsageError on all ranks if engine, faults or `init` do not
         fit, or if ranks have different models, and GpuMemoryError, on the rank itself, if its GPU
         has too little memory.

@@ -18,9 +18,9 @@ from hpctrain.engines.parameter_server import server as server_side
 from hpctrain.engines.parameter_server import shard
 from hpctrain.engines.parameter_server.coordinator import Event
 from hpctrain.engines.parameter_server.shard import Use
-from hpctrain.gradients.faults import FaultsOptions
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.training import recipe
+from hpctrain.training.faults import FaultsOptions
 from hpctrain.training.recipe import CheckpointOptions
 from hpctrain.training.trainer import Trainer
 

@@ -15,9 +15,9 @@ from hpctrain.core.errors import TrainingError, UsageError
 from hpctrain.engines import Flags, Gossip
 from hpctrain.engines.gossip.d_psgd import GRAPHS
 from hpctrain.engines.gossip.pairs import END, OWN, partner
-from hpctrain.gradients.faults import FaultsOptions
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.training import recipe
+from hpctrain.training.faults import FaultsOptions
 from hpctrain.training.recipe import CheckpointOptions
 from hpctrain.training.trainer import Trainer
 

@@ -508,8 +508,7 @@ def test_the_kernel_finds_the_first(gpu, monkeypatch, dtype):
 
 def test_backup_workers_do_not_mind_what_comes_too_late():
     """The slow worker's gradients are bad, and late: nobody takes them anyway."""
-    from hpctrain.gradients.faults import FaultsOptions, Pace
-    from hpctrain.gradients.slowed import SlowedReplica
+    from hpctrain.training.faults import FaultsOptions, Pace, SlowedReplica
 
     slow = FaultsOptions(slow_rank=2, slow_factor=8, step_ms=10)  # late many times over
 

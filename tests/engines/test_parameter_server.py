@@ -21,9 +21,9 @@ from hpctrain.engines import Flags, PsAsync, PsSync, Task
 from hpctrain.engines.parameter_server import shard
 from hpctrain.engines.parameter_server.coordinator import Event
 from hpctrain.engines.parameter_server.shard import Use
-from hpctrain.gradients.faults import FaultsOptions
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.run_files import run_folder
+from hpctrain.training.faults import FaultsOptions
 from hpctrain.training.recipe import CheckpointOptions
 from hpctrain.training.trainer import Trainer
 from hpctrain.watch.trace import TraceOptions

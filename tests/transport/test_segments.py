@@ -14,7 +14,7 @@ import pytest
 
 from hpctrain.cluster import guard
 from hpctrain.core import launchers
-from hpctrain.transport.shared_memory import segments
+from hpctrain.transport.mpi import segments
 
 BYTES = mmap.PAGESIZE
 
