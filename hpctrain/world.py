@@ -248,7 +248,7 @@ def init(device: gpus.Device = "auto", timeout_s: float = DEFAULT_TIMEOUT_S) -> 
 
 
 def over_threads(link: Link, hosts: Sequence[str] = ()) -> World:
-    """Return the World of a rank that is a thread, see `run_ranks` of transport/threads; collective.
+    """Return the World of a rank that is a thread, see transport/threads/link.py; collective.
 
     `hosts` of the ranks may be invented: ranks of one host are a node.
     """
