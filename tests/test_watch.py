@@ -348,7 +348,7 @@ LIBRARY = str(Path(threading.__file__).parent)
         (["/home/me/user.py"], "user.py:1 call"),
         (["<stdin>"], "<stdin>:1 call"),
         (
-            ["user.py", f"{PACKAGE}/collectives/ring.py", f"{PACKAGE}/transport/mpi.py"],
+            ["user.py", f"{PACKAGE}/collectives/ring.py", f"{PACKAGE}/transport/mpi/link.py"],
             "ring.py:1 call",
         ),
         (
