@@ -14,7 +14,7 @@ from typing import Any
 
 import threadpoolctl
 
-from hpctrain.transport.mpi.library import loaded_mpi
+from hpctrain.transport.mpi.installation import loaded_mpi
 
 PACKAGES = ("hpctrain", "numpy", "mpi4py")
 

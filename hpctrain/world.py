@@ -301,7 +301,7 @@ def _uncaught(
 
 
 def _over_mpi(device: gpus.Device, timeout_s: float) -> World:
-    from hpctrain.transport.mpi.library import knows_pmix, loaded_mpi
+    from hpctrain.transport.mpi.installation import knows_pmix, loaded_mpi
 
     launched = launchers.launched(os.environ)
     placement = rank_placement.place_rank(launched, device)

@@ -38,7 +38,7 @@ _KILL_TIMES = ((5.0, signal.SIGKILL), (5.5, signal.SIGKILL))
 
 
 class Mpi(NamedTuple):
-    """An MPI and its launcher, as `python -m hpctrain.transport.mpi.library` reports them."""
+    """An MPI and its launcher, as `python -m hpctrain.transport.mpi.installation` reports them."""
 
     vendor: str
     version: str
@@ -141,7 +141,7 @@ def find_mpi() -> Mpi:
     """Ask a child which MPI mpi4py loads; raise UsageError where there is none, or no answer."""
     try:
         child = subprocess.run(
-            module_command("hpctrain.transport.mpi.library"),
+            module_command("hpctrain.transport.mpi.installation"),
             env=launchers.without_rank_variables(os.environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -78,7 +78,7 @@ def read(tables: Mapping[str, Any], callbacks: Sequence[str], folder: str) -> Co
     targets += [(f"[{name}] kind", tables[name]["kind"]) for name in tables_with_target]
     if not targets:
         return Code(".")
-    return Code(folder, bool(targets), _hashes(targets, folder), options.sha256)
+    return Code(folder, exists=True, sha256=_hashes(targets, folder), recorded=options.sha256)
 
 
 def call(target: str, place: str, folder: str, *args: Any, **arguments: Any) -> Any:

@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.core.errors import HereError
 from hpctrain.core.launchers import ALONE, Launched
-from hpctrain.transport.mpi.library import _LIBMPI, LoadedMpi, knows_pmix, loaded_mpi, mpiexec
+from hpctrain.transport.mpi.installation import _LIBMPI, LoadedMpi, knows_pmix, loaded_mpi, mpiexec
 from hpctrain.transport.placement.core_binding import by_topology, plan, unbound
 
 
@@ -98,7 +98,7 @@ def test_bind_moves_every_thread_and_limits_blas(start, threads_set):
 
 @pytest.mark.processes
 def test_probe_names_the_loaded_mpi_and_its_mpiexec(start):
-    job = start("-m", "hpctrain.transport.mpi.library").finish(30)
+    job = start("-m", "hpctrain.transport.mpi.installation").finish(30)
     printed = json.loads(job.stdout)
     assert os.access(printed.pop("mpiexec"), os.X_OK)
     assert printed == asdict(loaded_mpi())

@@ -37,7 +37,7 @@ from hpctrain.transport.device import gpus  # noqa: E402
 from hpctrain.transport.gpu_probe import mpi_claims  # noqa: E402
 from hpctrain.transport.gpu_probe.verify import pattern  # noqa: E402
 from hpctrain.transport.link import Link  # noqa: E402
-from hpctrain.transport.mpi import library  # noqa: E402
+from hpctrain.transport.mpi import installation  # noqa: E402
 from hpctrain.transport.mpi import link as mpi_link  # noqa: E402
 from hpctrain.transport.paths import Path  # noqa: E402
 from hpctrain.watch import WatchRecord  # noqa: E402
@@ -185,7 +185,7 @@ def _use_gpu(ordinal: int) -> Any:
 
 
 def _claims(comm: MPI.Comm) -> mpi_claims.Claims:
-    mpi = library.loaded_mpi()
+    mpi = installation.loaded_mpi()
     kinds = comm.Get_info().Get("mpi_memory_alloc_kinds") or ""
     return mpi_claims.query(mpi.vendor, mpi.libmpi, kinds)
 

@@ -30,7 +30,7 @@ from hpctrain.transport import paths
 from hpctrain.transport.device import gpus
 from hpctrain.transport.gpu_probe import jobs, mpi_claims
 from hpctrain.transport.gpu_probe.jobs import ProbeTrial
-from hpctrain.transport.mpi import library
+from hpctrain.transport.mpi import installation
 from hpctrain.transport.paths import STAGED, Verdict
 
 OVERRIDE = "HPCTRAIN_GPU_PATH"
@@ -105,7 +105,7 @@ def _is_credible(name: str, results: Mapping[str, ProbeTrial]) -> bool:
 
 def _claims_of_running_mpi() -> mpi_claims.Claims | None:
     """Return the CUDA support that MPI reports in this rank; None where it was not started."""
-    mpi = library.loaded_mpi()
+    mpi = installation.loaded_mpi()
     from mpi4py import MPI  # loaded by now, and not started by that
 
     if not MPI.Is_initialized():
@@ -145,10 +145,12 @@ def probe(environ: Mapping[str, str], again: bool = False) -> ProbeResult:
         visible = gpus.visible("gpu")
     except UsageError as error:
         return ProbeResult(replace(STAGED, reason=str(error)))
-    file, mpi = cache_file(environ), library.loaded_mpi()
+    file, mpi = cache_file(environ), installation.loaded_mpi()
     before = None if again else _read(file)
     results = dict(before.trials) if before else {}
-    commands = jobs.jobs(library.mpiexec(mpi), mpi.vendor, len(visible), _nodes(environ), environ)
+    commands = jobs.jobs(
+        installation.mpiexec(mpi), mpi.vendor, len(visible), _nodes(environ), environ
+    )
     if not commands:
         return ProbeResult(replace(STAGED, reason="no mpiexec and no srun to start a trial with"))
     missing = {name: line for name, line in commands.items() if name not in results}
@@ -241,7 +243,7 @@ def _explanation(trial: ProbeTrial, environ: Mapping[str, str]) -> tuple[str, st
 
 def cache_file(environ: Mapping[str, str], root: Path = pci.ROOT) -> Path:
     """Return the cache file of the verdict for this MPI, driver, image and environment."""
-    mpi = library.loaded_mpi()
+    mpi = installation.loaded_mpi()
     facts = (
         *(mpi.vendor, mpi.version, mpi.libmpi),
         nvidia.driver(root),

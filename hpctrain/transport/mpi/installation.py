@@ -1,4 +1,4 @@
-"""The MPI that mpi4py loads: `python -m hpctrain.transport.mpi.library` prints it as JSON.
+"""The MPI that mpi4py loads, as JSON by `python -m hpctrain.transport.mpi.installation`.
 
 MPI is loaded but not started, so this is safe anywhere but in a rank of a running job. The truth
 is the libmpi that this process has mapped, not what a configuration says.
