@@ -147,16 +147,16 @@ def bound(case: Case) -> np.ndarray:
     return size * (case.ranks + 1) * float(info.eps) * 3 + 4 * float(info.smallest_subnormal)
 
 
-def wrong(found: np.ndarray, case: Case, start: int = 0) -> list[int]:
+def wrong(result: np.ndarray, case: Case, start: int = 0) -> list[int]:
     """Return the places where flat `found`, elements `start` .. of it, is not what is expected."""
-    part = slice(start, start + found.size)
-    told = expected(case)[part]
+    part = slice(start, start + result.size)
+    reported = expected(case)[part]
     if case.exact:
-        return [i for i in range(found.size) if found[i].tobytes() != told[i].tobytes()]
-    wide = found.astype(told.dtype)
-    equal = (wide == told) | (_is_nan(wide) & _is_nan(told))
-    near = np.isfinite(told) & (np.abs(wide - told) <= bound(case)[part])
-    return np.flatnonzero(~(equal | near)).tolist()
+        return [i for i in range(result.size) if result[i].tobytes() != reported[i].tobytes()]
+    wide = result.astype(reported.dtype)
+    equal = (wide == reported) | (_is_nan(wide) & _is_nan(reported))
+    nearby = np.isfinite(reported) & (np.abs(wide - reported) <= bound(case)[part])
+    return np.flatnonzero(~(equal | nearby)).tolist()
 
 
 def _is_nan(x: np.ndarray) -> np.ndarray:

@@ -99,10 +99,10 @@ def compiled(folder: Path, sources: Iterable[tuple[str, str]]) -> ctypes.CDLL:
         "-o",
         "kernels.so",
     ]
-    said = subprocess.run([*command, "kernels.cpp"], cwd=folder, capture_output=True, text=True)
-    if "_Float16" in said.stderr:
+    message = subprocess.run([*command, "kernels.cpp"], cwd=folder, capture_output=True, text=True)
+    if "_Float16" in message.stderr:
         pytest.skip("needs a g++ that knows 16-bit floats")
-    assert said.returncode == 0, said.stderr
+    assert message.returncode == 0, message.stderr
     return ctypes.CDLL(str(folder / "kernels.so"))
 
 

@@ -35,11 +35,11 @@ def enough(rows: Sequence[Collection[Value]]) -> list[int]:
     Each time the row with most new pairs, of several the first: the same on all ranks of a job.
     """
     pairs = [set(combinations(row, 2)) for row in rows]
-    left, chosen = set().union(*pairs), []
-    while left:
-        best = max(range(len(rows)), key=lambda i: len(pairs[i] & left))
+    remaining, chosen = set().union(*pairs), []
+    while remaining:
+        best = max(range(len(rows)), key=lambda i: len(pairs[i] & remaining))
         chosen.append(best)
-        left -= pairs[best]
+        remaining -= pairs[best]
     return chosen
 
 
@@ -61,13 +61,13 @@ def spare(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     for item in items:
         if "pairs" in item.keywords and "full" not in item.keywords:
             tables[item.nodeid.partition("[")[0], "mpi" in item.keywords].append(item)
-    kept = {id(t[i]) for t in tables.values() for i in enough([values(item) for item in t])}
-    return [item for table in tables.values() for item in table if id(item) not in kept]
+    saved = {id(t[i]) for t in tables.values() for i in enough([values(item) for item in t])}
+    return [item for table in tables.values() for item in table if id(item) not in saved]
 
 
-def rows_of(table: Iterable, *both: object) -> list:
+def rows_of(table: Iterable, *pair: object) -> list:
     """Return the rows of a table; those that are not in `both` show the same with either MPI."""
-    return [row if row in both else _either(row) for row in table]
+    return [row if row in pair else _either(row) for row in table]
 
 
 def _either(row: object) -> object:
@@ -88,14 +88,14 @@ class Measured:
     def pytest_runtest_protocol(self, item: pytest.Item):
         if self._is_measured(item):
             return (yield)
-        here, threads = sys.gettrace(), threading.gettrace()
+        local, threads = sys.gettrace(), threading.gettrace()
         sys.settrace(None)
         threading.settrace(None)
         try:
             return (yield)
         finally:
             threading.settrace(threads)
-            sys.settrace(here)
+            sys.settrace(local)
 
     def _is_measured(self, item: pytest.Item) -> bool:
         row = {(item.nodeid.partition("[")[0], value) for value in values(item)}

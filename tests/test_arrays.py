@@ -74,13 +74,13 @@ AGAIN = [
 
 
 @on_ranks(1, 2, 3, mpi=(1, 2, 3))
-@pytest.mark.parametrize("taken", ["native", "direct", "ring"])
+@pytest.mark.parametrize("chosen", ["native", "direct", "ring"])
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("times", [1, 8000])
-def test_calls_made_ready(ranks, taken, check, times):
+def test_calls_made_ready(ranks, chosen, check, times):
     """Where an array comes again, here on one rank only, changed at times; all exchange alike."""
-    plan = TuningPlan(((0, taken),), ((0, taken),), ((0, "ring"),), (), True)
-    wanted = {"sum": ranks.size * (ranks.size + 1) // 2, "max": ranks.size}
+    plan = TuningPlan(((0, chosen),), ((0, chosen),), ((0, "ring"),), (), True)
+    target = {"sum": ranks.size * (ranks.size + 1) // 2, "max": ranks.size}
     calls = bound_calls.checked if check else bound_calls.unchecked
 
     def body(world):
@@ -91,19 +91,19 @@ def test_calls_made_ready(ranks, taken, check, times):
                 same.dtype, same.shape = dtype, (rows, columns * times)
                 x = same.view() if world.rank != ranks.size - 1 else same
                 x[:] = world.rank + 1
-                found = calls.get(id(x), (None,) * 5)[:3] == (x.dtype, x.shape, op)
-                assert found == (again and x is same)
+                outcome = calls.get(id(x), (None,) * 5)[:3] == (x.dtype, x.shape, op)
+                assert outcome == (again and x is same)
                 allreduce(x, op, world=world, check=check)
-                assert (x == wanted[op]).all()
+                assert (x == target[op]).all()
 
     ranks(body)
 
 
 @on_ranks(2, mpi=(2,))
-@pytest.mark.parametrize("taken", ["native", "direct", "ring"])
-def test_what_was_made_ready_is_compared_again(ranks, taken):
+@pytest.mark.parametrize("chosen", ["native", "direct", "ring"])
+def test_what_was_made_ready_is_compared_again(ranks, chosen):
     """Arrays that one rank has changed meanwhile, or made read-only, are refused on all."""
-    plan = TuningPlan(((0, taken),), ((0, taken),), ((0, "ring"),), (), True)
+    plan = TuningPlan(((0, chosen),), ((0, chosen),), ((0, "ring"),), (), True)
     changes = {
         "read-only": (lambda x: x.setflags(write=False), "rank 1: .* read-only"),
         "shape": (lambda x: setattr(x, "shape", (2, 3)), r"rank 1 has .* \(2, 3\)"),
@@ -112,14 +112,14 @@ def test_what_was_made_ready_is_compared_again(ranks, taken):
 
     def body(world):
         world.main = replace(world.main, choices=choices(plan))
-        for change, told in changes.values():
+        for change, reported in changes.values():
             x = np.ones(6, np.float32)
             for _ in range(3):
                 allreduce(x, "max", world=world)
             assert id(x) in bound_calls.checked
             if world.rank == 1:
                 change(x)
-            with pytest.raises(UsageError, match=told):
+            with pytest.raises(UsageError, match=reported):
                 allreduce(x, "max", world=world)
             assert (x.view("f4") == 1).all()
 
@@ -146,16 +146,16 @@ def test_a_read_only_array_is_never_written_to(ranks, algorithm):
     ranks(body)
 
 
-@pytest.mark.parametrize("options, told", [
+@pytest.mark.parametrize("options, reported", [
     ({"result": "there"}, "expected a result of in-place, shared, seen 'there'"),
     ({"op": "mean"}, "op 'mean' cannot be bound: bind 'sum' and divide"),
     ({"algorithm": "tre"}, "did you mean 'tree'?"),
 ])  # fmt: skip
-def test_bind_refuses(options, told):
+def test_bind_refuses(options, reported):
     def body(world):
         return refusal(lambda: user_calls.bind(np.ones(3), world=world, **options))[1]
 
-    assert all(told in said for said in run_on("threads", 2, body))
+    assert all(reported in message for message in run_on("threads", 2, body))
 
 
 def read_only(x):
@@ -198,12 +198,12 @@ WRONG = {
 @on_ranks(3, mpi=(3,))
 @pytest.mark.parametrize("wrong", WRONG)
 def test_allreduce_refuses(ranks, wrong):
-    make, options, told = WRONG[wrong]
+    make, options, reported = WRONG[wrong]
 
     def body(world):
         kind, text = refusal(lambda: allreduce(make(world.rank), world=world, **options))
         assert kind is UsageError
-        assert told in text
+        assert reported in text
 
     ranks(body)
 
@@ -249,11 +249,14 @@ def test_calls(ranks, name):
     everything = rows(ranks.size)
 
     def body(world):
-        found, wanted = call(everything[world.rank].copy(), world), expected(everything, world.rank)
-        if wanted is None:
-            assert found is None
+        outcome, target = (
+            call(everything[world.rank].copy(), world),
+            expected(everything, world.rank),
+        )
+        if target is None:
+            assert outcome is None
         else:
-            np.testing.assert_allclose(found, wanted, rtol=1e-15)
+            np.testing.assert_allclose(outcome, target, rtol=1e-15)
 
     ranks(body)
 
@@ -272,9 +275,9 @@ def test_calls(ranks, name):
         ),
     ],
 )
-def test_calls_refuse(ranks, call, told):
+def test_calls_refuse(ranks, call, reported):
     def body(world):
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=reported):
             call(rows(3)[world.rank].copy(), world)
 
     ranks(body)
@@ -322,7 +325,7 @@ def test_one_rank_is_wrong(ranks, name):
     faults = [(wrong, *fault) for wrong in ("x", *sorted(takes)) for fault in FAULTS[wrong]]
 
     def body(world):
-        for argument, value, told in faults:
+        for argument, value, reported in faults:
             for culprit in range(2):
                 x, options = np.ones((2, 3)), {}
                 if world.rank == culprit and argument == "x":
@@ -330,7 +333,7 @@ def test_one_rank_is_wrong(ranks, name):
                 elif world.rank == culprit:
                     options = {argument: value}
                 text = refusal(lambda: function(x, world=world, **options))[1]  # noqa: B023
-                assert any(part in text for part in told.split("|")), (argument, text)
+                assert any(part in text for part in reported.split("|")), (argument, text)
                 assert f"rank {culprit}" in text
                 assert set(world.gather(text)) == {text}
         function(np.ones((2, 3)), world=world)
@@ -361,10 +364,10 @@ def test_a_read_only_array_on_one_rank(ranks, name):
 def misaligned(x):
     """Return a copy of `x` whose elements lie 4 bytes off, or, of 4 bytes, 2."""
     skip = x.itemsize // 2
-    found = np.zeros(x.nbytes + skip, np.uint8)[skip:].view(x.dtype).reshape(x.shape)
-    found[...] = x
-    assert not found.flags.aligned
-    return found
+    outcome = np.zeros(x.nbytes + skip, np.uint8)[skip:].view(x.dtype).reshape(x.shape)
+    outcome[...] = x
+    assert not outcome.flags.aligned
+    return outcome
 
 
 @on_ranks(3, mpi=(3,))
@@ -397,10 +400,10 @@ def test_calls_with_misaligned_arrays(ranks, name):
     def body(world):
         for culprits in ((0, 1), (0,), (1,)):
             x = everything[world.rank].copy()
-            found = call(misaligned(x) if world.rank in culprits else x, world)
-            wanted = expected(everything, world.rank)
-            assert (found is None) == (wanted is None)
-            assert wanted is None or np.array_equal(found, wanted)
+            outcome = call(misaligned(x) if world.rank in culprits else x, world)
+            target = expected(everything, world.rank)
+            assert (outcome is None) == (target is None)
+            assert target is None or np.array_equal(outcome, target)
 
     ranks(body)
 

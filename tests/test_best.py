@@ -28,19 +28,19 @@ from hpctrain.transport.threads.link import run_ranks
 def save(run, step, metrics, keep=1, keep_best="test_accuracy", size=1):
     def rank(link):
         x = np.full(8, step, np.float64)
-        mine = [Piece("param", 4 * link.rank, 4 * size, x[:4])]
+        own = [Piece("param", 4 * link.rank, 4 * size, x[:4])]
         about = {"metrics": metrics, "keep_best": keep_best, "world_size": size}
-        return checkpoint.save(run, step, mine, about, link, keep, keep_best)
+        return checkpoint.save(run, step, own, about, link, keep, keep_best)
 
     return run_ranks(size, rank)[0]
 
 
 def steps(run):
-    return [found.step for found in checkpoint.listing(run) if not found.set_aside]
+    return [result.step for result in checkpoint.listing(run) if not result.set_aside]
 
 
 # Values by step, the metric -> the steps that stay with keep = 1, the best
-KEPT = {
+SAVED = {
     "rises": ([0.1, 0.2, 0.3], "test_accuracy", [3], 3),
     "falls": ([0.3, 0.2, 0.1], "test_accuracy", [1, 3], 1),
     "falls, a loss": ([0.3, 0.2, 0.1], "test_loss", [3], 3),
@@ -51,20 +51,20 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_best_is_never_pruned(tmp_path, kept, size):
-    values, metric, stay, best = KEPT[kept]
+def test_the_best_is_never_pruned(tmp_path, saved, size):
+    values, metric, stay, best = SAVED[saved]
     for step, value in enumerate(values, 1):
         save(tmp_path, step, {metric: value}, keep_best=metric, size=size)
     assert steps(tmp_path) == stay
     for link_size in (1, 3):
         loaded = run_ranks(link_size, lambda link: checkpoint.load(tmp_path, link, best=True))
-        assert [(one.step, set(one.arrays["param"])) for one in loaded] == [
+        assert [(item.step, set(item.arrays["param"])) for item in loaded] == [
             (best, {float(best)})
         ] * link_size
-    said = CliRunner().invoke(command, ["list", str(tmp_path)]).output.splitlines()
-    assert [f"(best {metric}: " in line for line in said] == [step == best for step in stay]
+    message = CliRunner().invoke(command, ["list", str(tmp_path)]).output.splitlines()
+    assert [f"(best {metric}: " in line for line in message] == [step == best for step in stay]
 
 
 def test_a_damaged_best_is_set_aside_and_the_next_best_taken(tmp_path, caplog):
@@ -72,7 +72,7 @@ def test_a_damaged_best_is_set_aside_and_the_next_best_taken(tmp_path, caplog):
         save(tmp_path, step, {"test_accuracy": value}, keep=4)
     os.truncate(tmp_path / "checkpoints" / "step-00000003" / "part-00000.safetensors", 50)
     loaded = run_ranks(2, lambda link: checkpoint.load(tmp_path, link, best=True))
-    assert [one.step for one in loaded] == [2, 2]
+    assert [item.step for item in loaded] == [2, 2]
     assert "step-00000003 is damaged, set aside" in caplog.text
     assert steps(tmp_path) == [1, 2, 4]
 
@@ -81,8 +81,8 @@ def test_a_damaged_best_is_found_out_when_a_run_goes_on(tmp_path, caplog):
     for step, value in enumerate([0.1, 0.4, 0.5, 0.3], 1):
         save(tmp_path, step, {"test_accuracy": value}, keep=4)
     os.truncate(tmp_path / "checkpoints" / "step-00000003" / "part-00000.safetensors", 50)
-    seen = run_ranks(2, lambda link: checkpoint.best_value(tmp_path, "test_accuracy", link))
-    assert seen == [0.4, 0.4]
+    observed = run_ranks(2, lambda link: checkpoint.best_value(tmp_path, "test_accuracy", link))
+    assert observed == [0.4, 0.4]
     assert caplog.text.count("the best checkpoint is damaged, set aside") == 1
     assert run_ranks(2, lambda link: checkpoint.best_value(tmp_path, "test_loss", link)) == [
         None,
@@ -138,9 +138,12 @@ def drawn():
 @pytest.mark.parametrize("at", [2, 6, 13, 21])
 def test_a_resumed_run_keeps_the_best_of_the_whole_one(tmp_path, monkeypatch, at):
     run_on("threads", 2, lambda w: fit(w, tmp_path / "whole", False))
-    seen = iter(range(10**6))
+    observed = iter(range(10**6))
     monkeypatch.setattr(
-        StopRequest, "requested", property(lambda s: next(seen) >= 2 * at, lambda s, v: None), False
+        StopRequest,
+        "requested",
+        property(lambda s: next(observed) >= 2 * at, lambda s, v: None),
+        False,
     )
     with pytest.raises(StoppedError):
         run_on("threads", 2, lambda w: fit(w, tmp_path / "cut", False))
@@ -149,9 +152,9 @@ def test_a_resumed_run_keeps_the_best_of_the_whole_one(tmp_path, monkeypatch, at
     assert stopped.step == at + 1 and stopped.step % 4  # in the middle of an epoch:
     assert set(stopped.about["metrics"].values()) == {None}  # it takes part in no comparison
     run_on("threads", 2, lambda w: fit(w, tmp_path / "cut", True))
-    made = steps(tmp_path / "whole")
-    assert len(made) < 6  # else every epoch was the best
-    assert [step for step in steps(tmp_path / "cut") if step != stopped.step] == made
+    created = steps(tmp_path / "whole")
+    assert len(created) < 6  # else every epoch was the best
+    assert [step for step in steps(tmp_path / "cut") if step != stopped.step] == created
 
 
 def test_a_best_without_a_test_set_is_refused(tmp_path):
@@ -167,9 +170,9 @@ def test_a_best_without_a_test_set_is_refused(tmp_path):
 def test_the_command_evaluates_the_best(tmp_path):
     spec = recipe.load("digits", ["run.epochs=8", "model.widths=[64,16,10]", *OVERRIDES])
     run_on("threads", 1, lambda w: runs.train(spec, w, tmp_path / "run", False))
-    told = [
-        json.loads(CliRunner().invoke(evaluate, [str(tmp_path / "run"), *more]).output)
-        for more in ([], ["--best"])
+    reported = [
+        json.loads(CliRunner().invoke(evaluate, [str(tmp_path / "run"), *extra]).output)
+        for extra in ([], ["--best"])
     ]
-    assert told[1]["step"] < told[0]["step"] == 96
-    assert told[1]["test_loss"] < told[0]["test_loss"]
+    assert reported[1]["step"] < reported[0]["step"] == 96
+    assert reported[1]["test_loss"] < reported[0]["test_loss"]

@@ -34,8 +34,8 @@ def trained(tmp_path_factory):
     """Return a run of three steps, and the parameters after five."""
     run = tmp_path_factory.mktemp("runs") / "run"
     train(run, 3)
-    whole = train(shutil.copytree(run, run.with_name("whole")), 5, resume=True)
-    return run, whole["params_sha256"]
+    complete = train(shutil.copytree(run, run.with_name("whole")), 5, resume=True)
+    return run, complete["params_sha256"]
 
 
 def fifo(path):
@@ -87,14 +87,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_read_is_refused_and_nothing_is_replaced(tmp_path, trained, name):
-    file, make, told = REFUSED[name]
+    file, make, reported = REFUSED[name]
     run = shutil.copytree(trained[0], tmp_path / "run")
     (run / "victim").write_text("precious")
     make(run / file)
     before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
     with limited(20), pytest.raises(UsageError) as error:
         train(run, 5, resume=True)
-    assert str(run) in str(error.value) and told in str(error.value)
+    assert str(run) in str(error.value) and reported in str(error.value)
     for path, content in before.items():
         assert path.name == ".lock" or path.read_bytes() == content
 
@@ -114,17 +114,17 @@ def test_half_a_last_row_is_cut_and_said_once(tmp_path, trained, caplog, name):
     assert train(run, 5, resume=True)["params_sha256"] == trained[1]
     steps = [row["step"] for row in run_folder.rows(run)]
     assert steps == ([1, 2, 4, 5] if name == "half of the last" else [1, 2, 3, 4, 5])
-    said = [record.message for record in caplog.records if "half a line" in record.message]
-    assert said == [f"{metrics} ended in half a line, which is dropped"]
+    message = [record.message for record in caplog.records if "half a line" in record.message]
+    assert message == [f"{metrics} ended in half a line, which is dropped"]
 
 
 def failing(monkeypatch, module, name, file, times=10**6):
     """Let a function that writes `file` fail so often."""
-    genuine, left = getattr(module, name), [times]
+    genuine, remaining = getattr(module, name), [times]
 
     def write(path, *args):
-        if os.path.basename(path) == file and left[0]:
-            left[0] -= 1
+        if os.path.basename(path) == file and remaining[0]:
+            remaining[0] -= 1
             raise OSError(errno.EIO, "Input/output error", str(path))
         return genuine(path, *args)
 
@@ -169,12 +169,12 @@ def test_a_summary_that_cannot_be_written_is_no_success(tmp_path, monkeypatch, c
 
 def test_a_folder_is_swept_of_what_killed_writers_left(tmp_path, trained):
     run = shutil.copytree(trained[0], tmp_path / "run")
-    here, dead = os.uname().nodename, 2**22 + 1  # beyond the largest number of a process
+    local, dead = os.uname().nodename, 2**22 + 1  # beyond the largest number of a process
     own = atomic.write_aside(run / "recipe.toml", "")
     earlier = own.name.replace(f".{os.getpid()}-", f".{os.getpid()}-1")  # of a process before us
     old, new = run / f".summary.json.{dead}-1.1@another", own
-    gone = [run / f".recipe.toml.{dead}-1.1@{here}", run / "replay" / f".a.jsonl.{dead}-1.7@{here}",
-            run / earlier]  # fmt: skip
+    gone = [run / f".recipe.toml.{dead}-1.1@{local}",
+            run / "replay" / f".a.jsonl.{dead}-1.7@{local}", run / earlier]  # fmt: skip
     stay = [new, run / f".metrics.jsonl.{dead}-1.1@another", run / ".notes.1.2"]
     for path in (old, *gone, *stay):
         path.parent.mkdir(exist_ok=True)
@@ -231,24 +231,24 @@ def test_commands_on_a_damaged_run_end_with_2(tmp_path, trained, monkeypatch, ca
     monkeypatch.setattr("sys.argv", ["hpctrain", "report", str(run)])
     with limited(20):
         assert _guarded() == 2
-    said = capfd.readouterr().err
-    assert str(run / broken) in said and "seen a FIFO" in said and "Traceback" not in said
+    message = capfd.readouterr().err
+    assert str(run / broken) in message and "seen a FIFO" in message and "Traceback" not in message
 
 
 def test_whatever_a_run_keeps_in_a_checkpoint_has_a_type(trained):
-    for found in checkpoint.listing(trained[0]):
-        assert found.about.keys() <= CheckpointFacts.model_fields.keys()
+    for result in checkpoint.listing(trained[0]):
+        assert result.about.keys() <= CheckpointFacts.model_fields.keys()
 
 
 def test_a_forged_checkpoint_of_another_model_is_refused(tmp_path, trained):
     run = shutil.copytree(trained[0], tmp_path / "run")
-    for found in checkpoint.listing(run):
-        table = json.loads((found.path / "manifest.json").read_text())
+    for result in checkpoint.listing(run):
+        table = json.loads((result.path / "manifest.json").read_text())
         del table["sha256"]
         places = table["about"]["weights"]["param"]
         names = sorted(places)
         places[f"{names[0]}x"] = places.pop(names[0])
-        (found.path / "manifest.json").write_text(
+        (result.path / "manifest.json").write_text(
             json.dumps({**table, "sha256": formats._seal(table)})
         )
     with pytest.raises(UsageError, match=r"does not fit the recipe: 'about.weights'"):

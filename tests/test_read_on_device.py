@@ -26,14 +26,14 @@ PRECISIONS = ("float32", "float64", "bf16", "fp16")
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Runs of one epoch on a stand-in, by precision: the folder, and its summary."""
-    folder, told = tmp_path_factory.mktemp("made"), {}
+    folder, reported = tmp_path_factory.mktemp("made"), {}
 
     def make(precision):
-        if precision not in told:
+        if precision not in reported:
             keys = ["model.widths=[64,16,10]", "run.epochs=1", f"run.precision={precision}"]
             spec, out = recipe.load("digits", keys), folder / precision
-            told[precision] = out, run_on_gpus(1, lambda w: runs.train(spec, w, out, False))[0]
-        return told[precision]
+            reported[precision] = out, run_on_gpus(1, lambda w: runs.train(spec, w, out, False))[0]
+        return reported[precision]
 
     with fakes.installed():
         yield make
@@ -47,9 +47,9 @@ def no_world(monkeypatch):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_gpu_finds_what_it_found_in_training(made, precision):
     run, summary = made(precision)
-    told = runs.evaluate(run, device="gpu")
-    assert told["device"] == "gpu" and told["samples"] == 360
-    assert (told["test_loss"], told["test_accuracy"]) == (
+    reported = runs.evaluate(run, device="gpu")
+    assert reported["device"] == "gpu" and reported["samples"] == 360
+    assert (reported["test_loss"], reported["test_accuracy"]) == (
         summary["test_loss"],
         summary["test_accuracy"],
     )
@@ -58,11 +58,11 @@ def test_a_gpu_finds_what_it_found_in_training(made, precision):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_cores_compute_in_32_bits_what_was_trained_in_16(made, precision):
     run, summary = made(precision)
-    told = runs.evaluate(run, device="cpu")
-    assert told["device"] == "cpu" and told["test_loss"] == pytest.approx(
+    reported = runs.evaluate(run, device="cpu")
+    assert reported["device"] == "cpu" and reported["test_loss"] == pytest.approx(
         summary["test_loss"], rel=3e-2
     )
-    assert (told["test_loss"] != summary["test_loss"]) == (precision in ("bf16", "fp16"))
+    assert (reported["test_loss"] != summary["test_loss"]) == (precision in ("bf16", "fp16"))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
@@ -81,15 +81,15 @@ AUTO = [(None, True, "gpu"), (None, False, "cpu"), ("cpu", True, "cpu"), ("gpu",
 
 
 @pytest.mark.parametrize(("world", "cuda", "where"), AUTO)
-def test_auto_takes_what_there_is(made, monkeypatch, world, cuda, where):
+def test_auto_takes_what_there_is(made, monkeypatch, world, cuda, location):
     run, _ = made("float32")
     monkeypatch.setattr(gpus, "driver_cuda", lambda: 13000 if cuda else None)
     if world is not None:
-        here = run_on_gpus(1, lambda w: w)[0]
-        here.gpu = here.gpu if world == "gpu" else None
-        monkeypatch.setattr(worlds, "_world", here)
-    found = CliRunner().invoke(evaluate, [str(run)])
-    assert json.loads(found.output)["device"] == where
+        local = run_on_gpus(1, lambda w: w)[0]
+        local.gpu = local.gpu if world == "gpu" else None
+        monkeypatch.setattr(worlds, "_world", local)
+    result = CliRunner().invoke(evaluate, [str(run)])
+    assert json.loads(result.output)["device"] == location
 
 
 def test_ranks_of_a_node_take_their_gpus_in_turn(monkeypatch):
@@ -113,5 +113,5 @@ def test_wrong_devices_are_refused(made):
 def test_the_command_on_a_stand_in(made):
     run, summary = made("bf16")
     command = [sys.executable, "-m", "fakes", "evaluate", str(run), "--device", "gpu"]
-    told = subprocess.run(command, cwd="tests", capture_output=True, text=True, timeout=60)
-    assert json.loads(told.stdout)["test_loss"] == summary["test_loss"], told.stderr
+    reported = subprocess.run(command, cwd="tests", capture_output=True, text=True, timeout=60)
+    assert json.loads(reported.stdout)["test_loss"] == summary["test_loss"], reported.stderr

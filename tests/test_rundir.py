@@ -20,7 +20,7 @@ def claim(run, resume=False):
 
 
 @pytest.mark.parametrize(
-    "names, resume, told",
+    "names, resume, reported",
     [
         ([], False, None),
         ([".lock"], False, None),  # of a job that was refused before it began
@@ -29,16 +29,16 @@ def claim(run, resume=False):
         (["e", "d", "c", "b", "a"], False, "it holds a, b, c, d, .... Add"),
     ],
 )
-def test_who_may_write(tmp_path, names, resume, told):
+def test_who_may_write(tmp_path, names, resume, reported):
     for name in names:
         (tmp_path / name).touch()
-    if told is None:
+    if reported is None:
         assert claim(tmp_path, resume) == sorted({*names, ".lock"})
         assert claim(tmp_path, True)  # the lock was given back
     else:
         with pytest.raises(UsageError) as error:
             claim(tmp_path, resume)
-        assert told in str(error.value)
+        assert reported in str(error.value)
         assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
 
 
@@ -90,27 +90,27 @@ def test_begin_drops_the_old_summary_and_tells_where(tmp_path, monkeypatch):
     assert run_folder.read_summary(run) is None
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_where_launch_is_gone_nothing_is_announced(tmp_path, monkeypatch, there):
+@pytest.mark.parametrize("target", [True, False])
+def test_where_launch_is_gone_nothing_is_announced(tmp_path, monkeypatch, target):
     file = tmp_path / "of another process"
-    if there:
+    if target:
         file.write_text("its own")
     monkeypatch.setenv(run_folder.ANNOUNCE, str(file))
     run_folder.begin(tmp_path)
-    assert (file.read_text() if there else file.exists()) == ("its own" if there else False)
+    assert (file.read_text() if target else file.exists()) == ("its own" if target else False)
 
 
 @pytest.mark.parametrize(
-    "step, kept, redone",
+    "step, saved, redone",
     [(0, [], 30), (10, [10], 20), (25, [10, 20], 5), (30, [10, 20, 30], 0), (35, [10, 20, 30], 0)],
 )
-def test_rows_after_the_resumed_step_go(tmp_path, step, kept, redone):
-    for done in (10, 20, 30):
-        run_folder.append_row(tmp_path, {"step": done})
+def test_rows_after_the_resumed_step_go(tmp_path, step, saved, redone):
+    for completed in (10, 20, 30):
+        run_folder.append_row(tmp_path, {"step": completed})
     with open(tmp_path / run_folder.METRICS, "a") as file:
         file.write('{"step": 4')  # a crash cut it off
     assert run_folder.cut_rows(tmp_path, step) == redone
-    assert run_folder.rows(tmp_path) == [{"step": done} for done in kept]
+    assert run_folder.rows(tmp_path) == [{"step": completed} for completed in saved]
     run_folder.append_row(tmp_path, {"step": 99})
     assert run_folder.rows(tmp_path)[-1] == {"step": 99}
 
@@ -157,11 +157,11 @@ def test_a_changed_recipe_is_told(tmp_path, caplog):
 def test_default_folders_never_meet(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run_folder.time, "strftime", lambda _: "now")
-    seen = []
+    observed = []
     for _ in range(3):
-        seen.append(run_folder.default_path("digits"))
-        seen[-1].mkdir(parents=True)
-    assert [str(path) for path in seen] == [
+        observed.append(run_folder.default_path("digits"))
+        observed[-1].mkdir(parents=True)
+    assert [str(path) for path in observed] == [
         "runs/digits-now",
         "runs/digits-now-2",
         "runs/digits-now-3",

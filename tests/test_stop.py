@@ -53,14 +53,14 @@ print("returned", request.requested, flush=True)
     ],
 )
 def test_signal_while_the_main_thread_is_in_c(
-    start: Callable, number: signal.Signals, look_s: float, seen: str
+    start: Callable, number: signal.Signals, look_s: float, observed: str
 ) -> None:
     job = start("-c", CHILD, look_s, 0)
     job.until("ready")
     job.process.send_signal(number)
     ended = job.finish(20)
-    requested = seen.split()[0]
-    assert ended.stdout == f"ready\nsaw {seen} 0\nreturned {requested}\n"
+    requested = observed.split()[0]
+    assert ended.stdout == f"ready\nsaw {observed} 0\nreturned {requested}\n"
     assert (ended.stderr, ended.returncode) == ("", 0)
 
 
@@ -73,7 +73,7 @@ def test_signal_while_the_main_thread_is_in_c(
     ],
 )
 def test_only_a_second_interrupt_ends_the_process(
-    start: Callable, first: signal.Signals, second: signal.Signals, code: int, said: str
+    start: Callable, first: signal.Signals, second: signal.Signals, code: int, message: str
 ) -> None:
     job = start("-c", CHILD, 15, 1)
     job.until("ready")
@@ -81,7 +81,7 @@ def test_only_a_second_interrupt_ends_the_process(
     job.until(f"saw True {first.name}")
     job.process.send_signal(second)
     ended = job.finish(20)
-    assert (ended.returncode, ended.stderr) == (code, said)
+    assert (ended.returncode, ended.stderr) == (code, message)
     assert ("returned True" in ended.stdout) == (code == 0)
 
 
@@ -125,18 +125,18 @@ def test_exit_puts_back_what_was_there() -> None:
 
 
 def test_elsewhere_than_in_the_main_thread_it_waits_to_be_asked() -> None:
-    before, seen = state(), Queue[list[object]]()
+    before, observed = state(), Queue[list[object]]()
 
     def rank() -> None:
         with StopRequest() as request:
-            seen.put([request.requested, request.signal, *map(signal.getsignal, SIGNALS)])
+            observed.put([request.requested, request.signal, *map(signal.getsignal, SIGNALS)])
             request.ask("vote")
             request.ask("later")
-            seen.put([request.requested, request.signal])
+            observed.put([request.requested, request.signal])
 
     thread = threading.Thread(target=rank, daemon=True)
     thread.start()
-    assert seen.get(timeout=10) == [False, "", *before[2:]]
-    assert seen.get(timeout=10) == [True, "vote"]
+    assert observed.get(timeout=10) == [False, "", *before[2:]]
+    assert observed.get(timeout=10) == [True, "vote"]
     thread.join(10)
     assert state() == before

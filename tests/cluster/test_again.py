@@ -116,7 +116,7 @@ TABLE = {
 }
 
 
-def run(folder, part: Part, **more: str) -> subprocess.CompletedProcess[str]:
+def run(folder, part: Part, **extra: str) -> subprocess.CompletedProcess[str]:
     files = {"srun": SRUN, "scontrol": SCONTROL, "sleep": SLEEP}
     files["job.sh"] = render(Job(nodes=4, warn_s=part.warn_s))
     for name, text in files.items():
@@ -126,8 +126,8 @@ def run(folder, part: Part, **more: str) -> subprocess.CompletedProcess[str]:
     if part.tries:
         (folder / "runs/digits-7/.tries").write_text(part.tries)
     if part.before:
-        said = '{{\n  "status": "{}",\n  "exit_code": {}\n}}\n'.format(*part.before.split())
-        (folder / "runs/digits-7/summary.json").write_text(said)
+        message = '{{\n  "status": "{}",\n  "exit_code": {}\n}}\n'.format(*part.before.split())
+        (folder / "runs/digits-7/summary.json").write_text(message)
     environ = {
         "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7",
         "SLURM_SUBMIT_DIR": str(folder), "SLURM_RESTART_COUNT": str(part.restarts),
@@ -136,7 +136,7 @@ def run(folder, part: Part, **more: str) -> subprocess.CompletedProcess[str]:
         "STATE": part.state, "REFUSED": str(part.refused), "SILENT": str(part.silent), "END": FAR,
     }  # fmt: skip
     return subprocess.run(
-        ["bash", "job.sh"], cwd=folder, env=environ | more, capture_output=True, text=True,
+        ["bash", "job.sh"], cwd=folder, env=environ | extra, capture_output=True, text=True,
         timeout=60,
     )  # fmt: skip
 
@@ -148,12 +148,12 @@ def test_what_comes_of_a_part(case, tmp_path):
 
 def must_come(part: Part, folder) -> str:
     """Assert that of `part` comes what its row says, and return all that it said."""
-    done = run(folder, part)
-    assert (done.returncode, done.stderr) == (part.ends, "")
-    assert part.told in done.stdout
-    said = folder / "said"
-    assert (said.read_text() if said.exists() else "") == AGAIN * part.again
-    return done.stdout
+    completed = run(folder, part)
+    assert (completed.returncode, completed.stderr) == (part.ends, "")
+    assert part.told in completed.stdout
+    message = folder / "said"
+    assert (message.read_text() if message.exists() else "") == AGAIN * part.again
+    return completed.stdout
 
 
 def site(folder, text: str) -> None:
@@ -196,12 +196,12 @@ def test_why_a_stop_was_asked_for(end, tmp_path):
     assert (tmp_path / "runs/digits-7/.why").read_text() == ENDS[end]
 
 
-@pytest.mark.parametrize("line, why", [
+@pytest.mark.parametrize("line, reason", [
     ("echo old >runs/digits-7/.why", None), ("kill -USR1 $$", "time limit\n"),
 ])  # fmt: skip
-def test_a_reason_is_that_of_this_part(line, why, tmp_path):
+def test_a_reason_is_that_of_this_part(line, reason, tmp_path):
     """Also where USR1 came before there were ranks."""
     site(tmp_path, line)
     run(tmp_path, Part(), END=SOON)
-    kept = tmp_path / "runs/digits-7/.why"
-    assert (kept.read_text() if kept.exists() else None) == why
+    stored = tmp_path / "runs/digits-7/.why"
+    assert (stored.read_text() if stored.exists() else None) == reason

@@ -31,7 +31,7 @@ def told(*words):
     return result.return_value or 0, result.output
 
 
-def given(tmp_path, script="echo 17"):
+def arguments(tmp_path, script="echo 17"):
     fake(tmp_path, "sbatch", f"echo called >>called\n{script}")
 
 
@@ -41,26 +41,28 @@ def calls():
 
 
 def test_a_full_disk_is_found_before_the_job_is_given_away(tmp_path):
-    given(tmp_path)
+    arguments(tmp_path)
     Path("kept").mkdir()
     Path("kept", f".job.sbatch.{os.getpid()}").symlink_to("/dev/full")
-    code, said = told("digits", "--out", "kept")
-    assert (code, said) == (2, "--out kept cannot be written: No space left on device")
+    code, message = told("digits", "--out", "kept")
+    assert (code, message) == (2, "--out kept cannot be written: No space left on device")
     assert calls() == 0
     assert list(Path("kept").iterdir()) == []
 
 
 def test_a_disk_that_is_full_afterwards_keeps_nobody_from_telling_the_id(tmp_path, monkeypatch):
-    given(tmp_path)
+    arguments(tmp_path)
 
     def full(path, table):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(submit.run_folder, "write_json", full)
-    code, said = told("digits", "--out", "kept")
+    code, message = told("digits", "--out", "kept")
     assert code == 1
-    assert said.startswith("hpctrain: job 17 is submitted, but kept cannot keep its id: No space")
-    assert "Traceback" not in said
+    assert message.startswith(
+        "hpctrain: job 17 is submitted, but kept cannot keep its id: No space"
+    )
+    assert "Traceback" not in message
 
 
 LATE = {
@@ -73,22 +75,22 @@ LATE = {
 
 @pytest.mark.parametrize("words", LATE)
 def test_an_answer_that_is_late_is_no_refusal(words, tmp_path):
-    given(tmp_path, f"echo 'sbatch: error: {words}' >&2; exit 1")
-    code, said = told("digits", "--job-name", "mine", "--out", "kept")
+    arguments(tmp_path, f"echo 'sbatch: error: {words}' >&2; exit 1")
+    code, message = told("digits", "--job-name", "mine", "--out", "kept")
     assert code == (1 if LATE[words] else 2)
-    assert ("the job may be in the queue" in said) == LATE[words]
-    assert ("`squeue --me --name=mine`" in said) == LATE[words]
-    assert said.startswith("sbatch refuses the job") != LATE[words]
+    assert ("the job may be in the queue" in message) == LATE[words]
+    assert ("`squeue --me --name=mine`" in message) == LATE[words]
+    assert message.startswith("sbatch refuses the job") != LATE[words]
     assert Path("kept/job.sbatch").exists() == Path("kept").exists() == LATE[words]
 
 
 def test_an_sbatch_that_does_not_answer_at_all(tmp_path, monkeypatch):
-    given(tmp_path, "exec sleep 9")
+    arguments(tmp_path, "exec sleep 9")
     monkeypatch.setattr(queries, "LIMIT_S", 0.1)
-    code, said = told("digits", "--out", "kept")
+    code, message = told("digits", "--out", "kept")
     assert code == 1
-    assert "sbatch has not answered within" in said
-    assert "may be in the queue" in said
+    assert "sbatch has not answered within" in message
+    assert "may be in the queue" in message
     assert Path("kept/job.sbatch").exists()
 
 
@@ -108,17 +110,17 @@ BUSY = {
 @pytest.mark.parametrize("case", BUSY, ids=str)
 def test_two_jobs_do_not_write_into_one_folder(case, tmp_path):
     state, dependency = case
-    given(tmp_path)
+    arguments(tmp_path)
     assert told("digits", "--out", "a") == (0, "17  a\n")
     fake(tmp_path, "scontrol", SHOW.format(state))
     options = ["--option", f"dependency={dependency}"] if dependency else []
-    code, said = told("digits", "--out", "a", *options)
+    code, message = told("digits", "--out", "a", *options)
     assert (code == 0) == BUSY[case]
     assert calls() == 1 + BUSY[case]
     if not BUSY[case]:
         assert code == 2
-        assert f"its job 17 is {state}" in said
-        assert "add --option dependency=afterany:17, name another --out, or `scancel 17`" in said
+        assert f"its job 17 is {state}" in message
+        assert "add --option dependency=afterany:17, name another --out, or `scancel 17`" in message
 
 
 # what is asked for where digits was trained, and whether a checkpoint is there -> what is refused
@@ -137,14 +139,14 @@ ONTO = {
 @pytest.mark.parametrize("case", ONTO, ids=str)
 def test_checkpoints_of_another_recipe_are_not_gone_on_with(case, tmp_path):
     words, saved = case
-    given(tmp_path)
+    arguments(tmp_path)
     rundir_of("a", saved)
-    code, said = told(*words.split(), "--out", "a")
-    assert (code, calls()) == ((2, 0) if ONTO[case] else (0, 1)), said
+    code, message = told(*words.split(), "--out", "a")
+    assert (code, calls()) == ((2, 0) if ONTO[case] else (0, 1)), message
     if ONTO[case]:
-        assert "--out a holds checkpoints of another recipe: " in said
-        assert ONTO[case] in said
-        assert "a/recipe.toml" in said
+        assert "--out a holds checkpoints of another recipe: " in message
+        assert ONTO[case] in message
+        assert "a/recipe.toml" in message
 
 
 def rundir_of(folder, saved):
@@ -157,7 +159,7 @@ def rundir_of(folder, saved):
 
 
 def test_epochs_are_those_of_train(tmp_path):
-    given(tmp_path)
+    arguments(tmp_path)
     assert told("digits", "--epochs", "7", "--out", "a")[0] == 0
     assert "train=(hpctrain train digits --epochs 7)" in Path("a/job.sbatch").read_text()
     assert told("digits", "--epochs", "0", "--out", "b")[0] == 2

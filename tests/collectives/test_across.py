@@ -48,18 +48,18 @@ def long(ranks: int) -> list[int]:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
-@pytest.mark.parametrize("where", ["node memory", "elsewhere"])
+@pytest.mark.parametrize("location", ["node memory", "elsewhere"])
 @pytest.mark.parametrize("name", ["hierarchical", "ring", "double-tree"])
-def test_exact_on_integers(hosts, name, where, crossed):
+def test_exact_on_integers(hosts, name, location, crossed):
     """Every dtype and operation where it is new, to the last bit; long vectors as float64."""
     size = len(hosts)
     rows = [(n, "float64", "sum") for n in long(size)]  # the second is the longest
     if name == "hierarchical":
-        rows += crossed(LENGTHS, DTYPES, [*OPERATIONS], begin=size + len(where))
+        rows += crossed(LENGTHS, DTYPES, [*OPERATIONS], begin=size + len(location))
 
     def body(link):
         world = over_threads(link, hosts)
-        make = world.memory.zeros if where == "node memory" else np.zeros
+        make = world.memory.zeros if location == "node memory" else np.zeros
         memory = make(8 * rows[1][0], np.uint8)
         for n, dtype, op in rows:
             kind = dtype_of(dtype)
@@ -93,12 +93,12 @@ def test_what_each_rank_sends(hosts, name):
     def body(link):
         group = over_nodes(link, hosts[link.rank])
         for n in (*LENGTHS, *long(link.size)):
-            before = group.bytes_sent, sum(one.messages_sent for one in group.links)
+            before = group.bytes_sent, sum(item.messages_sent for item in group.links)
             CALLS[name](group, np.zeros(n), np.add)
-            messages = sum(one.messages_sent for one in group.links) - before[1]
+            messages = sum(item.messages_sent for item in group.links) - before[1]
             sent = group.bytes_sent - before[0], messages
-            told = MESSAGES[name](Call(n, 8, link.size, link.rank, nodes=group.nodes))
-            assert sent == (8 * sum(told), len(told)), n
+            reported = MESSAGES[name](Call(n, 8, link.size, link.rank, nodes=group.nodes))
+            assert sent == (8 * sum(reported), len(reported)), n
 
     run_ranks(len(hosts), body)
 
@@ -112,7 +112,7 @@ def test_each_byte_crosses_a_nodes_link_as_seldom_as_can_be():
             crossed[name] = sum(MESSAGES[name](call[1]))
         else:
             inside = 2 * sum(MESSAGES["reduce-scatter"](Call(8000, 8, 2, 0)))
-            crossed[name] = sum(sum(MESSAGES[name](one)) - inside for one in call[:2])
+            crossed[name] = sum(sum(MESSAGES[name](item)) - inside for item in call[:2])
     assert crossed["ring"] == 1.5 * crossed["hierarchical"]
 
 
@@ -125,8 +125,8 @@ def test_the_longest_path_of_hierarchical(hosts, part):
     def body(link, x, add):
         ALLREDUCE["hierarchical"](over_hosts(link, hosts), x, add)
 
-    found = max(clocks(body, size, n, alike(machine)))
-    assert found == machine.seconds(cost.hierarchical(n, size, nodes))
+    result = max(clocks(body, size, n, alike(machine)))
+    assert result == machine.seconds(cost.hierarchical(n, size, nodes))
 
 
 def test_a_rank_that_fails_between_nodes_ends_the_others():

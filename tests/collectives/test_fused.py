@@ -61,24 +61,24 @@ def values(rank: int, n: int, dtype: str) -> np.ndarray:
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow)")
 def test_the_source_computes_what_numpy_does(compiled, dtype, op):
     """To the last bit, for lengths that fill no pack, and where arrays lie askew."""
-    how = operation(op, dtype_of(dtype))
+    method = operation(op, dtype_of(dtype))
     for count, outs in SHAPES:
-        kind = computed_in(dtype, ufunc_of(how))
-        kernel = compiled[f"{name_of(ufunc_of(how), count, outs)}_{kind}"]
+        kind = computed_in(dtype, ufunc_of(method))
+        kernel = compiled[f"{name_of(ufunc_of(method), count, outs)}_{kind}"]
         for n in (1, 7, 8, 1001):
             for askew in (0, 1):
                 arrays = [values(r, n + askew, dtype)[askew:] for r in range(count)]
-                told = arrays[0].copy()
+                reported = arrays[0].copy()
                 for other in arrays[1:]:
-                    how(told, other, out=told)
-                ys = [arrays[0], *(np.zeros_like(told) for _ in range(outs - 1))]  # in place
-                packs = 0 if askew else told.nbytes // kernels.PACK_BYTES
-                numbers = np.int64(told.view(dtype_of(kind)).size), np.int64(packs)
+                    method(reported, other, out=reported)
+                ys = [arrays[0], *(np.zeros_like(reported) for _ in range(outs - 1))]  # in place
+                packs = 0 if askew else reported.nbytes // kernels.PACK_BYTES
+                numbers = np.int64(reported.view(dtype_of(kind)).size), np.int64(packs)
                 kernel(*on_host.arguments(*ys, *arrays, *numbers))
                 for y in ys:
-                    same = y.tobytes() == told.tobytes()
+                    same = y.tobytes() == reported.tobytes()
                     nan_may_differ = op in ("sum", "prod")
-                    assert same or (nan_may_differ and alike(y, told)), (count, n, askew)
+                    assert same or (nan_may_differ and alike(y, reported)), (count, n, askew)
 
 
 def alike(x: np.ndarray, y: np.ndarray) -> bool:
@@ -99,13 +99,13 @@ def test_calls_on_a_device(lazy_gpu, dtype, op):
 
     hosts = [values(r, 1000, dtype) for r in range(4)]
     arrays = [cupy.asarray(x) for x in hosts]
-    how = operation(op, dtype_of(dtype))
-    cuda_sum.combine(arrays, ufunc_of(how), [arrays[0], arrays[2]])
-    cuda_sum.combine([x[:0] for x in arrays], ufunc_of(how), [arrays[0][:0]])  # nothing to do
-    told = hosts[0].copy()
+    method = operation(op, dtype_of(dtype))
+    cuda_sum.combine(arrays, ufunc_of(method), [arrays[0], arrays[2]])
+    cuda_sum.combine([x[:0] for x in arrays], ufunc_of(method), [arrays[0][:0]])  # nothing to do
+    reported = hosts[0].copy()
     for other in hosts[1:]:
-        how(told, other, out=told)
-    for x, y in zip(arrays, (told, hosts[1], told, hosts[3]), strict=True):
+        method(reported, other, out=reported)
+    for x, y in zip(arrays, (reported, hosts[1], reported, hosts[3]), strict=True):
         assert alike(x.get(), y)
     assert lazy_gpu.counts["raw kernel"] == 1
 
@@ -116,9 +116,9 @@ def test_16_bit_floats_take_one_kernel(lazy_gpu, dtype):
 
     n = 100_000
     a, b = (cupy.asarray(values(r, n, dtype)) for r in (0, 1))
-    told = operation("sum", a.dtype)(
+    reported = operation("sum", a.dtype)(
         values(0, n, dtype), values(1, n, dtype), out=np.empty(n, a.dtype)
     )
     out = operation("sum", a.dtype)(a, b, out=a)
     assert out is a and lazy_gpu.counts["raw kernel"] == 1
-    assert alike(a.get(), told)
+    assert alike(a.get(), reported)

@@ -100,8 +100,10 @@ def must_be_right(world: World, name: str, dtype: str, step: int) -> int:
             # `auto` may take MPI's own, whose sums of NaNs have any payload on any rank.
             x = with_one_nan(x) if name == "auto" and op in LACKING else x
             digests.append((op, form, crc32(x.tobytes()) if one_result else 0))
-    told = all_gather_bytes(world.link, np.array([one[2] for one in digests], np.int64).tobytes())
-    first, own = (np.frombuffer(one, np.int64) for one in (told[0], told[world.rank]))
+    reported = all_gather_bytes(
+        world.link, np.array([item[2] for item in digests], np.int64).tobytes()
+    )
+    first, own = (np.frombuffer(item, np.int64) for item in (reported[0], reported[world.rank]))
     faults += [(*digests[i][:2], "unlike rank 0") for i in np.flatnonzero(first != own)]
     assert not faults, faults[:10]  # pytest takes minutes to compare long lists
     return len(digests)
@@ -145,7 +147,7 @@ def bound(x: np.ndarray, op: str, world: World) -> np.ndarray | None:
 
 
 #: What else reduces `x`: each returns the rows of the result that this rank has, or None.
-OTHERS = {
+REST = {
     "reduce": on_root,
     "reduce_scatter": lambda x, op, world: calls.reduce_scatter(x, op, world, check=False),
     "bind": bound,
@@ -155,7 +157,7 @@ OTHERS = {
 @pytest.mark.pairs
 @on_ranks(2, 3, 5)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("call", OTHERS)
+@pytest.mark.parametrize("call", REST)
 def test_other_reductions(ranks, call, dtype, checks):
     """Arrays of a row for each rank, of which each has one element or a few."""
 
@@ -166,10 +168,10 @@ def test_other_reductions(ranks, call, dtype, checks):
                 case = odd.Case(world.size, world.size * width, dtype, op)
                 x = odd.rows(case)[world.rank].copy().reshape(world.size, width)
                 with np.errstate(all="ignore"):
-                    found = OTHERS[call](x, op, world)
-                if found is not None:
-                    start = world.rank * width if found.size == width else 0
-                    wrong = odd.wrong(found.reshape(-1), case, start)
+                    outcome = REST[call](x, op, world)
+                if outcome is not None:
+                    start = world.rank * width if outcome.size == width else 0
+                    wrong = odd.wrong(outcome.reshape(-1), case, start)
                     faults += [(op, i) for i in wrong[:3]]
                     count += 1
                 world.link.barrier()  # nobody writes what others still read

@@ -47,10 +47,12 @@ def test_each_sample_is_read_once_in_an_epoch_by_one_rank(size, prefetch):
 
     trains, tests = zip(*run_on("threads", size, body), strict=True)
     expected = {(epoch, i): 1 for epoch in range(EPOCHS) for i in range(N)}
-    assert Counter(one for seen in trains for one in seen) == expected
-    assert Counter(one for seen in tests for one in seen) == {(0, i): EPOCHS for i in range(N)}
-    for seen in trains:  # a rank's share, to within a sample per step
-        assert abs(len(seen) - N * EPOCHS / size) <= EPOCHS * -(-N // BATCH)
+    assert Counter(item for observed in trains for item in observed) == expected
+    assert Counter(item for observed in tests for item in observed) == {
+        (0, i): EPOCHS for i in range(N)
+    }
+    for observed in trains:  # a rank's share, to within a sample per step
+        assert abs(len(observed) - N * EPOCHS / size) <= EPOCHS * -(-N // BATCH)
 
 
 def test_a_run_that_ends_within_an_epoch_reads_nothing_beyond():
@@ -98,9 +100,9 @@ def test_files_and_memory_train_the_same_bytes(tmp_path, prefetch):
     table = {"kind": "npy", "x": str(tmp_path / "x.npy"), "y": str(tmp_path / "y.npy")}
     stored = data.read({**table, "classes": 3}).load(0).train
     for size in (1, 3):
-        there = run_on("threads", size, lambda w: fitted(w, stored, None, prefetch, epochs=2))
-        here = run_on("threads", size, lambda w: fitted(w, Dataset(X, Y), epochs=2))
-        assert there == here
+        target = run_on("threads", size, lambda w: fitted(w, stored, None, prefetch, epochs=2))
+        local = run_on("threads", size, lambda w: fitted(w, Dataset(X, Y), epochs=2))
+        assert target == local
 
 
 def test_augmented_samples_are_the_same_on_any_number_of_ranks():
@@ -140,4 +142,4 @@ def test_where_all_lies_in_memory_no_thread_reads_ahead(tmp_path):
     split = data.read({"kind": "text", "length": 64}).load(0)
     assert data.worth_reading_ahead(split.train) == 2
     images = data.read({"kind": "digits", "shift": 1}).load(0)
-    assert [data.worth_reading_ahead(one) for one in (images.train, images.test)] == [0, 0]
+    assert [data.worth_reading_ahead(item) for item in (images.train, images.test)] == [0, 0]

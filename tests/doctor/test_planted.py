@@ -31,7 +31,7 @@ MPI.Init_thread = lambda required: ask(min(required, MPI.THREAD_FUNNELED))
 """
 
 
-def found(file):
+def result(file):
     """Return what --json keeps: the exit code, and the checks by their name."""
     table = json.loads(file.read_text())
     return table["exit_code"], {check["name"]: check for check in table["checks"]}
@@ -46,7 +46,7 @@ def test_an_mpi_without_threads(hpctrain, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(FUNNELED)
     file, environ = tmp_path / "found.json", QUICK | on_path(tmp_path)
     ended = hpctrain("doctor", "--json", file, env=environ, timeout=100)
-    _, checks = found(file)
+    _, checks = result(file)
     assert ended.returncode == any(check["verdict"] == "bad" for check in checks.values())
     has_few_threads(checks, ended)
 
@@ -68,10 +68,14 @@ INSTEAD = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
 def refused():
     """Return why nothing can be mounted for one job alone; "" where it can."""
     try:
-        done = subprocess.run([*SPACE, "sh", "-c", f"{SMALL} /dev/shm"], capture_output=True)
+        completed = subprocess.run([*SPACE, "sh", "-c", f"{SMALL} /dev/shm"], capture_output=True)
     except OSError as error:
         return f"unshare: {error.strerror}"
-    return f"no mount of one's own: {done.stderr.decode().strip()}" if done.returncode else ""
+    return (
+        f"no mount of one's own: {completed.stderr.decode().strip()}"
+        if completed.returncode
+        else ""
+    )
 
 
 @pytest.fixture
@@ -93,7 +97,7 @@ def with_little_room(start, tmp_path):
 def test_a_tiny_dev_shm_is_told_before_mpi_dies_of_it(with_little_room, tmp_path):
     file = tmp_path / "found.json"
     ended = with_little_room("/dev/shm", "doctor", "--job", "--json", file)
-    code, checks = found(file)  # MPICH ends by a bus error; what was seen before is kept
+    code, checks = result(file)  # MPICH ends by a bus error; what was seen before is kept
     assert code == 1 and ended.returncode, ended.stdout + ended.stderr
     assert "64 KiB free in /dev/shm: MPI may end with a bus error" in ended.stderr
     assert checks["shared memory"]["verdict"] == "bad"
@@ -103,7 +107,7 @@ def test_a_tiny_dev_shm_is_told_before_mpi_dies_of_it(with_little_room, tmp_path
 def test_a_tiny_dev_shm_of_one_node(with_little_room, tmp_path):
     file = tmp_path / "found.json"
     ended = with_little_room("/dev/shm", "doctor", "--json", file, ranks=1)
-    code, checks = found(file)
+    code, checks = result(file)
     assert code == ended.returncode == 1
     assert "KiB free in /dev/shm" in checks["shared memory"]["seen"]  # what MPI has left
     assert f"shared memory: {checks['shared memory']['remedy']}" in ended.stdout
@@ -119,7 +123,7 @@ def test_a_full_disk(with_little_room, tmp_path):
     ended = with_little_room(
         tmp_path / "runs", "doctor", "--job", "--json", file, "--out", tmp_path / "runs"
     )
-    code, checks = found(file)
+    code, checks = result(file)
     assert code == 1 and ended.returncode
     assert checks["disk"]["verdict"] == checks["output folder"]["verdict"] == "bad"
     assert "No space left on device" in checks["output folder"]["seen"]
@@ -132,12 +136,12 @@ def test_a_gpu_that_all_ranks_take_and_no_threads(hpctrain, tmp_path):
     """The stand-in is one GPU to each rank, as CUDA shows it; NVML knows of two."""
     (tmp_path / "sitecustomize.py").write_text(FUNNELED)
     site, tests = cupy_package.install(tmp_path / "site"), Path(__file__).parents[1]
-    shown = {"FAKE_GPUS": "1", "FAKE_CRASH": "1", "CUDA_VISIBLE_DEVICES": "0"}
-    environ = QUICK | on_path(tmp_path, site, tests) | shown | {"XDG_CACHE_HOME": str(tmp_path)}
+    output = {"FAKE_GPUS": "1", "FAKE_CRASH": "1", "CUDA_VISIBLE_DEVICES": "0"}
+    environ = QUICK | on_path(tmp_path, site, tests) | output | {"XDG_CACHE_HOME": str(tmp_path)}
     file = tmp_path / "found.json"
     arguments = ("doctor", "--job", "--device", "gpu", "--json", file)
     ended = hpctrain(*arguments, ranks=2, env=environ, timeout=100)
-    code, checks = found(file)
+    code, checks = result(file)
     assert code == 1 and ended.returncode, ended.stderr
     assert checks["GPUs shared"]["verdict"] == "bad"
     assert "ranks 0-1 share GPU-" in checks["GPUs shared"]["seen"]
@@ -195,7 +199,7 @@ def test_a_core_of_which_a_rank_gets_a_fiftieth(start, tmp_path, group):
     file = tmp_path / "found.json"
     job = ("doctor", "--job", "--json", file)
     start("-c", THROTTLED, group, *job, ranks=2, env=QUICK).finish(100)
-    speed = found(file)[1]["speed of cores"]
+    speed = result(file)[1]["speed of cores"]
     assert speed["verdict"] == "slow"
     assert f"core {cores[-1]} of" in speed["seen"] and "(rank 1): " in speed["seen"]
     assert "a quota of 0.02 cores" in speed["seen"]

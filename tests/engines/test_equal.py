@@ -22,13 +22,13 @@ from hpctrain.gradients.replica import ModelReplica
 from hpctrain.training.trainer import Trainer
 
 ALGORITHMS = ("auto", *(name for name in collectives.ALLREDUCE if name != "null"))
-OTHERS = {
+REST = {
     "shards": engines.AllReduce(shard_optimizer=True, bucket_bytes=1024),
     "shared": engines.AllReduce(share_parameters=True),
     "overlap": engines.AllReduce(overlap="always", bucket_bytes=1024),
     "priority": engines.AllReduce(priority=True, bucket_bytes=1024),
 }
-WAYS = (*ALGORITHMS, *OTHERS)
+WAYS = (*ALGORITHMS, *REST)
 TOLERANCE = {"float64": 1e-10, "float32": 1e-3}
 MODELS = {
     "mlp": nn.MlpOptions(widths=[64, 24, 10]),
@@ -79,7 +79,7 @@ def planes(arena) -> np.ndarray:
 
 def engine(way: str):
     """Return all-reduce by an algorithm, or another way to come to the same."""
-    return OTHERS.get(way) or engines.AllReduce(algorithm=way, bucket_bytes=1024)
+    return REST.get(way) or engines.AllReduce(algorithm=way, bucket_bytes=1024)
 
 
 def trained(
@@ -185,8 +185,8 @@ def a_weight_off_by_one_sample(monkeypatch):
 def test_a_planted_error_fails(monkeypatch, plant, precision):
     one_rank("mlp", precision)
     plant(monkeypatch)
-    found = run_on("threads", 2, lambda w: trained(w, "mlp", precision, "ring")[0])
-    assert max(relative_distance(w, "mlp", precision) for w in found) > TOLERANCE[precision]
+    result = run_on("threads", 2, lambda w: trained(w, "mlp", precision, "ring")[0])
+    assert max(relative_distance(w, "mlp", precision) for w in result) > TOLERANCE[precision]
 
 
 ADAPTIVE = {
@@ -202,18 +202,18 @@ ADAPTIVE = {
 @on_ranks(2, 3, 4, 5)
 def test_adaptive_methods_see_the_gradients_of_one_rank(ranks, algorithm, method):
     expected = run_on("threads", 1, lambda w: first_gradients(w, algorithm, method))[0]
-    for found in ranks(first_gradients, algorithm, method):
-        for mine, alone in zip(found, expected, strict=True):
-            assert np.linalg.norm(mine - alone) <= 1e-12 * np.linalg.norm(alone)
+    for result in ranks(first_gradients, algorithm, method):
+        for own, alone in zip(result, expected, strict=True):
+            assert np.linalg.norm(own - alone) <= 1e-12 * np.linalg.norm(alone)
 
 
 def first_gradients(world, algorithm: str, method: str) -> list[np.ndarray]:
     """Return the summed gradients of the first three steps of `method`."""
-    seen: list[np.ndarray] = []
+    observed: list[np.ndarray] = []
     optimizer = ADAPTIVE[method]
 
     def update(grad, *rest):
-        seen.append(grad.copy())
+        observed.append(grad.copy())
         optimizer.update(grad, *rest)
 
     trainer = Trainer(
@@ -222,4 +222,4 @@ def first_gradients(world, algorithm: str, method: str) -> list[np.ndarray]:
     )  # fmt: skip
     trainer.fit(digits(), steps=3, batch=BATCH)
     trainer.close()
-    return seen
+    return observed

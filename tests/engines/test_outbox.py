@@ -50,17 +50,19 @@ ENGINES = {
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_one_worker_on_a_device_has_the_bytes_of_one_on_the_host(lazy_gpu, name):
-    wanted = run_on("threads", 2, lambda w: trained(w, ENGINES[name]))
-    found = run_on_gpus(2, lambda w: trained(w, ENGINES[name]))
-    assert [x.tobytes() for x in found] == [x.tobytes() for x in wanted]
+    expected = run_on("threads", 2, lambda w: trained(w, ENGINES[name]))
+    result = run_on_gpus(2, lambda w: trained(w, ENGINES[name]))
+    assert [x.tobytes() for x in result] == [x.tobytes() for x in expected]
     assert lazy_gpu.counts["implicit"] == lazy_gpu.counts["device sync"] == 0
 
 
 def test_slices_come_to_the_host_while_backward_goes_on(lazy_gpu, monkeypatch):
     """Two waits: for the loss, and until backward is done and its gradient known to be finite."""
     begun: list[Counter] = []  # what was counted when each gradient was begun
-    asked: list[tuple[int, bool]] = []  # ... and copies, work left, when all of it was asked for
-    left: list[list[bool]] = []  # whether backward had work left as each slice left
+    requested: list[
+        tuple[int, bool]
+    ] = []  # ... and copies, work left, when all of it was asked for
+    remaining: list[list[bool]] = []  # whether backward had work left as each slice left
     gradient, leave = ModelReplica.gradient, push.GradientPush.slices
 
     def computed(self, *args):
@@ -69,28 +71,28 @@ def test_slices_come_to_the_host_while_backward_goes_on(lazy_gpu, monkeypatch):
         begun.append(Counter(lazy_gpu.counts))
         sums = gradient(self, *args)
         copies = lazy_gpu.counts["D2H"] - begun[-1]["D2H"]
-        asked.append((copies, not cupy.cuda.get_current_stream().done))
+        requested.append((copies, not cupy.cuda.get_current_stream().done))
         return sums
 
     def leaving(self, link):
         import cupy
 
-        left.append([])
-        for one in leave(self, link):
-            left[-1].append(not cupy.cuda.get_current_stream().done)
-            yield one
+        remaining.append([])
+        for item in leave(self, link):
+            remaining[-1].append(not cupy.cuda.get_current_stream().done)
+            yield item
 
     monkeypatch.setattr(ModelReplica, "gradient", computed)
     monkeypatch.setattr(push.GradientPush, "slices", leaving)
     run_on_gpus(2, lambda w: trained(w, engines.PsSync()))
-    number = len(left[0])  # of slices
+    number = len(remaining[0])  # of slices
     assert number >= 4 and len(begun) == STEPS
     loss = 1  # its three numbers, on their way while backward goes on
-    assert asked == [(number + loss, True)] * STEPS
-    for step in left:
+    assert requested == [(number + loss, True)] * STEPS
+    for step in remaining:
         assert step == [False] * number
-    for one, other in pairwise(begun[1:]):
-        waited = {what: other[what] - one[what] for what in WAITS}
+    for item, other in pairwise(begun[1:]):
+        waited = {kind: other[kind] - item[kind] for kind in WAITS}
         assert waited == {"event sync": loss + 1, "stream sync": 0, "device sync": 0, "pageable": 0}
 
 

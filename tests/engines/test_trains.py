@@ -58,7 +58,7 @@ def keys_of(engine: str, ranks: int = RANKS) -> list[str]:
 @pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_engine_learns_digits(tmp_path, engine, seeds):
-    epochs, least = EXPECTED[len(seeds)]
+    epochs, minimum = EXPECTED[len(seeds)]
     keys = [*keys_of(engine), f"run.epochs={epochs}"]
     accuracies = []
     for seed in seeds:
@@ -67,7 +67,7 @@ def test_an_engine_learns_digits(tmp_path, engine, seeds):
             "threads", RANKS, lambda w, s=spec, n=seed: runs.train(s, w, tmp_path / f"{n}", False)
         )
         accuracies.append(summary["test_accuracy"])
-    assert sum(accuracies) / len(accuracies) >= least, accuracies
+    assert sum(accuracies) / len(accuracies) >= minimum, accuracies
 
 
 SAMPLES, BATCH, STEPS = 151, 37, 13  # the last batch of an epoch has 3 samples: fewer than 5 ranks
@@ -85,20 +85,20 @@ def test_an_engine_comes_to_its_end(ranks, engine):
         options = recipe.load("digits", keys_of(engine, world.size)).engine
         model = nn.MlpOptions(widths=[64, 12, 10]).build((8, 8), 10)
         trainer = Trainer(model, optim.sgd(0.01, 0.9), options, world=world)
-        found = []
+        result = []
         for steps in (STEPS, 1):  # a second training too
             summary = trainer.fit(digits, steps=steps, batch=BATCH, interval_steps=3)
-            found.append((summary["status"], summary["steps"], summary["samples"]))
+            result.append((summary["status"], summary["steps"], summary["samples"]))
         digest = trainer.engine.sum(trainer.replica.arena.param[:1]) / world.size
         trainer.close()
         assert digest == pytest.approx(trainer.replica.arena.param[:1])
-        return found
+        return result
 
     train = data.DigitsOptions().load(0).train
     digits = data.Dataset(train.x[:SAMPLES], train.y[:SAMPLES])
     samples = 2 * SAMPLES + 3 * BATCH  # five steps make an epoch
-    for found in ranks(body):
-        assert found == [("done", STEPS, samples), ("done", 1, BATCH)]
+    for result in ranks(body):
+        assert result == [("done", STEPS, samples), ("done", 1, BATCH)]
 
 
 @pytest.mark.parametrize("first, second", [("ps-async", "allreduce"), ("allreduce", "ps-async")])
@@ -109,5 +109,5 @@ def test_the_rate_goes_on_where_another_engine_goes_on(tmp_path, first, second):
         keys = [*keys_of(engine), f"run.epochs={epochs}", "model.widths=[64,12,10]"]
         spec = recipe.load("digits", keys)
         run_on("threads", RANKS, lambda w, s=spec: runs.train(s, w, tmp_path / "run", True))
-        found = weights.checkpoint_of(tmp_path / "run")
-        assert found.arrays["optimizer.step"] == updates[engine] * found.step
+        result = weights.checkpoint_of(tmp_path / "run")
+        assert result.arrays["optimizer.step"] == updates[engine] * result.step

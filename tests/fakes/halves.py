@@ -9,8 +9,8 @@ import operator
 
 import numpy as np
 
-MANY = (np.matmul, operator.matmul)  #: of several matrices at once, too
-PRODUCTS = (*MANY, np.dot)
+REPEATED = (np.matmul, operator.matmul)  #: of several matrices at once, too
+PRODUCTS = (*REPEATED, np.dot)
 
 
 def plain(function):
@@ -28,7 +28,7 @@ def as_on_a_gpu(function):
         kind = _sixteen(args)
         if kind is None:
             return function(*args, **kwargs, **({} if out is None else {"out": out}))
-        if function in MANY and kind != np.float16 and max(map(np.ndim, args)) > 2:
+        if function in REPEATED and kind != np.float16 and max(map(np.ndim, args)) > 2:
             raise TypeError("data type 'E' not understood")  # as CuPy 14 says of bfloat16
         if function in PRODUCTS:
             args = [a.astype(np.float32) if isinstance(a, np.ndarray) else a for a in args]

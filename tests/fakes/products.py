@@ -38,9 +38,9 @@ def _key(dtype) -> str:
 
 def module() -> ModuleType:
     """Return cupy._core, with what is used of it."""
-    core, found = ModuleType("cupy._core"), ModuleType("cupy._core._routines_linalg")
+    core, result = ModuleType("cupy._core"), ModuleType("cupy._core._routines_linalg")
     for name in ("COMPUTE_TYPE_DEFAULT", "COMPUTE_TYPE_TF32", "get_compute_type",
                  "set_compute_type"):  # fmt: skip
-        setattr(found, name, globals()[name])
-    core._routines_linalg = found
+        setattr(result, name, globals()[name])
+    core._routines_linalg = result
     return core

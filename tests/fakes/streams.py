@@ -64,9 +64,9 @@ class Stream(metaclass=_WithNull):
         return event
 
     def wait_event(self, event) -> None:
-        where, n = event.where
-        if where is not None:
-            self.put(lambda: where.run(n))
+        location, n = event.where
+        if location is not None:
+            self.put(lambda: location.run(n))
 
     def launch_host_func(self, callback, arg=None) -> None:
         self.put(lambda: callback(arg))

@@ -62,8 +62,8 @@ class WayBack(Trap):
         return x, None if key is None else key.step
 
     def backward(self, p, g, saved, dy, want_dx):
-        here = (self.kind, saved) == ("spoil", self.step) and self.rank == ht.init().rank
-        return dy * float("inf") if here else dy
+        local = (self.kind, saved) == ("spoil", self.step) and self.rank == ht.init().rank
+        return dy * float("inf") if local else dy
 
 
 def broken(row):

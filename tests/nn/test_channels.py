@@ -30,12 +30,12 @@ def twice(numbers):
 def passed(to, x, dy, p, key, want_dx=True):
     """Return all that a pass through the layer leaves, on the host in 64 bits."""
     layer = nn.BatchNorm()
-    here = {name: to(a.copy()) for name, a in p.items()}
+    local = {name: to(a.copy()) for name, a in p.items()}
     g = {name: to(np.full_like(p[name], np.nan)) for name in ("weight", "bias")}
-    y, saved = layer.forward(here, to(x), key)
-    dx = layer.backward(here, g, saved, to(dy), want_dx)
-    found = {"y": y, **({} if dx is None else {"dx": dx}), **g, **here}
-    return {name: xp.to_host(a).astype(np.float64) for name, a in found.items()}
+    y, saved = layer.forward(local, to(x), key)
+    dx = layer.backward(local, g, saved, to(dy), want_dx)
+    result = {"y": y, **({} if dx is None else {"dx": dx}), **g, **local}
+    return {name: xp.to_host(a).astype(np.float64) for name, a in result.items()}
 
 
 def drawn(n, shape, dtype, offset=3.0):
@@ -55,14 +55,14 @@ def test_it_is_that_of_the_host(compiled, gpu, dtype, add):
         key = nn.Key(0, 0, 0, sum_over_ranks=add)
         # The host computes in 64 bits: what is left is the device's own rounding.
         wide = [a.astype(np.float64) for a in (x, dy)]
-        told = passed(np.asarray, *wide, {name: a.astype("f8") for name, a in p.items()}, key)
+        reported = passed(np.asarray, *wide, {name: a.astype("f8") for name, a in p.items()}, key)
         gpu.counts.clear()
-        found = passed(cupy.asarray, x, dy, p, key)
+        result = passed(cupy.asarray, x, dy, p, key)
         assert gpu.counts["raw kernel"] == (7 if n else 2)
-        for name, wanted in told.items():
-            assert found[name].shape == wanted.shape
-            most = max(abs(wanted).max(), 1) if wanted.size else 1
-            np.testing.assert_allclose(found[name], wanted, rtol=0, atol=CLOSE[dtype] * most)
+        for name, expected in reported.items():
+            assert result[name].shape == expected.shape
+            maximum = max(abs(expected).max(), 1) if expected.size else 1
+            np.testing.assert_allclose(result[name], expected, rtol=0, atol=CLOSE[dtype] * maximum)
 
 
 def test_values_far_from_zero_keep_their_variance(compiled):
@@ -70,21 +70,21 @@ def test_values_far_from_zero_keep_their_variance(compiled):
 
     x, dy, p = drawn(200, (3,), "float32", offset=1e4)
     key = nn.Key(0, 0, 0)
-    told = passed(np.asarray, x.astype("f8"), dy.astype("f8"), p, key)
-    found = passed(cupy.asarray, x, dy, p, key)
-    np.testing.assert_allclose(found["y"], told["y"], atol=1e-4)
-    np.testing.assert_allclose(found["variance"], told["variance"], rtol=1e-5)
+    reported = passed(np.asarray, x.astype("f8"), dy.astype("f8"), p, key)
+    result = passed(cupy.asarray, x, dy, p, key)
+    np.testing.assert_allclose(result["y"], reported["y"], atol=1e-4)
+    np.testing.assert_allclose(result["variance"], reported["variance"], rtol=1e-5)
 
 
 def test_a_pass_made_again_moves_nothing_and_a_first_layer_has_no_dx(compiled):
     import cupy
 
     x, dy, p = drawn(6, (2, 3), "float32")
-    found = passed(cupy.asarray, x, dy, p, nn.Key(0, 0, 0, again=True), want_dx=False)
-    assert "dx" not in found
-    assert (found["mean"] == p["mean"]).all() and (found["variance"] == p["variance"]).all()
+    result = passed(cupy.asarray, x, dy, p, nn.Key(0, 0, 0, again=True), want_dx=False)
+    assert "dx" not in result
+    assert (result["mean"] == p["mean"]).all() and (result["variance"] == p["variance"]).all()
     once = passed(cupy.asarray, x, dy, p, nn.Key(0, 0, 0))
-    assert (once["mean"] != p["mean"]).all() and (once["weight"] == found["weight"]).all()
+    assert (once["mean"] != p["mean"]).all() and (once["weight"] == result["weight"]).all()
 
 
 def test_what_is_not_a_number_stays_so(compiled):
@@ -92,5 +92,5 @@ def test_what_is_not_a_number_stays_so(compiled):
 
     x, dy, p = drawn(6, (2, 3), "float32")
     x[2, 1, 1] = np.nan
-    found = passed(cupy.asarray, x, dy, p, nn.Key(0, 0, 0))
-    assert np.isnan(found["y"][..., 1]).all() and not np.isnan(found["y"][..., 0]).any()
+    result = passed(cupy.asarray, x, dy, p, nn.Key(0, 0, 0))
+    assert np.isnan(result["y"][..., 1]).all() and not np.isnan(result["y"][..., 0]).any()

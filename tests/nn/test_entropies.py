@@ -32,13 +32,13 @@ def test_it_is_that_of_the_host(compiled, gpu, dtype, scale):
         z = (30 * generator.standard_normal((*shape, classes))).astype(dtype)
         z[..., -1] = z[..., 0]  # of equal ones the first is the answer
         labels = generator.integers(classes, size=shape).astype(np.uint16)
-        wanted, slope = nn.cross_entropy(z.astype("f8"), labels, scale)
+        expected, slope = nn.cross_entropy(z.astype("f8"), labels, scale)
         gpu.counts.clear()
         coming, dz = nn.cross_entropy(cupy.asarray(z), cupy.asarray(labels), scale)
         assert gpu.counts["raw kernel"] == bool(labels.size)
         sums = arrived(coming)
-        assert (sums.correct, sums.count) == (wanted.correct, wanted.count)
-        assert sums.loss == pytest.approx(wanted.loss, rel=CLOSE[dtype], abs=1e-12)
+        assert (sums.correct, sums.count) == (expected.correct, expected.count)
+        assert sums.loss == pytest.approx(expected.loss, rel=CLOSE[dtype], abs=1e-12)
         assert (dz is None) == (scale is None)
         if scale is not None:
             assert (dz.shape, dz.dtype) == (z.shape, z.dtype)

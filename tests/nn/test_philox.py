@@ -64,18 +64,18 @@ def test_the_kernel_draws_what_numpy_draws(drop, name, dtype):
         for rate in RATES:
             with np.errstate(invalid="ignore", over="ignore"):
                 factor = x.dtype.type(1 / (1 - rate))
-                wanted = x * np.where(mask(*NUMBERS[name], *shape, rate), factor, x.dtype.type(0))
+                expected = x * np.where(mask(*NUMBERS[name], *shape, rate), factor, x.dtype.type(0))
             for packed in {False, shape[1] % 8 == 0}:
-                found = drop(x, rate, *NUMBERS[name], packed)
-                np.testing.assert_array_equal(found.astype("f8"), wanted.astype("f8"))
+                result = drop(x, rate, *NUMBERS[name], packed)
+                np.testing.assert_array_equal(result.astype("f8"), expected.astype("f8"))
 
 
 @pytest.mark.parametrize("first", [0, 7])
 def test_it_is_the_mask_of_the_host(drop, first):
     key = nn.Key(11, 3, first, layer=5)
     x, blocks = np.ones((6, 21), "float32"), 3
-    found = drop(x, 0.3, (first * blocks, 3, 5, 0), (11, 1 << 63), False)
-    assert ((found != 0) == keep_mask(key, 6, 21, 0.3)).all()
+    result = drop(x, 0.3, (first * blocks, 3, 5, 0), (11, 1 << 63), False)
+    assert ((result != 0) == keep_mask(key, 6, 21, 0.3)).all()
 
 
 @pytest.mark.parametrize("shape", [(7, 3, 5), (2, 16), (0, 4), (3, 0)])
@@ -85,12 +85,12 @@ def test_a_device_drops_what_the_host_drops(lazy_gpu, shape, dtype):
 
     layer, key = Dropout(0.25), nn.Key(1, 2, 3, layer=4)
     x = np.random.default_rng(0).standard_normal(shape).astype(dtype)
-    told, there = [], []
-    for results, one in ((told, x), (there, cupy.asarray(x))):
+    reported, target = [], []
+    for results, item in ((reported, x), (target, cupy.asarray(x))):
         lazy_gpu.counts.clear()
-        y, saved = layer.forward({}, one, key)
-        results += [y, layer.backward({}, {}, saved, one + one, True)]
+        y, saved = layer.forward({}, item, key)
+        results += [y, layer.backward({}, {}, saved, item + item, True)]
     assert lazy_gpu.counts["H2D"] == lazy_gpu.counts["D2H"] == 0
     assert lazy_gpu.counts["raw kernel"] == (2 if x.size else 0)
-    for found, wanted in zip(there, told, strict=True):
-        assert found.dtype == wanted.dtype and xp.to_host(found).tobytes() == wanted.tobytes()
+    for result, expected in zip(target, reported, strict=True):
+        assert result.dtype == expected.dtype and xp.to_host(result).tobytes() == expected.tobytes()

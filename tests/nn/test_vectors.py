@@ -23,12 +23,12 @@ def compiled(request, gpu, monkeypatch):
 
 def passed(to, x, dy, p, want_dx=True):
     """Return all that a pass through the layer leaves, on the host in 64 bits."""
-    layer, here = nn.LayerNorm(), {name: to(a) for name, a in p.items()}
+    layer, local = nn.LayerNorm(), {name: to(a) for name, a in p.items()}
     g = {name: to(np.full_like(a, np.nan)) for name, a in p.items()}
-    y, saved = layer.forward(here, to(x), nn.Key(0, 0, 0))
-    dx = layer.backward(here, g, saved, to(dy), want_dx)
-    found = {"y": y, **({"dx": dx} if want_dx else {}), **g}
-    return {name: xp.to_host(a).astype(np.float64) for name, a in found.items()}
+    y, saved = layer.forward(local, to(x), nn.Key(0, 0, 0))
+    dx = layer.backward(local, g, saved, to(dy), want_dx)
+    result = {"y": y, **({"dx": dx} if want_dx else {}), **g}
+    return {name: xp.to_host(a).astype(np.float64) for name, a in result.items()}
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
@@ -42,19 +42,19 @@ def test_it_is_that_of_the_host(compiled, gpu, dtype):
         p = {name: draw(shape[-1]).astype(kind) for name in ("weight", "bias")}
         # The host computes in 64 bits: what is left is the device's own rounding.
         wide = {name: a.astype(np.float64) for name, a in p.items()}
-        told = passed(np.asarray, x.astype("f8"), dy.astype("f8"), wide)
+        reported = passed(np.asarray, x.astype("f8"), dy.astype("f8"), wide)
         gpu.counts.clear()
-        found = passed(cupy.asarray, x, dy, p)
+        result = passed(cupy.asarray, x, dy, p)
         assert gpu.counts["raw kernel"] == (4 if len(x) else 1)
-        for name, wanted in told.items():
-            assert found[name].shape == wanted.shape
-            most = max(abs(wanted).max(), 1) if wanted.size else 1
-            np.testing.assert_allclose(found[name], wanted, rtol=0, atol=CLOSE[dtype] * most)
+        for name, expected in reported.items():
+            assert result[name].shape == expected.shape
+            maximum = max(abs(expected).max(), 1) if expected.size else 1
+            np.testing.assert_allclose(result[name], expected, rtol=0, atol=CLOSE[dtype] * maximum)
 
 
 def test_a_first_layer_has_no_dx(compiled):
     import cupy
 
     x, p = np.ones((3, 4), "float32"), {"weight": np.ones(4, "f4"), "bias": np.ones(4, "f4")}
-    found = passed(cupy.asarray, x, x, p, want_dx=False)
-    assert (found["y"] == 1).all() and (found["bias"] == 3).all() and not found["weight"].any()
+    result = passed(cupy.asarray, x, x, p, want_dx=False)
+    assert (result["y"] == 1).all() and (result["bias"] == 3).all() and not result["weight"].any()

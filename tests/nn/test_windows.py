@@ -65,15 +65,15 @@ def test_windows_become_rows_and_come_back(compiled, dtype):
 
     for shape, kernel, stride, padding in CASES:
         x = drawn(shape, dtype)
-        wanted, size = rows_of(x, kernel, stride, padding)
+        expected, size = rows_of(x, kernel, stride, padding)
         rows = im2col.columns(cupy.asarray(x), size, kernel, stride, padding)
-        assert rows.shape == (wanted.size // (kernel**2 * shape[3]), kernel**2 * shape[3])
-        assert rows.get().tobytes() == wanted.tobytes()
-        given = drawn(wanted.shape, dtype)
-        flat = cupy.asarray(given.reshape(rows.shape))
+        assert rows.shape == (expected.size // (kernel**2 * shape[3]), kernel**2 * shape[3])
+        assert rows.get().tobytes() == expected.tobytes()
+        arguments = drawn(expected.shape, dtype)
+        flat = cupy.asarray(arguments.reshape(rows.shape))
         back = im2col.image(flat, shape, size, kernel, stride, padding)
-        told = image_of(given, shape, stride, padding)
-        assert back.get().tobytes() == told.tobytes()
+        reported = image_of(arguments, shape, stride, padding)
+        assert back.get().tobytes() == reported.tobytes()
 
 
 LAYERS = {
@@ -92,17 +92,17 @@ def test_a_layer_on_a_device(compiled, gpu, name, n):
 
     layer, shape = LAYERS[name], (9, 8, 4)
     x = drawn((n, *shape), "float32")
-    p = {k: drawn(one.shape, "float32") for k, one in layer.parameters(shape).items()}
-    told = []
+    p = {k: drawn(item.shape, "float32") for k, item in layer.parameters(shape).items()}
+    reported = []
     for to in (np.asarray, cupy.asarray):
-        here = {k: to(a) for k, a in p.items()}
+        local = {k: to(a) for k, a in p.items()}
         g = {k: to(np.empty_like(a)) for k, a in p.items()}
         gpu.counts.clear()
-        y, saved = layer.forward(here, to(x), nn.Key(0, 0, 0))
-        dx = layer.backward(here, g, saved, y + y, True)
-        told.append([xp.to_host(a) for a in (y, dx, *g.values())])
+        y, saved = layer.forward(local, to(x), nn.Key(0, 0, 0))
+        dx = layer.backward(local, g, saved, y + y, True)
+        reported.append([xp.to_host(a) for a in (y, dx, *g.values())])
     # One to make rows, one to take them apart; nothing where a window is a pixel.
     assert gpu.counts["raw kernel"] == (0 if name == "1x1" or not n else 2)
-    for found, wanted in zip(told[1], told[0], strict=True):
-        assert found.shape == wanted.shape
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-4)
+    for result, expected in zip(reported[1], reported[0], strict=True):
+        assert result.shape == expected.shape
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-4)

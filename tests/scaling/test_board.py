@@ -20,7 +20,7 @@ from hpctrain.scaling.study import StudyFolder
 from hpctrain.scaling.trials import runner, slurm_runner
 from hpctrain.scaling.world_sizes import Size
 
-ONE, TWO, FOUR = Size(1), Size(2), Size(4)
+ITEM, TWO, FOUR = Size(1), Size(2), Size(4)
 OF = study((1, 2, 4), repeats=2)
 
 
@@ -83,21 +83,23 @@ def drawn(of, statuses, note=""):
 
 
 def test_the_table_of_a_study_on_slurm():
-    of = replace(OF, on="slurm", sizes=(ONE, Size(2, 2)))
+    of = replace(OF, on="slurm", sizes=(ITEM, Size(2, 2)))
     pending = TrialStatus("pending", 19, reason="Resources: waits for nodes to become free")
     running = TrialStatus(RUNNING, 20, step=60)
-    said = drawn(of, stands(done(1234.5, 17), running, done(1234.5, 18), pending, of=of), "[i]now")
-    assert said[0] == "a [b]title[/b]"  # names are no markup
-    assert said[2].split(" ┃ ") == [
+    message = drawn(
+        of, stands(done(1234.5, 17), running, done(1234.5, 18), pending, of=of), "[i]now"
+    )
+    assert message[0] == "a [b]title[/b]"  # names are no markup
+    assert message[2].split(" ┃ ") == [
         "┃ ranks", "nodes", "state", "job", "repeats", "step", "samples/s", "efficiency",
         "reason ┃",
     ]  # fmt: skip
-    assert said[4] == "│ 1 │ 1 │ measured │ 17, 18 │ 2 of 2 │ - │ 1,234 │ 100.0% │ │"
-    assert said[5] == (
+    assert message[4] == "│ 1 │ 1 │ measured │ 17, 18 │ 2 of 2 │ - │ 1,234 │ 100.0% │ │"
+    assert message[5] == (
         "│ 2 │ 2 │ 1 running, 1 pending │ 20, 19 │ 0 of 2 │ 60 of 121 │ - │ - "
         "│ Resources: waits for nodes to become free │"
     )
-    assert said[-1] == "[i]now"
+    assert message[-1] == "[i]now"
 
 
 def test_a_table_without_slurm_has_no_jobs_and_no_nodes():
@@ -115,13 +117,13 @@ def test_a_log_has_a_line_for_each_change_and_none_for_steps():
     ]
     further = before | {(0, TWO): TrialStatus(RUNNING, 2, step=20)}
     assert list(live_table.change_lines(OF, before, further)) == []
-    ended = before | {(0, ONE): done(100.0, 1), (0, TWO): TrialStatus.of(Gap("out of memory"), 2)}
+    ended = before | {(0, ITEM): done(100.0, 1), (0, TWO): TrialStatus.of(Gap("out of memory"), 2)}
     assert list(live_table.change_lines(OF, further, ended)) == [
         (logging.INFO, "1 rank, repeat 1 of 2: 100 samples/s, efficiency so far 100.0%"),
         (logging.WARNING, "2 ranks, repeat 1 of 2: out of memory"),
     ]
     alike = stands(
-        *[TrialStatus("pending", job) for job in range(4)], of=replace(OF, sizes=(ONE, TWO))
+        *[TrialStatus("pending", job) for job in range(4)], of=replace(OF, sizes=(ITEM, TWO))
     )
     assert [text for _, text in live_table.change_lines(OF, {}, alike)] == [
         "1 rank, repeats 1, 2 of 2: pending, jobs 0, 2",
@@ -154,16 +156,16 @@ def test_a_terminal_shows_the_table_as_it_changes(stopped, monkeypatch, caplog):
 
 def test_who_looks_on_sees_what_runs(tmp_path):
     folder, of = StudyFolder(tmp_path), study((1, 2), repeats=2)
-    assert {one.state for one in runner.current_statuses(folder, of).values()} == {WAITING}
-    write(folder.trial(ONE, 0), of.timing, Times(1e-2, 9e-3), 128, 1)
-    for age, out in enumerate([folder.trial(ONE, 1), folder.trial(TWO, 0)]):
+    assert {item.state for item in runner.current_statuses(folder, of).values()} == {WAITING}
+    write(folder.trial(ITEM, 0), of.timing, Times(1e-2, 9e-3), 128, 1)
+    for age, out in enumerate([folder.trial(ITEM, 1), folder.trial(TWO, 0)]):
         out.mkdir(parents=True)
         collect.run_folder.append_row(out, {"step": 30})
         collect.log_of(out).write_text("hpctrain: no such thing\n")
         os.utime(collect.log_of(out), (0, 1000 - age))
-    seen = runner.current_statuses(folder, of)
-    assert [seen[key].state for key in of.trials] == ["measured", FAILED, RUNNING, WAITING]
-    assert (seen[0, TWO].reason, seen[1, ONE].step) == ("no such thing", 30)
+    observed = runner.current_statuses(folder, of)
+    assert [observed[key].state for key in of.trials] == ["measured", FAILED, RUNNING, WAITING]
+    assert (observed[0, TWO].reason, observed[1, ITEM].step) == ("no such thing", 30)
 
 
 def test_slurm_states_in_words(tmp_path):

@@ -45,7 +45,7 @@ def amdahl(ranks, repeat=0):
     """Return a step with the serial fraction SERIAL, all of it exposed wire; repeats drift."""
     drift, step = 1 + 0.01 * repeat, 1e-2 / laws.amdahl_speed_up(SERIAL, ranks)
     wait = 2e-3 * (1 - 1 / ranks)
-    return Times(*(drift * one for one in (step, step - wait - 1e-4, wait, wait)))
+    return Times(*(drift * single for single in (step, step - wait - 1e-4, wait, wait)))
 
 
 def gustafson(ranks, repeat=0):
@@ -55,26 +55,26 @@ def gustafson(ranks, repeat=0):
 
 def trials(of, times, gaps=()):
     """Return made-up trials by size, without files."""
-    found = {}
+    result = {}
     for size in of.sizes:
-        each = [times(size.ranks, repeat) for repeat in range(of.repeats)]
+        item = [times(size.ranks, repeat) for repeat in range(of.repeats)]
         batch = of.batch * (1 if of.mode == "strong" else size.ranks)
-        found[size] = [
+        result[size] = [
             Gap(f"why {repeat}")
             if (size.ranks, repeat) in gaps
             else TrialResult(batch / t.step_s, **vars(t), hosts=("a",))
-            for repeat, t in enumerate(each)
+            for repeat, t in enumerate(item)
         ]  # fmt: skip
-    return found
+    return result
 
 
 @pytest.mark.parametrize("mode, times", [("strong", amdahl), ("weak", gustafson)])
 def test_the_serial_fraction_of_trials(mode, times):
     of = study((1, 2, 4, 8), mode)
-    found = evaluate(of, trials(of, times))
-    assert found.serial.mean == pytest.approx(SERIAL)
-    assert found.serial.half == pytest.approx(0, abs=1e-9)  # each repeat tells the same
-    for row in found.of("measured"):
+    result = evaluate(of, trials(of, times))
+    assert result.serial.mean == pytest.approx(SERIAL)
+    assert result.serial.half == pytest.approx(0, abs=1e-9)  # each repeat tells the same
+    for row in result.of("measured"):
         law = laws.amdahl_speed_up if mode == "strong" else laws.gustafson_speed_up
         assert row["speed_up"] == pytest.approx(law(SERIAL, row["ranks"]))
         assert row["efficiency"] == pytest.approx(row["speed_up"] / row["ranks"])
@@ -100,8 +100,8 @@ def test_predictions_are_as_uncertain_as_repeats_are_different():
 
 def test_intervals_are_those_of_student():
     of = replace(study(), sizes=(Size(1),))
-    one = Times(1e-2, 9e-3)
-    rows = evaluate(of, trials(of, lambda _, i: replace(one, step_s=128 / (9 + i)))).rows
+    single = Times(1e-2, 9e-3)
+    rows = evaluate(of, trials(of, lambda _, i: replace(single, step_s=128 / (9 + i)))).rows
     assert rows[0]["samples_per_s"] == pytest.approx(10)
     exact = 0.95 * math.sqrt(2 / (1 - 0.95**2)) / math.sqrt(3)  # rates 9, 10, 11
     assert rows[0]["samples_per_s_ci95"] == pytest.approx(exact)
@@ -119,21 +119,21 @@ def test_what_shares_cores_is_told_and_left_out_of_the_law():
 
 def test_predictions_are_said_to_be_such():
     of = study()
-    found = evaluate(of, trials(of, amdahl))
-    assert [row["ranks"] for row in found.of("predicted")] == [8, 16, 32]
-    assert all("predicted" in list(tables.remarks(row)) for row in found.of("predicted"))
-    assert "prediction_error" in found.rows[2]
-    assert "prediction_error" not in found.rows[1]  # one rank alone tells nothing of two
+    result = evaluate(of, trials(of, amdahl))
+    assert [row["ranks"] for row in result.of("predicted")] == [8, 16, 32]
+    assert all("predicted" in list(tables.remarks(row)) for row in result.of("predicted"))
+    assert "prediction_error" in result.rows[2]
+    assert "prediction_error" not in result.rows[1]  # one rank alone tells nothing of two
     asynchronous = {"engine": {"kind": "ps-async"}}
     assert not evaluate(replace(of, tables=asynchronous), trials(of, amdahl)).of("predicted")
-    few = replace(of, batch=8)
-    assert [row["ranks"] for row in evaluate(few, trials(few, amdahl)).of("predicted")] == [8]
+    short = replace(of, batch=8)
+    assert [row["ranks"] for row in evaluate(short, trials(short, amdahl)).of("predicted")] == [8]
 
 
-def text_of(found):
+def text_of(result):
     out = io.StringIO()
-    Console(file=out, width=200).print(tables.table(found))
-    facts = [f"{name}: {text}" for name, text in tables.facts(found).items()]
+    Console(file=out, width=200).print(tables.table(result))
+    facts = [f"{name}: {text}" for name, text in tables.facts(result).items()]
     return out.getvalue() + "\n".join(facts) + "\n"
 
 
@@ -146,29 +146,29 @@ def with_gaps():
 @pytest.mark.parametrize("mode, times", [("strong", amdahl), ("weak", gustafson), ("gaps", None)])
 def test_golden_tables(mode, times):
     of = study((1, 2, 4, 8), mode)
-    found = with_gaps() if times is None else evaluate(of, trials(of, times))
-    assert text_of(found) == (GOLDEN / f"scaling-{mode}.txt").read_text()
+    result = with_gaps() if times is None else evaluate(of, trials(of, times))
+    assert text_of(result) == (GOLDEN / f"scaling-{mode}.txt").read_text()
 
 
 def test_gaps_are_named_and_the_rest_is_drawn():
-    found = with_gaps()
-    assert [row["ranks"] for row in found.of("gap")] == [2]
-    said = {row["ranks"]: "; ".join(tables.remarks(row)) for row in found.rows}
-    assert "gap: why 0" in said[2]
-    assert "1 of its repeats missing: why 2" in said[4]
-    assert plots.plots(found).keys() == {"scaling.png", "scaling.svg", "time.png", "time.svg"}
-    assert "1 of 4 sizes not measured" in page(found, {}, [])
+    result = with_gaps()
+    assert [row["ranks"] for row in result.of("gap")] == [2]
+    message = {row["ranks"]: "; ".join(tables.remarks(row)) for row in result.rows}
+    assert "gap: why 0" in message[2]
+    assert "1 of its repeats missing: why 2" in message[4]
+    assert plots.plots(result).keys() == {"scaling.png", "scaling.svg", "time.png", "time.svg"}
+    assert "1 of 4 sizes not measured" in page(result, {}, [])
 
 
 def test_what_few_sizes_and_repeats_cannot_tell_is_said():
     two = study((1, 2), repeats=1)
-    said = tables.facts(evaluate(two, trials(two, amdahl)))
-    assert "one repeat has no interval" in said["trials"]
-    assert said["Amdahl's law"] == (
+    message = tables.facts(evaluate(two, trials(two, amdahl)))
+    assert "one repeat has no interval" in message["trials"]
+    assert message["Amdahl's law"] == (
         "serial fraction 20.0%; the speed-up stays below 5; two sizes do not test it: a third "
         "one would"
     )
-    assert said["alpha-beta model"].endswith("2 ranks, which meet any such model: one more size "
+    assert message["alpha-beta model"].endswith("2 ranks, which meet any such model: one more size "
                                              "would test it")  # fmt: skip
     apart = study((1, 2), repeats=2)  # repeats that tell opposite things
     mixed = evaluate(apart, trials(apart, lambda n, i: Times(1e-2 / (n if i else 1), 1e-3)))
@@ -197,23 +197,23 @@ def test_what_a_report_begins_with():
 
 def test_nothing_was_measured():
     of = study()
-    found = evaluate(of, trials(of, amdahl, {(n, i) for n in (1, 2, 4) for i in range(3)}))
-    assert plots.plots(found) == {}
-    assert "Nothing was measured yet" in page(found, {}, [])
-    assert [row["kind"] for row in found.rows] == ["gap"] * 3
+    result = evaluate(of, trials(of, amdahl, {(n, i) for n in (1, 2, 4) for i in range(3)}))
+    assert plots.plots(result) == {}
+    assert "Nothing was measured yet" in page(result, {}, [])
+    assert [row["kind"] for row in result.rows] == ["gap"] * 3
 
 
 def test_files_hold_all_of_it(tmp_path):
     of = study()
-    found = evaluate(of, trials(of, amdahl))
-    names = {path.name for path in study_files.write(tmp_path, found, ["as it is"], drawn=True)}
+    result = evaluate(of, trials(of, amdahl))
+    names = {path.name for path in study_files.write(tmp_path, result, ["as it is"], drawn=True)}
     assert names == {path.name for path in tmp_path.iterdir()}  # and nothing half written
-    told = json.loads((tmp_path / "scaling.json").read_text())
-    assert (told["machine"]["cpu"], len(told["rows"])) == ("made up", 6)
-    assert told["law"]["serial_fraction"]["mean"] == pytest.approx(SERIAL)
+    reported = json.loads((tmp_path / "scaling.json").read_text())
+    assert (reported["machine"]["cpu"], len(reported["rows"])) == ("made up", 6)
+    assert reported["law"]["serial_fraction"]["mean"] == pytest.approx(SERIAL)
     rows = list(csv.DictReader((tmp_path / "scaling.csv").read_text().splitlines()))
     assert [row["kind"] for row in rows] == ["measured"] * 3 + ["predicted"] * 3
-    assert float(rows[1]["samples_per_s"]) == pytest.approx(found.rows[1]["samples_per_s"])
+    assert float(rows[1]["samples_per_s"]) == pytest.approx(result.rows[1]["samples_per_s"])
     html = (tmp_path / "report.html").read_text()
     assert html.count("data:image/png;base64,") == 2
     assert "as it is" in html
@@ -221,30 +221,30 @@ def test_files_hold_all_of_it(tmp_path):
 
 def test_names_are_no_markup(tmp_path):
     of = replace(study(), name="<b>$x_1$ [bold]</b>")
-    found = evaluate(of, trials(of, amdahl))
-    assert "&lt;b&gt;" in page(found, {}, []) and "<b>" not in page(found, {}, [])
-    assert plots.plots(found)
-    study_files.write(tmp_path, found, [], drawn=False)
+    result = evaluate(of, trials(of, amdahl))
+    assert "&lt;b&gt;" in page(result, {}, []) and "<b>" not in page(result, {}, [])
+    assert plots.plots(result)
+    study_files.write(tmp_path, result, [], drawn=False)
     assert {path.name for path in tmp_path.iterdir()} == {"scaling.json", "scaling.csv"}
 
 
 def test_only_timed_rows_count(tmp_path):
     times = Times(2e-3, 1e-3, 5e-4, 8e-4)
     write(tmp_path / "run", Timing.of(100), times, 128, ranks=2)
-    found = collect.trial(tmp_path / "run", Timing.of(100))
-    assert found.samples_per_s == pytest.approx(64_000)
-    seen = (found.step_s, found.compute_s, found.wire_s, found.wait_s, found.other_s)
-    assert seen == pytest.approx((2e-3, 1e-3, 5e-4, 8e-4, 2e-4))
-    assert found.machine == {"threads": 1}
+    result = collect.trial(tmp_path / "run", Timing.of(100))
+    assert result.samples_per_s == pytest.approx(64_000)
+    observed = (result.step_s, result.compute_s, result.wire_s, result.wait_s, result.other_s)
+    assert observed == pytest.approx((2e-3, 1e-3, 5e-4, 8e-4, 2e-4))
+    assert result.machine == {"threads": 1}
 
 
 def test_what_trials_have_seen_of_their_machine():
     of = study((1, 2), repeats=1)
-    found = trials(of, amdahl)
-    one, two = found.values()
-    one[0] = replace(one[0], machine={"threads": 1, "gpus": ["H200"]})
+    result = trials(of, amdahl)
+    single, two = result.values()
+    single[0] = replace(single[0], machine={"threads": 1, "gpus": ["H200"]})
     two[0] = replace(two[0], machine={"threads": 1, "gpus": ["A100"]}, hosts=("b", "a"))
-    assert evaluate(of, found).machine == of.machine | {
+    assert evaluate(of, result).machine == of.machine | {
         "hosts_seen": ["a", "b"], "threads": 1, "gpus": [["H200"], ["A100"]],
     }  # fmt: skip
 
@@ -260,8 +260,8 @@ def resumed(run):
 
 
 def stopped(run):
-    told = {"status": "stopped", "reason": "stopped at step 7 as asked"}
-    run_folder.write_summary(run, told)
+    reported = {"status": "stopped", "reason": "stopped at step 7 as asked"}
+    run_folder.write_summary(run, reported)
 
 
 GAPS = {
@@ -278,9 +278,9 @@ def test_trials_that_do_not_count(kind, tmp_path):
     spoil, reason = GAPS[kind]
     write(tmp_path / "run", Timing.of(100), Times(2e-3, 1e-3), 128, ranks=2)
     spoil(tmp_path / "run")
-    found = collect.trial(tmp_path / "run", Timing.of(100))
-    assert isinstance(found, Gap)
-    assert re.search(reason, found.reason)
+    result = collect.trial(tmp_path / "run", Timing.of(100))
+    assert isinstance(result, Gap)
+    assert re.search(reason, result.reason)
 
 
 def conducted(folder, of, monkeypatch, times=amdahl, failing=()):
@@ -300,16 +300,16 @@ def test_sizes_take_turns_and_nothing_runs_twice(tmp_path, monkeypatch):
     (folder.trial(Size(2), 1) / run_folder.SUMMARY).unlink()
     assert conducted(folder, of, monkeypatch) == [(1, 2)]
     assert conducted(folder, replace(of, repeats=4), monkeypatch) == [(3, n) for n in (1, 2, 4)]
-    found = command.collect_result(folder, of)
-    assert found.serial.mean == pytest.approx(SERIAL)
+    result = command.collect_result(folder, of)
+    assert result.serial.mean == pytest.approx(SERIAL)
 
 
 def test_a_size_that_fails_is_left_at_that(tmp_path, monkeypatch):
     of, folder = study(), StudyFolder(tmp_path)
     calls = conducted(folder, of, monkeypatch, failing=(2,))
     assert calls == [(0, 1), (0, 2), (0, 4), (1, 1), (1, 4), (2, 1), (2, 4)]
-    found = command.collect_result(folder, of)
-    assert [row["reason"] for row in found.of("gap")] == ["no such thing on this size"]
+    result = command.collect_result(folder, of)
+    assert [row["reason"] for row in result.of("gap")] == ["no such thing on this size"]
     again = conducted(folder, of, monkeypatch)  # what was wrong may be mended by then
     assert again == [(0, 2), (1, 2), (2, 2)]
 
@@ -321,8 +321,8 @@ def test_a_pilot_tells_how_many_steps_to_time(step_s, steps, tmp_path, monkeypat
     monkeypatch.setattr(local_runner, "run", runner(times, calls))
     of = study(steps=None)
     with LiveView(of) as view:
-        found = trial_runner.run_pilots(StudyFolder(tmp_path), of, SPEC, view)
-    assert (found.steps, calls) == (steps, [("pilot", 1), ("pilot", 4)])
+        result = trial_runner.run_pilots(StudyFolder(tmp_path), of, SPEC, view)
+    assert (result.steps, calls) == (steps, [("pilot", 1), ("pilot", 4)])
 
 
 @pytest.mark.parametrize("watched", [False, True])
@@ -350,14 +350,14 @@ def test_the_report_in_a_browser(tmp_path):
     assert [color for color in drawn if painted(picture, color) < 50] == []
     looked = tmp_path / "looked.html"
     looked.write_text(re.sub("<meta http-equiv=[^>]*>", LOOK, written.read_text()))
-    dom, said = browse(tmp_path, "--dump-dom", looked.as_uri())
+    dom, message = browse(tmp_path, "--dump-dom", looked.as_uri())
     widths = [
         int(width) for width in re.findall(r"\.=(\d+)", dom)
     ]  # behind what each picture shows
-    assert (len(widths), min(widths) > 1000, said) == (2, True, [])
+    assert (len(widths), min(widths) > 1000, message) == (2, True, [])
 
 
-def no_time(found):
+def no_time(result):
     """Stand for what draws plots: that is tested above."""
     return {"scaling.png": b"", "time.png": b""}
 
@@ -369,11 +369,13 @@ def called(monkeypatch, out, *words, failing=(), times=amdahl, draw=no_time):
     monkeypatch.setattr(local_runner, "must_work", lambda *_: Mpi("MPICH", "5", "lib", "mpiexec"))
     monkeypatch.setattr(local_runner, "run", runner(times, calls, failing))
     line = ["digits", "--ranks", "1,2", "--out", str(out), *words]
-    return scale.main(line, standalone_mode=False), [one for one in calls if one[0] != "link"]
+    return scale.main(line, standalone_mode=False), [
+        single for single in calls if single[0] != "link"
+    ]
 
 
 def test_a_collector_that_was_stopped_is_called_again(tmp_path, monkeypatch):
-    def stop(found):
+    def stop(result):
         raise KeyboardInterrupt
 
     with pytest.raises((KeyboardInterrupt, Abort)):
@@ -421,9 +423,9 @@ def test_who_calls_while_another_works_sees_how_things_stand(tmp_path, monkeypat
     shutil.rmtree(StudyFolder(tmp_path / "s").trial(Size(2), 0))
     with claim(tmp_path / "s"), pytest.raises(UsageError, match="is being written by process"):
         called(monkeypatch, tmp_path / "s", "--repeats", "1")
-    said = " ".join(capsys.readouterr().err.split())
-    assert "│ 1 │ measured │ 1 of 1 │ - │ 12,800 │ 100.0% │" in said
-    assert "│ 2 │ running │ 0 of 1 │" in said
+    message = " ".join(capsys.readouterr().err.split())
+    assert "│ 1 │ measured │ 1 of 1 │ - │ 12,800 │ 100.0% │" in message
+    assert "│ 2 │ running │ 0 of 1 │" in message
 
 
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib.figure"])
@@ -444,8 +446,8 @@ def noisy():
 
 
 def test_an_interval_beyond_its_mean_is_not_drawn_and_said():
-    found = noisy()
-    for row in found.of("measured"):
+    result = noisy()
+    for row in result.of("measured"):
         assert row["samples_per_s_ci95"] > row["samples_per_s"]
         assert tables.with_interval(row, "samples_per_s", ",.0f").endswith(" ± ?")
         assert "repeats differ by more" in "; ".join(tables.remarks(row))
@@ -460,23 +462,25 @@ def test_an_interval_beyond_its_mean_is_not_drawn_and_said():
 
 
 @pytest.mark.parametrize(("times", "said"), [(0.44, True), (0.495, False), (0.6, False)])
-def test_an_efficiency_above_the_ideal_gets_a_word(times, said):
+def test_an_efficiency_above_the_ideal_gets_a_word(times, message):
     of = study((1, 2))
-    found = evaluate(of, trials(of, lambda n, i: Times(1e-2 * (times if n == 2 else 1), 1e-3)))
-    words = "; ".join(tables.remarks(found.rows[1]))
-    assert ("above 100 %: noise" in words) == said
+    result = evaluate(of, trials(of, lambda n, i: Times(1e-2 * (times if n == 2 else 1), 1e-3)))
+    words = "; ".join(tables.remarks(result.rows[1]))
+    assert ("above 100 %: noise" in words) == message
 
 
 @pytest.mark.parametrize(("gbit", "said"), [(1.41, True), (1.01, False), (0.9, False)])
-def test_a_wire_faster_than_its_link_gets_a_word(gbit, said):
+def test_a_wire_faster_than_its_link_gets_a_word(gbit, message):
     model = SimpleNamespace(beta_s=8e-9 / gbit)
-    assert ("more than a link of 1gbit carries" in tables._faster_than_link(model, "1gbit")) == said
+    assert (
+        "more than a link of 1gbit carries" in tables._faster_than_link(model, "1gbit")
+    ) == message
     assert tables._faster_than_link(model, None) == ""  # on this machine no rate is known
 
 
 def test_the_page_says_its_title_once():
-    found = with_gaps()
-    assert plots.scaling(found).get_suptitle() == plots.time(found).get_suptitle() != ""
-    assert plots.for_page(found).keys() == {"scaling.png", "time.png"}
-    assert plots.scaling(found, "").get_suptitle() == plots.time(found, "").get_suptitle() == ""
-    assert page(found, {}, []).count(tables.title(found.study)) == 2  # of the window, of the page
+    result = with_gaps()
+    assert plots.scaling(result).get_suptitle() == plots.time(result).get_suptitle() != ""
+    assert plots.for_page(result).keys() == {"scaling.png", "time.png"}
+    assert plots.scaling(result, "").get_suptitle() == plots.time(result, "").get_suptitle() == ""
+    assert page(result, {}, []).count(tables.title(result.study)) == 2  # of the window, of the page

@@ -36,7 +36,7 @@ TYPED = {
 
 @pytest.mark.parametrize("typed", TYPED, ids=str)
 def test_sizes(typed):
-    assert world_sizes.parse(*typed) == [Size(*one) for one in TYPED[typed]]
+    assert world_sizes.parse(*typed) == [Size(*item) for item in TYPED[typed]]
 
 
 REFUSED = {
@@ -110,10 +110,10 @@ def test_a_trial_has_nothing_beside_its_steps(full):
     assert (run.callbacks, timed.early_stop, timed.trace.enabled) == ([], None, False)
     assert (timed.checkpoint.every_epochs, timed.checkpoint.keep_best) == (None, None)
     assert (timed.batch.batch_per_rank, timed.batch.base_batch) == (32, 64)
-    said = "\n".join(trial_recipe.deviations(full, "weak", 32, timing, 1))
+    message = "\n".join(trial_recipe.deviations(full, "weak", 32, timing, 1))
     for word in ("121 steps in place of 3 epochs", "20 to warm up, 100 timed", "callbacks",
                  "early stop, trace, keep_best", "OMP_NUM_THREADS=1"):  # fmt: skip
-        assert word in said
+        assert word in message
     assert full.run.epochs == 3  # the recipe itself stays as it is
 
 
@@ -149,8 +149,8 @@ def test_servers_need_ranks():
 
 
 def test_a_set_of_another_length(tmp_path):
-    few = recipe.load("digits").data.load(0).train
-    three = Dataset(few.x[:3], few.y[:3])
+    short = recipe.load("digits").data.load(0).train
+    three = Dataset(short.x[:3], short.y[:3])
     longer = resized(Split(three, None, 10), 5).train
     assert (len(longer), longer.sample_shape) == (5, three.sample_shape)
     assert (longer.rows(np.array([4]))[0] == three.x[1]).all()
@@ -184,9 +184,11 @@ WRONG = {
 
 def test_the_remedy_for_an_uneven_batch_keeps_to_the_recipes_key():
     spec = recipe.load("digits", ["optimizer.batch=", "optimizer.batch_per_rank=7"])
-    few = [Size(2), Size(3), Size(4)]
+    short = [Size(2), Size(3), Size(4)]
     with pytest.raises(UsageError, match=r"--set optimizer\.batch_per_rank=6,"):
-        trial_recipe.must_divide(spec, "strong", trial_recipe.base_batch(spec, "strong", few), few)
+        trial_recipe.must_divide(
+            spec, "strong", trial_recipe.base_batch(spec, "strong", short), short
+        )
 
 
 @pytest.mark.parametrize("words", WRONG)
@@ -213,8 +215,8 @@ def test_a_study_comes_back_from_its_file(tmp_path):
 
 
 def test_a_study_may_grow(tmp_path):
-    asked = study(sizes=(2, 8), repeats=2, steps=None)
-    grown = studies.merge(asked, study(), tmp_path)
+    requested = study(sizes=(2, 8), repeats=2, steps=None)
+    grown = studies.merge(requested, study(), tmp_path)
     assert [size.ranks for size in grown.sizes] == [1, 2, 4, 8]
     assert (grown.repeats, grown.steps) == (3, 100)
 
@@ -227,10 +229,10 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("what", OTHER)
-def test_another_study_is_refused(what, tmp_path):
-    changed, said = OTHER[what]
-    with pytest.raises(UsageError, match=f"holds another study: {said}"):
+@pytest.mark.parametrize("subject", OTHER)
+def test_another_study_is_refused(subject, tmp_path):
+    changed, message = OTHER[subject]
+    with pytest.raises(UsageError, match=f"holds another study: {message}"):
         studies.merge(replace(study(), **changed), study(), tmp_path)
 
 

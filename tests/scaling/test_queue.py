@@ -78,14 +78,14 @@ def of_nodes(*nodes, **changes):
 
 
 def test_a_job_for_each_size_and_repeat(tmp_path, monkeypatch):
-    made, of, folder = MadeUp(monkeypatch), of_nodes(1, 2), StudyFolder(tmp_path)
-    assert all(isinstance(one, collect.TrialResult) for one in run(folder, of))
-    assert [size for size, _, _ in made.jobs] == [1, 2, 1, 2]
+    created, of, folder = MadeUp(monkeypatch), of_nodes(1, 2), StudyFolder(tmp_path)
+    assert all(isinstance(item, collect.TrialResult) for item in run(folder, of))
+    assert [size for size, _, _ in created.jobs] == [1, 2, 1, 2]
     assert run(folder, of) == []  # all is there
 
 
 def test_jobs_under_way_are_found_again(tmp_path, monkeypatch, caplog):
-    made, of, folder = MadeUp(monkeypatch), of_nodes(1), StudyFolder(tmp_path)
+    created, of, folder = MadeUp(monkeypatch), of_nodes(1), StudyFolder(tmp_path)
 
     def stop(seconds):
         raise KeyboardInterrupt
@@ -93,29 +93,35 @@ def test_jobs_under_way_are_found_again(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(slurm_runner.time, "sleep", stop)
     with pytest.raises(KeyboardInterrupt):
         run(folder, of)
-    assert len(made.jobs) == 2
+    assert len(created.jobs) == 2
     assert "the same command collects them, and `scancel 1 2` ends them" in caplog.text
     monkeypatch.setattr(slurm_runner.time, "sleep", lambda seconds: None)
-    assert all(isinstance(one, collect.TrialResult) for one in run(folder, of))
-    assert len(made.jobs) == 2  # none was submitted twice
+    assert all(isinstance(item, collect.TrialResult) for item in run(folder, of))
+    assert len(created.jobs) == 2  # none was submitted twice
 
 
 def test_a_job_whose_id_never_came_back_is_found_by_its_name(tmp_path, monkeypatch):
-    made, of, folder = MadeUp(monkeypatch), replace(of_nodes(1), repeats=1), StudyFolder(tmp_path)
+    created, of, folder = (
+        MadeUp(monkeypatch),
+        replace(of_nodes(1), repeats=1),
+        StudyFolder(tmp_path),
+    )
 
-    def killed(text, kept):
-        made.submit(text, kept)
-        (kept / submit.JOBS).unlink()
+    def killed(text, saved):
+        created.submit(text, saved)
+        (saved / submit.JOBS).unlink()
         raise SystemExit
 
     monkeypatch.setattr(slurm_runner.submit, "submit", killed)
     with pytest.raises(SystemExit):
         run(folder, of)
-    asked = []
-    monkeypatch.setattr(slurm_runner.submit, "jobs_named", lambda name: asked.append(name) or [1])
-    assert all(isinstance(one, collect.TrialResult) for one in run(folder, of))
-    assert len(made.jobs) == 1  # `killed` was not called again
-    assert re.fullmatch(r"scale-digits-1-0-[0-9a-f]{8}", *asked)
+    requested = []
+    monkeypatch.setattr(
+        slurm_runner.submit, "jobs_named", lambda name: requested.append(name) or [1]
+    )
+    assert all(isinstance(item, collect.TrialResult) for item in run(folder, of))
+    assert len(created.jobs) == 1  # `killed` was not called again
+    assert re.fullmatch(r"scale-digits-1-0-[0-9a-f]{8}", *requested)
 
 
 @pytest.fixture
@@ -128,11 +134,11 @@ def ctrl_c():
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_a_ctrl_c_waits_until_the_id_of_a_job_is_kept(tmp_path, monkeypatch):
-    made, of, folder = MadeUp(monkeypatch), of_nodes(1), StudyFolder(tmp_path)
+    created, of, folder = MadeUp(monkeypatch), of_nodes(1), StudyFolder(tmp_path)
 
-    def pressed(text, kept):
+    def pressed(text, saved):
         signal.raise_signal(signal.SIGINT)
-        return made.submit(text, kept)
+        return created.submit(text, saved)
 
     with monkeypatch.context() as patched:
         patched.setattr(slurm_runner.submit, "submit", pressed)
@@ -140,7 +146,7 @@ def test_a_ctrl_c_waits_until_the_id_of_a_job_is_kept(tmp_path, monkeypatch):
             run(folder, of)
     assert submit.jobs_of(collect.job_of(folder.trial(Size(1), 0))) == [1]
     run(folder, of)
-    assert len(made.jobs) == of.repeats
+    assert len(created.jobs) == of.repeats
     with pytest.raises(KeyboardInterrupt):  # as ever
         signal.raise_signal(signal.SIGINT)
 
@@ -149,18 +155,20 @@ def test_what_slurm_refuses_or_loses_is_a_gap(tmp_path, monkeypatch):
     MadeUp(monkeypatch, refused=(4,), lost=(2,), silent=(8,))
     of, folder = of_nodes(1, 2, 4, 8), StudyFolder(tmp_path)
     run(folder, of)
-    found = {size.ranks: runner.trial(folder, of, 0, size) for size in of.sizes}
-    assert isinstance(found[1], collect.TrialResult)
-    assert found[2].reason == "Slurm's job 2 is NODE_FAIL"
-    assert found[4].reason == "sbatch refuses the job: Too many nodes line 3"
-    assert found[8].reason == "sbatch has not answered within 120 s"
+    result = {size.ranks: runner.trial(folder, of, 0, size) for size in of.sizes}
+    assert isinstance(result[1], collect.TrialResult)
+    assert result[2].reason == "Slurm's job 2 is NODE_FAIL"
+    assert result[4].reason == "sbatch refuses the job: Too many nodes line 3"
+    assert result[8].reason == "sbatch has not answered within 120 s"
 
 
 def test_a_job_that_will_not_start_as_it_is_is_a_gap(tmp_path, monkeypatch):
-    made, of, folder = MadeUp(monkeypatch), of_nodes(1, 8), StudyFolder(tmp_path)
+    created, of, folder = MadeUp(monkeypatch), of_nodes(1, 8), StudyFolder(tmp_path)
     never = lambda job: [JobState(str(job), "PENDING", "PartitionNodeLimit")]  # noqa: E731
     monkeypatch.setattr(
-        slurm_runner.submit, "from_slurm", lambda job: never(job) if job % 2 == 0 else made.ask(job)
+        slurm_runner.submit,
+        "from_slurm",
+        lambda job: never(job) if job % 2 == 0 else created.ask(job),
     )
     for _ in range(2):  # called again, it is waited for no longer, and not given to Slurm anew
         run(folder, of)
@@ -169,22 +177,24 @@ def test_a_job_that_will_not_start_as_it_is_is_a_gap(tmp_path, monkeypatch):
             "Slurm's job 2 is PENDING (PartitionNodeLimit: the partition has not, or does not "
             "give, so many nodes); `scancel 2` ends it"
         )
-        assert len(made.jobs) == 4
+        assert len(created.jobs) == 4
 
 
 def test_who_waits_in_a_log_reads_why_jobs_do_not_start(tmp_path, monkeypatch, caplog):
-    made, of, folder = MadeUp(monkeypatch), of_nodes(1), StudyFolder(tmp_path)
+    created, of, folder = MadeUp(monkeypatch), of_nodes(1), StudyFolder(tmp_path)
     polls = {}
 
     def held(job):
         polls[job] = polls.get(job, 0) + 1
-        return made.ask(job) if polls[job] > 5 else [JobState(str(job), "PENDING", "JobHeldUser")]
+        return (
+            created.ask(job) if polls[job] > 5 else [JobState(str(job), "PENDING", "JobHeldUser")]
+        )
 
     monkeypatch.setattr(slurm_runner.submit, "from_slurm", held)
     with caplog.at_level(logging.INFO, "hpctrain"):
         run(folder, of)
     rate = "12,800 samples/s, efficiency so far 100.0%"
-    assert [one.getMessage() for one in caplog.records] == [
+    assert [item.getMessage() for item in caplog.records] == [
         "1 rank, repeats 1, 2 of 2: pending, jobs 1, 2, JobHeldUser: held: scontrol release it",
         "1 rank, repeats 1, 2 of 2: pending, jobs 1, 2, Priority: other jobs come first",
         "1 rank, repeats 1, 2 of 2: no answer, jobs 1, 2, scontrol has not answered within 120 s",
@@ -194,7 +204,7 @@ def test_who_waits_in_a_log_reads_why_jobs_do_not_start(tmp_path, monkeypatch, c
 
 
 #: --option, --time, and what jobs ask for; nodes are not shared unless the user says how
-ASKED = {
+REQUESTED = {
     ((), None): ({"exclusive": ""}, slurm_runner.TIME),
     (("account=m1",), "5"): ({"account": "m1", "exclusive": ""}, "5"),
     (("exclusive=user",), "5"): ({"exclusive": "user"}, "5"),
@@ -202,11 +212,11 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("typed", ASKED, ids=str)
+@pytest.mark.parametrize("typed", REQUESTED, ids=str)
 def test_what_is_asked_about_jobs(typed):
     words = dict.fromkeys(("site", "gpus_per_node", "cpus_per_task"))
-    asked = slurm_runner.job_options(words | {"options": typed[0], "time": typed[1]})
-    assert (asked["options"], asked["time"]) == ASKED[typed]
+    requested = slurm_runner.job_options(words | {"options": typed[0], "time": typed[1]})
+    assert (requested["options"], requested["time"]) == REQUESTED[typed]
     with pytest.raises(UsageError, match="--option account=: expected a value"):
         slurm_runner.job_options(words | {"time": "5", "options": ("account=",)})
 
@@ -243,22 +253,22 @@ def test_a_collector_on_a_real_slurm_is_killed_and_called_again(slurm, start, tm
     first = start(*words, *small, env=env)
     first.until("2 ranks on 2 nodes, repeat 1 of 1: pending, job ")
     first.process.kill()
-    given = sorted(jobs_in(slurm) - before)
-    slurm.jobs.extend(given)
-    assert len(given) == 2
+    arguments = sorted(jobs_in(slurm) - before)
+    slurm.jobs.extend(arguments)
+    assert len(arguments) == 2
     # as where the one who waits is killed before it has kept an id
     (tmp_path / "study/trials/00002-ranks-00002-nodes/repeat-0.job" / submit.JOBS).unlink()
     again = start(*words, *small, env={**env, progress.TERMINAL: "150"})
     again.until("JobHeldUser: held: scontrol release it")
-    slurm.scontrol("release", ",".join(map(str, given)))
-    done = again.finish(100)
-    assert done.returncode == 0, done.stdout + done.stderr
+    slurm.scontrol("release", ",".join(map(str, arguments)))
+    completed = again.finish(100)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     text = (tmp_path / "study" / "scaling.csv").read_text()
     rows = [row for row in csv.DictReader(text.splitlines()) if row["kind"] == "measured"]
     assert [(row["ranks"], row["nodes"]) for row in rows] == [("1", "1"), ("2", "2")]
-    assert sorted(jobs_in(slurm) - before) == given  # none was submitted twice
-    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", done.stderr)
-    for size, job in enumerate(given, start=1):
+    assert sorted(jobs_in(slurm) - before) == arguments  # none was submitted twice
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", completed.stderr)
+    for size, job in enumerate(arguments, start=1):
         assert re.search(rf"│ +{size} │ +{size} │ pending +│ {job} +│ +0 of 1 │", drawn)
         assert re.search(rf"│ +{size} │ +{size} │ measured +│ {job} +│ +1 of 1 │", drawn)
 

@@ -14,7 +14,7 @@ from hpctrain.transport.paths import (
     thresholds_to,
 )
 
-HERE = RankPlace("n1", "GPU-a")
+LOCAL = RankPlace("n1", "GPU-a")
 ROWS = [
     (RankPlace("n1", "GPU-a"), "ipc"),
     (RankPlace("n1", "GPU-b"), "cuda-aware"),
@@ -26,7 +26,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("other", "path"), ROWS)
 def test_the_class_of_a_pair(other, path):
-    assert path_to(Verdict("ipc", "cuda-aware", "gdr", ""), HERE, other) == path
+    assert path_to(Verdict("ipc", "cuda-aware", "gdr", ""), LOCAL, other) == path
 
 
 def test_two_ranks_without_a_gpu_share_none():
@@ -38,7 +38,7 @@ def test_two_ranks_without_a_gpu_share_none():
 
 @pytest.mark.parametrize("other", [other for other, _ in ROWS])
 def test_without_a_trial_no_pointer_goes_to_mpi(other):
-    assert path_to(STAGED, HERE, other) not in BY_POINTER
+    assert path_to(STAGED, LOCAL, other) not in BY_POINTER
 
 
 STEPS = ((0, "staged"), (4096, "pointer"), (1 << 20, "staged"))
@@ -61,4 +61,4 @@ def test_which_way_a_length_takes(path, steps, lengths):
 @pytest.mark.parametrize(("other", "steps"), [(ROWS[0][0], ()), (ROWS[2][0], STEPS)])
 def test_each_class_has_its_own_lengths(other, steps):
     verdict = Verdict("cuda-aware", "cuda-aware", "gdr", "", {"across": STEPS})
-    assert thresholds_to(verdict, HERE, other) == steps
+    assert thresholds_to(verdict, LOCAL, other) == steps

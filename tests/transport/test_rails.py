@@ -30,7 +30,7 @@ def names(*numbers):
 
 
 # node -> how many ports are alike, what is near each of its GPUs
-NEAR = {
+NEARBY = {
     "juwels_booster": (4, [names(0), names(1), names(2), names(3)]),
     "leonardo": (4, [names(0, 1)] * 2 + [names(2, 3)] * 2),
     "dgx": (8, [names(0, 1)] * 2 + [names(2, 3)] * 2 + [names(6, 7)] * 2 + [names(8, 9)] * 2),
@@ -38,10 +38,10 @@ NEAR = {
 }
 
 
-@pytest.mark.parametrize("node", NEAR)
+@pytest.mark.parametrize("node", NEARBY)
 def test_what_is_near_a_gpu(node, tmp_path):
     gpus = tuple(getattr(machines, node)(tmp_path))
-    ports, nearest = NEAR[node]
+    ports, nearest = NEARBY[node]
     actual = [
         ports_near(nics(tmp_path), Spot(gpus, i), "", root=tmp_path) for i in range(len(gpus))
     ]
@@ -106,7 +106,7 @@ def test_cores_name_the_port_of_their_socket(ranks, tmp_path):
 
 
 # node, launched, GPUs seen, environment -> a word of why nothing is named
-LEFT = {
+REMAINING = {
     "one port": ("one_adapter", rank(0, 2), 1, {}, "no choice"),
     "a rank per node": ("juwels_booster", rank(0, 1), 4, {}, "1 rank to 4 ports"),
     "fewer ranks than ports": ("dgx", rank(2, 4), 8, {}, "4 ranks to 8 ports"),
@@ -120,9 +120,9 @@ LEFT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", LEFT)
+@pytest.mark.parametrize("case", REMAINING)
 def test_what_is_left_to_mpi(case, tmp_path):
-    node, launched, count, environ, word = LEFT[case]
+    node, launched, count, environ, word = REMAINING[case]
     gpus = tuple(getattr(machines, node)(tmp_path))
     spot = Spot(gpus[:count], 0, ALL)
     value, note = select_port(launched, fabric_ports(nics(tmp_path)), spot, environ, tmp_path)

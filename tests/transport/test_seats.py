@@ -21,11 +21,11 @@ from hpctrain.transport.placement.check import (
 from hpctrain.transport.placement.nearest_nics import NicPorts
 
 # Four cores a node, two GPUs.
-ONE = RankBinding("a", "srun", 0, "0", 4, 1)
-TWO = replace(ONE, local_rank=1, cores="1")
-ON_GPU = replace(ONE, gpu="G0", gpus=2)
+ITEM = RankBinding("a", "srun", 0, "0", 4, 1)
+TWO = replace(ITEM, local_rank=1, cores="1")
+ON_GPU = replace(ITEM, gpu="G0", gpus=2)
 OTHER_GPU = replace(TWO, gpu="G1", gpus=2)
-ALL = replace(ONE, cores="0-3")
+ALL = replace(ITEM, cores="0-3")
 
 
 def alike(count, seat):
@@ -35,7 +35,7 @@ def alike(count, seat):
 
 # seats of all ranks -> for each fault its name, its ranks, words of it
 CASES = {
-    "one each": ([ONE, TWO], []),
+    "one each": ([ITEM, TWO], []),
     "a GPU each": ([ON_GPU, OTHER_GPU], []),
     "a GPU of each of two nodes": ([ON_GPU, replace(ON_GPU, host="b")], []),
     "two on a GPU": (
@@ -47,25 +47,25 @@ CASES = {
         [],
     ),
     "one GPU for all": ([replace(ON_GPU, gpus=1), replace(TWO, gpu="G0", gpus=1)], []),
-    "a server without a GPU": ([ONE, replace(OTHER_GPU, gpus=1)], []),
+    "a server without a GPU": ([ITEM, replace(OTHER_GPU, gpus=1)], []),
     "all on one core": (
-        alike(3, ONE),
+        alike(3, ITEM),
         [("cores shared", (0, 1, 2), "ranks 0-2 of a all run on core 0, and 3 others are idle")],
     ),
-    "all on one core of one": (alike(3, replace(ONE, offered=1)), []),
-    "a core each, on two nodes": ([ONE, replace(ONE, host="b")], []),
+    "all on one core of one": (alike(3, replace(ITEM, offered=1)), []),
+    "a core each, on two nodes": ([ITEM, replace(ITEM, host="b")], []),
     "three on two cores": (
-        alike(3, replace(ONE, cores="0-1")),
+        alike(3, replace(ITEM, cores="0-1")),
         [("cores shared", (0, 1, 2), "cores 0-1, and 2 others are idle")],
     ),
-    "a socket shared": (alike(2, replace(ONE, cores="0-1")), []),
+    "a socket shared": (alike(2, replace(ITEM, cores="0-1")), []),
     "more ranks than cores": (alike(6, ALL), []),
     "threads of one": (
-        [ONE, replace(TWO, blas_threads=2)],
+        [ITEM, replace(TWO, blas_threads=2)],
         [("BLAS threads", (1,), "rank 1 of a: 2")],
     ),
     "threads of each": (
-        [replace(ONE, blas_threads=8), replace(TWO, blas_threads=8)],
+        [replace(ITEM, blas_threads=8), replace(TWO, blas_threads=8)],
         [("BLAS threads", (0, 1), "ranks 0-1 of a: 8 BLAS threads on 1 core each, so")],
     ),
     "threads of two sockets": (
@@ -87,7 +87,7 @@ CASES = {
     ),
     "as many threads as cores": (alike(2, replace(ALL, blas_threads=2)), []),
     "a daemon's local rank": (
-        [ONE, replace(TWO, local_rank=0), replace(ONE, host="b")],
+        [ITEM, replace(TWO, local_rank=0), replace(ITEM, host="b")],
         [("local ranks", (0, 1), "all got local rank 0 from srun (SLURM_LOCALID")],
     ),
     "and what comes of it": (
@@ -113,9 +113,9 @@ def test_faults(case):
 FOUR = tuple(f"mlx5_{i}:1" for i in range(4))
 
 
-def named(*names, near=FOUR[0], **rails):
+def named(*names, nearby=FOUR[0], **rails):
     """Return a seat whose rank names these of four ports."""
-    return replace(ONE, nics=NicPorts(FOUR, (near,), names, **rails))
+    return replace(ITEM, nics=NicPorts(FOUR, (nearby,), names, **rails))
 
 
 ELSEWHERE = replace(named(), host="b")
@@ -154,11 +154,11 @@ def test_adapters(case):
 
 
 def test_the_line_about_adapters():
-    two = [named(near=FOUR[1]), replace(named(FOUR[2]), local_rank=1)]
+    two = [named(nearby=FOUR[1]), replace(named(FOUR[2]), local_rank=1)]
     assert ports(two) == ""
-    job = [*two, *(replace(seat, host="b") for seat in two), replace(ONE, host="c")]
+    job = [*two, *(replace(seat, host="b") for seat in two), replace(ITEM, host="c")]
     assert ports(job) == "NICs near local ranks, 2 nodes: 0 mlx5_1:1; 1 mlx5_2:1 (named)"
-    assert ports([ONE, replace(ONE, host="b")]) == ""
+    assert ports([ITEM, replace(ITEM, host="b")]) == ""
     assert ports([replace(seat, host=host) for host in "ab" for seat in [named()] * 3]) == (
         "NICs near local ranks, 2 nodes: 0-2 mlx5_0:1"
     )
@@ -172,7 +172,7 @@ def test_seats_travel_as_json():
 
 
 def test_many_nodes_are_told_in_few_words():
-    seats = [replace(ONE, host=f"n{n // 2}", local_rank=n % 2) for n in range(40)]
+    seats = [replace(ITEM, host=f"n{n // 2}", local_rank=n % 2) for n in range(40)]
     (kind,) = grouped_by_kind(faults(seats))
     text, remedy = description(kind)
     assert text.count("all run on core 0") == SHOWN

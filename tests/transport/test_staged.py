@@ -73,15 +73,15 @@ def test_round_the_ring(ranks, lazy_gpu, path):
         link, size = world.link, world.size
         if path:
             use(world, path)
-        left, right = (link.rank - 1) % size, (link.rank + 1) % size
+        remaining, right = (link.rank - 1) % size, (link.rank + 1) % size
         for n in LENGTHS:
             x, inbox = computed(world.rank, n), empty(n)
-            link.sendrecv(x, right, inbox, left)
+            link.sendrecv(x, right, inbox, remaining)
             total = inbox + x  # uint8: modulo 256
             x.fill(0)  # nobody reads it any more
-            expected = values(left, n) + values(world.rank, n)
+            expected = values(remaining, n) + values(world.rank, n)
             np.testing.assert_array_equal(total.get(), expected)
-            np.testing.assert_array_equal(inbox.get(), values(left, n))
+            np.testing.assert_array_equal(inbox.get(), values(remaining, n))
         by_pointer = path == "cuda-aware" and world.transport == "mpi"
         assert (link.host_bytes == 0) == by_pointer
         assert link.host_bytes in (0, 2 * sum(LENGTHS))
@@ -163,7 +163,7 @@ def test_messages_keep_their_order(ranks, lazy_gpu, path):
     def body(world):
         use(world, path)
         first, second = world.link, world.link.split(0, world.rank)
-        left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+        remaining, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
         sends, n = [], LENGTHS[-1]
         for i in range(3):
             sends.append(first.isend(computed(world.rank + i, n), right))
@@ -172,14 +172,14 @@ def test_messages_keep_their_order(ranks, lazy_gpu, path):
         inboxes = [[empty(n), np.zeros(2, int), empty(n)] for _ in range(3)]
         receives = []
         for big, header, other in inboxes:
-            receives += [second.irecv(other, left), first.irecv(big, left)]
-            receives.append(first.irecv(header, left))
+            receives += [second.irecv(other, remaining), first.irecv(big, remaining)]
+            receives.append(first.irecv(header, remaining))
         for request in (*reversed(receives), *reversed(sends)):
             request.wait()
         for i, (big, header, other) in enumerate(inboxes):
-            assert header.tolist() == [i, left]
-            np.testing.assert_array_equal(big.get(), values(left + i, n))
-            np.testing.assert_array_equal(other.get(), values(left + i, n))
+            assert header.tolist() == [i, remaining]
+            np.testing.assert_array_equal(big.get(), values(remaining + i, n))
+            np.testing.assert_array_equal(other.get(), values(remaining + i, n))
 
     ranks(body)
 
@@ -263,12 +263,12 @@ def test_what_the_link_refuses():
 @pytest.mark.parametrize("forgotten", ["to_host", "to_device", "make_stream_wait"])
 def test_a_forgotten_event_is_seen(lazy_gpu, monkeypatch, forgotten):
     """Without one of the three orderings, a rank reads stale data."""
-    whole = getattr(Staging, forgotten)
+    complete = getattr(Staging, forgotten)
 
     def without(self, *args):
         if forgotten == "make_stream_wait":
             return None
-        return whole(self, *args[:-1], self._cuda.Event())
+        return complete(self, *args[:-1], self._cuda.Event())
 
     monkeypatch.setattr(Staging, forgotten, without)
 
@@ -312,12 +312,12 @@ class Message:
 
 def logged(monkeypatch, wire: ByHand) -> None:
     for name in ("to_host", "to_device"):
-        whole = getattr(Staging, name)
+        complete = getattr(Staging, name)
 
-        def noted(self, *args, name=name, whole=whole):
+        def noted(self, *args, name=name, complete=complete):
             number = sum(event == name for event, _ in wire.log)
             wire.log.append((name, number))
-            return whole(self, *args)
+            return complete(self, *args)
 
         monkeypatch.setattr(Staging, name, noted)
 

@@ -395,7 +395,7 @@ def find(environ, *arguments, notice=""):
     return verdicts.from_json(process.stdout)
 
 
-KNOWN = """
+REFERENCE = """
 import json, os
 from dataclasses import asdict
 from hpctrain.transport.gpu_probe import verdicts
@@ -416,7 +416,7 @@ def test_an_mpi_that_takes_these_pointers(machine):
         assert len(outcome.sizes) >= 4 and all(min(size) > 0 for size in outcome.sizes)
         assert [n for n, _ in outcome.staged] == [n for n, *_ in outcome.sizes]
     # A rank, with all its launcher's variables, finds what was remembered.
-    line = [BIN / "mpiexec", "-n", "1", sys.executable, "-c", KNOWN]
+    line = [BIN / "mpiexec", "-n", "1", sys.executable, "-c", REFERENCE]
     rank = subprocess.run(line, env=machine, capture_output=True, text=True, timeout=60)
     assert verdicts.from_json(rank.stdout) == result
     by_pointer = {**machine, "HPCTRAIN_GPU_PATH": "same_gpu=cuda-aware"}

@@ -33,7 +33,7 @@ def named(world, nbytes: int, on_gpu: bool) -> str:
 
 def made(world, on_gpu: bool) -> table.Table:
     """Return a table that fits `world`: on GPUs trees, from 3 KiB on rings, else double trees."""
-    here = table.fingerprint(world.main, False, world.gpus if on_gpu else None)
+    local = table.fingerprint(world.main, False, world.gpus if on_gpu else None)
     if on_gpu:
         rows = [AlgorithmTime("tree", False, KIB, 1e-6), AlgorithmTime("ring", False, KIB, 1e-4)]
         rows += [
@@ -43,7 +43,7 @@ def made(world, on_gpu: bool) -> table.Table:
     else:
         rows = [AlgorithmTime("double-tree", False, KIB, 1e-6)]
     buckets = [(MIB, 1e-9 if on_gpu else 1e-6), (8 * MIB, 2e-9)]
-    return table.Table(here, rows, buckets)
+    return table.Table(local, rows, buckets)
 
 
 @pytest.fixture
@@ -54,10 +54,10 @@ def tables(gpu, tmp_path, monkeypatch):
 
     def keep(*kinds: bool, **facts) -> list:
         paths = []
-        for one in (first[kind] for kind in kinds):
-            here = replace(one.fingerprint, **facts)
-            paths.append(table.place(here))
-            table.write(replace(one, fingerprint=here), paths[-1])
+        for item in (first[kind] for kind in kinds):
+            local = replace(item.fingerprint, **facts)
+            paths.append(table.place(local))
+            table.write(replace(item, fingerprint=local), paths[-1])
         return paths
 
     return keep
@@ -71,8 +71,8 @@ def test_each_kind_of_memory_has_a_table_of_its_own(tables):
     usual = run_on_gpus(RANKS, picks)[0]
     paths = tables(False, True)
     assert len(set(paths)) == 2 and "-gpu-" in paths[1].name
-    for found in run_on_gpus(RANKS, picks):
-        assert found == ["tree", "ring", "double-tree", "double-tree"]
+    for result in run_on_gpus(RANKS, picks):
+        assert result == ["tree", "ring", "double-tree", "double-tree"]
     paths[0].unlink()
     assert run_on_gpus(RANKS, picks)[0] == ["tree", "ring", *usual[2:]]
     assert run_on("threads", RANKS, lambda w: named(w, KIB, False))[0] == usual[2]
@@ -91,19 +91,19 @@ def test_buckets_of_either_kind(tables):
 
 
 #: What is another -> the table of GPUs is not for us.
-OTHERS = {"device": "Abacus 9, 3 ranks on 1 GPU: 0 1 2", "paths": "same GPU gdr", "mpi": "LAM 7"}
+REST = {"device": "Abacus 9, 3 ranks on 1 GPU: 0 1 2", "paths": "same GPU gdr", "mpi": "LAM 7"}
 
 
-@pytest.mark.parametrize("fact", OTHERS)
+@pytest.mark.parametrize("fact", REST)
 def test_a_table_of_other_gpus_or_paths_is_not_taken(tables, fact, monkeypatch, caplog):
     usual = run_on_gpus(RANKS, picks)[0]
-    (path,) = tables(True, **{fact: OTHERS[fact]})
+    (path,) = tables(True, **{fact: REST[fact]})
     assert run_on_gpus(RANKS, picks)[0] == usual and not caplog.text
     monkeypatch.setenv(table.FILE, str(path))  # a user who names it is told
     with caplog.at_level(logging.WARNING):
         assert run_on_gpus(RANKS, picks)[0] == usual
-    (said,) = [r.getMessage() for r in caplog.records]
-    assert f"its {fact} is '{OTHERS[fact]}'" in said and said.endswith("tune --device gpu")
+    (message,) = [r.getMessage() for r in caplog.records]
+    assert f"its {fact} is '{REST[fact]}'" in message and message.endswith("tune --device gpu")
 
 
 @pytest.mark.parametrize("kind", [False, True])
@@ -111,8 +111,8 @@ def test_one_file_that_is_named_serves_its_kind_alone(tables, kind, monkeypatch,
     usual = run_on_gpus(RANKS, picks)[0]
     (path,) = tables(kind)
     monkeypatch.setenv(table.FILE, str(path))
-    found = run_on_gpus(RANKS, picks)[0]
-    assert found == (["tree", "ring", *usual[2:]] if kind else [*usual[:2], *["double-tree"] * 2])
+    result = run_on_gpus(RANKS, picks)[0]
+    assert result == (["tree", "ring", *usual[2:]] if kind else [*usual[:2], *["double-tree"] * 2])
     assert not caplog.text
 
 
@@ -121,9 +121,9 @@ def test_the_key_names_devices_ranks_on_each_and_paths(gpu):
         verdict = Verdict("ipc", "cuda-aware", "gdr", "")
         return table.fingerprint(world.main, False, replace(world.gpus, verdict=verdict))
 
-    here = run_on_gpus(2, body)[0]
-    assert here.device == "Stand-in 0, 2 ranks on 1 GPU: 0 1" and here.on_gpu
-    assert here.paths == "same GPU ipc, same node cuda-aware, across gdr"
+    local = run_on_gpus(2, body)[0]
+    assert local.device == "Stand-in 0, 2 ranks on 1 GPU: 0 1" and local.on_gpu
+    assert local.paths == "same GPU ipc, same node cuda-aware, across gdr"
 
 
 # ---- guesses ----
@@ -163,8 +163,8 @@ def test_nothing_is_reduced_by_the_library_or_where_it_cannot_be():
 
 
 def test_figures_of_the_trial_go_before_those_of_common_machines():
-    known = [{}, {"across": CRAWLS}, {"same_node": CRAWLS}]
-    usual, other, slow = (guess("aaaa", "0123", POINTER, False, seconds=one) for one in known)
+    reference = [{}, {"across": CRAWLS}, {"same_node": CRAWLS}]
+    usual, other, slow = (guess("aaaa", "0123", POINTER, False, seconds=item) for item in reference)
     assert other == usual != slow
     assert per_byte(slow) > 10 * per_byte(usual)
     assert thresholds.lookup(slow.default, 64 * MIB) in (
@@ -190,24 +190,24 @@ def test_ranks_that_stage_share_the_way_of_their_gpu():
 def test_tune_on_gpus_and_auto_after_it(tmp_path, monkeypatch, capsys):
     """On arrays of GPUs alone, whose table is then taken; the library's own is not among them."""
     monkeypatch.setenv(table.FILE, str(tmp_path))
-    asked = command.check("4B:256KiB*256", 3, None, None, "gpu")
+    requested = command.check("4B:256KiB*256", 3, None, None, "gpu")
     with fakes.installed(lazy=True, ipc_within=True) as machine:
-        run_on_gpus(2, lambda world: command.run(world, asked))
+        run_on_gpus(2, lambda world: command.run(world, requested))
         assert machine.counts["implicit"] == 0
         assert machine.counts["raw kernel"] > 0 and machine.counts["D2H"] > 0
         (path,) = tmp_path.iterdir()
-        found = table.read(path)
-        names = {(row.algorithm, row.in_memory) for row in found.rows}
+        result = table.read(path)
+        names = {(row.algorithm, row.in_memory) for row in result.rows}
         assert {("direct", True), ("ring", False)} <= names
         assert "native" not in {name for name, _ in names}
-        assert found.node.alpha > 0 and found.fingerprint.on_gpu
-        shown = capsys.readouterr().out
-        assert "arrays on Stand-in 0, 2 ranks on 1 GPU: 0 1" in shown
-        assert "neighbours see it" in shown
+        assert result.node.alpha > 0 and result.fingerprint.on_gpu
+        output = capsys.readouterr().out
+        assert "arrays on Stand-in 0, 2 ranks on 1 GPU: 0 1" in output
+        assert "neighbours see it" in output
         assert run_on_gpus(2, lambda w: w.main.choices.gpus.measured) == [True, True]
         assert run_on_gpus(2, lambda w: w.main.choices.measured) == [False, False]
     command.show(None, 2, None, "gpu")
-    assert capsys.readouterr().out == shown
+    assert capsys.readouterr().out == output
     with pytest.raises(UsageError, match=r"no tuning table of 2 ranks of this machine in"):
         command.show(None, 2, None)
 
@@ -216,11 +216,11 @@ def test_tune_on_gpus_and_auto_after_it(tmp_path, monkeypatch, capsys):
     ("options", "said"),
     [(None, "expected a GPU for every rank, seen none"), ({"memory_bytes": MIB}, "are free; take")],
 )
-def test_what_cannot_be_measured_is_said_before(options, said):
-    asked = command.check("64MiB", 3, None, None, "gpu")
-    with fakes.installed(**options or {}), pytest.raises(UsageError, match=said):
+def test_what_cannot_be_measured_is_said_before(options, message):
+    requested = command.check("64MiB", 3, None, None, "gpu")
+    with fakes.installed(**options or {}), pytest.raises(UsageError, match=message):
         ranks = run_on_gpus if options else lambda n, body: run_on("threads", n, body)
-        ranks(2, lambda world: command.run(world, asked))
+        ranks(2, lambda world: command.run(world, requested))
 
 
 STEPS = ((0, "staged"), (100 * KIB, "pointer"))

@@ -32,9 +32,9 @@ def meet(clocks_, n):
     ids=["hidden", "after", "queued", "nothing", "slow rank"],
 )
 def test_a_step_in_the_head(step, slow, overlap, expected):
-    found = step_time(step, meet, clocks(2, slow), overlap)
-    assert (found.step, found.exposed) == (expected[0], expected[2])
-    assert found.wire == pytest.approx(sum(step.buckets) + _waits(step, slow, overlap))
+    result = step_time(step, meet, clocks(2, slow), overlap)
+    assert (result.step, result.exposed) == (expected[0], expected[2])
+    assert result.wire == pytest.approx(sum(step.buckets) + _waits(step, slow, overlap))
 
 
 def _waits(step, slow, overlap):
@@ -54,10 +54,10 @@ def test_buckets_wait_for_each_other_on_every_wire():
     assert step.compute == pytest.approx(0.003)
     assert sum(step.buckets) == 8e6 and len(step.buckets) == 8
     machine = cost.Machine(1e-6, 1e-9, 0)
-    found = step_time(step, SCHEDULES["ring"], Clocks(alike(machine), np.zeros(4, int)))
-    each = machine.seconds(cost.ring(1_000_000, 4))
-    assert found.wire == pytest.approx(8 * each)
-    assert found.step == pytest.approx(step.full[0] + 8 * each)  # the wire is never idle again
+    result = step_time(step, SCHEDULES["ring"], Clocks(alike(machine), np.zeros(4, int)))
+    item = machine.seconds(cost.ring(1_000_000, 4))
+    assert result.wire == pytest.approx(8 * item)
+    assert result.step == pytest.approx(step.full[0] + 8 * item)  # the wire is never idle again
 
 
 def test_strong_scaling_computes_less_and_sends_the_same():
