@@ -1,4 +1,4 @@
-"""Pages in headless Chromium: what it says of them, and what colours it paints."""
+"""Pages in headless Chromium: their JavaScript errors and the colours that they paint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An ideal machine that keeps time: links on which messages take what LogGP says they do.
+"""An ideal machine with clocks: links on which messages take the time that LogGP predicts.
 
 Every rank runs the real algorithm on real data, in a thread; only its clock is not real. A rank
 sends one message and receives one at a time, both at once.

@@ -1,4 +1,4 @@
-"""Jobs of real processes that are to fail: what a test waits for, looks at, and sees through."""
+"""Jobs of real processes with planted faults: waiting for a state, signalling, inspecting."""
 
 from __future__ import annotations
 

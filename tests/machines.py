@@ -1,4 +1,4 @@
-"""Made-up machines: a folder that looks like the /sys and /proc of one."""
+"""Simulated machines: folders with the contents of /sys and /proc."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA sources as C++ of the host: few threads in place of many compute what all do together.
+"""CUDA sources compiled as C++ for the host: a few threads compute the result of a whole grid.
 
     kernels = on_host.compiled(folder, [("float32", source), ...])
     kernels["dropout_float32"](*on_host.arguments(y, x, np.int64(7), ...))

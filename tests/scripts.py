@@ -1,4 +1,4 @@
-"""Job scripts, run with commands that are made up; and what sbatch reads in one."""
+"""Runs of job scripts with simulated commands, and the options that sbatch reads in a script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Made-up trials of scaling studies: files as `hpctrain train` leaves them, with known times."""
+"""Simulated trials of scaling studies: the files of `hpctrain train`, with known times."""
 
 from __future__ import annotations
 

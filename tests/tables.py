@@ -1,13 +1,12 @@
-"""Which rows of a table are run, and on which of them coverage is measured.
+"""Selection of the table rows to run, and of the rows on which coverage is measured.
 
-A table that is a product of three or more columns (calls x places x numbers of ranks) grows with
-each of them, and its rows hardly tell more: what two values do to each other, an earlier row has
-shown. With the marker `pairs` only so many rows are run that every two values which meet in some
-row meet in one that is run; --full runs all of them. It is for columns that do not depend on each
-other: an algorithm, a length and a number of ranks do, and are no such table.
+A table that is a product of three or more independent columns (calls x places x numbers of ranks)
+has many rows, and most of them test no new pair of values. With the marker `pairs` only as many
+rows are run as are needed for every pair of values to occur; --full runs all rows. Columns that
+depend on each other, such as an algorithm, a length and a number of ranks, need all rows.
 
-What starts processes and shows the same with either MPI is marked `either`, and so are such rows of
-a table, by `rows_of`: `make test` runs them with one MPI, `make test-full` with both.
+A test that starts processes and whose result does not depend on the MPI is marked `either`; single
+rows of a table by `rows_of`. `make test` runs them with one MPI, `make test-full` with both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Callbacks and early stop: told on all ranks, agreed by all, the same after a resume."""
+"""Callbacks and early stop: called on all ranks, agreed by all, and the same after a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: whatever happens while one is written, or later, only a whole one is ever used."""
+"""Checkpoints: only complete ones are used, whatever fails during or after the write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a shell is given for Tab: asked as its own script asks, by way of the environment."""
+"""Tab completion: the candidates that the shell's own completion script receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables to options: every fault of a table is told, with the nearest name."""
+"""Tables to options: every fault is reported, with the nearest known name."""
 
 from __future__ import annotations
 

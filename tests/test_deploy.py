@@ -1,4 +1,4 @@
-"""docs/deploy: what can be told of containers and manifests where no engine runs them.
+"""docs/deploy: checks of containers and manifests that need no container engine.
 
 The manifest is held against the fields of MPIJob, as the operator itself has them, and, where
 `kubernetes-validate` is installed, its pods against the schemas of Kubernetes; the Dockerfile

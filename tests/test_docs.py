@@ -1,4 +1,4 @@
-"""Whatever README and docs show runs: Python blocks, marked commands, and docs/examples.
+"""README and docs: Python blocks, marked commands and docs/examples run.
 
 A ```python block runs unless its fence says ```python no-run: REASON. The blocks of a file run in
 one process, in order, as a reader would. Lines after `$` run in blocks fenced ```console run; in

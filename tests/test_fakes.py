@@ -1,4 +1,4 @@
-"""The stand-in for CuPy itself: it must refuse what CuPy refuses, and catch what it is made for."""
+"""The stand-in for CuPy: it refuses what CuPy refuses, and detects its classes of errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults take time, just as much as asked and in the right place, and change no result."""
+"""[faults]: planted delays take the requested time, in the right place, and change no result."""
 
 from __future__ import annotations
 

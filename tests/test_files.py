@@ -1,4 +1,4 @@
-"""Reads of files that anybody may have left: whole, or one error that tells the place."""
+"""Reading of untrusted files: the whole content, or one error with the place of the fault."""
 
 from __future__ import annotations
 

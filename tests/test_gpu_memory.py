@@ -1,4 +1,4 @@
-"""A GPU has too little memory on one rank: it is named, with its bytes, and nobody waits for it."""
+"""A GPU out of memory on one rank: the error names rank and bytes, and no rank waits."""
 
 from __future__ import annotations
 

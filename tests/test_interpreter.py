@@ -1,4 +1,4 @@
-"""Python children: a module of the standard library's name beside the recipe breaks nothing."""
+"""Python child processes: a module beside the recipe cannot replace one of the standard library."""
 
 from __future__ import annotations
 

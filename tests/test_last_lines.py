@@ -1,4 +1,4 @@
-"""The last lines of a run: where its results are, and the command that resumes it."""
+"""The last lines of a run: its results folder, and the command that resumes it."""
 
 from __future__ import annotations
 

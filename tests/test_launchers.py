@@ -1,4 +1,4 @@
-"""launchers: a table of environments, each as its launcher really sets it."""
+"""launchers: ranks and sizes from the environment variables that each launcher sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CuPy itself, where it is installed: names that are used, and kernels through its compiler.
+"""CuPy itself, where it is installed: the functions in use, and kernels through its compiler.
 
 No GPU is needed: NVRTC compiles for one that is not there. Where there is one, what kernels of our
 own compute is compared with what NumPy does.

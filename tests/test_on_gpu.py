@@ -1,4 +1,4 @@
-"""A GPU itself, where there is one: what stand-ins have shown is seen there, by threads and by MPI.
+"""A real GPU, where there is one: the tests of the stand-ins, with threads and MPI ranks.
 
     pytest tests/test_on_cupy.py tests/test_on_gpu.py      # about five minutes; one GPU is enough
 

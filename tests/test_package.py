@@ -1,4 +1,4 @@
-"""The package as others meet it: what importing it costs, its version, its public names."""
+"""The package: the cost of its import, its version, its public names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people see: a bar where somebody watches, nothing where a log is written."""
+"""Progress: a bar on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 

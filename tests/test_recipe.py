@@ -1,4 +1,4 @@
-"""Recipes: what is refused, what `--set` does, and that a resolved recipe repeats its run."""
+"""Recipes: refusals, `--set`, and a resolved recipe that repeats its run."""
 
 from __future__ import annotations
 

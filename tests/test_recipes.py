@@ -1,4 +1,4 @@
-"""The recipes that come with the package: they fit their data, and P ranks train as one does."""
+"""The built-in recipes: they fit their data, and P ranks train like one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that stops and resumes ends with the bytes of one that did not; accuracy on real data."""
+"""Stop and resume: the bytes of an uninterrupted run; accuracy on real data."""
 
 from __future__ import annotations
 

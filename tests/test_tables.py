@@ -1,4 +1,4 @@
-"""Tables that are thinned: every two values meet all the same, and what is left out is known."""
+"""Reduced tables: every pair of values still occurs, and the omitted rows are known."""
 
 from __future__ import annotations
 

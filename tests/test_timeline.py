@@ -1,4 +1,4 @@
-"""The trace of a run: the ranks' spans on one clock, whole however the run ended."""
+"""The trace of a run: spans of all ranks on one clock, complete however the run ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recorder: what is kept, what is only counted, and how it is told to Chrome."""
+"""The trace recorder: spans stored, spans only counted, and the Chrome format."""
 
 from __future__ import annotations
 

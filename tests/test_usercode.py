@@ -1,4 +1,4 @@
-"""Code that recipes name: beside the recipe or installed, never Python's own; whose is run."""
+"""Code named by recipes: where it is imported from, and whose code may run."""
 
 from __future__ import annotations
 

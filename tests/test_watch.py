@@ -1,4 +1,4 @@
-"""The record survives its rank, and the watch names the rank that keeps the others waiting."""
+"""The watch: records survive their rank, and the rank that others wait for is named."""
 
 from __future__ import annotations
 

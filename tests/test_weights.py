@@ -1,4 +1,4 @@
-"""Weights by name: exported, read by others, taken to begin another run with."""
+"""Weights by name: exported, read by other libraries, and used to start another run."""
 
 from __future__ import annotations
 

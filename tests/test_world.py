@@ -1,4 +1,4 @@
-"""The World: what ranks do together."""
+"""The World: collectives, node memory and barriers of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One code for both kinds of array: what `hpctrain.core.xp` does to each."""
+"""`hpctrain.core.xp`: the same functions on arrays of NumPy and of CuPy."""
 
 from __future__ import annotations
 

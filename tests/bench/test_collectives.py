@@ -1,4 +1,4 @@
-"""Benchmarks of collectives: rows, what is correct, what is refused, what is said."""
+"""Benchmarks of collectives: rows, correctness, refusals, output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The script that merges runs under two MPIs: which median is the rival, what is claimed of it."""
+"""The script that merges runs under two MPIs: the reference median, and the claims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/gpu: each script runs on stand-ins with small sizes, and claims what its rows say."""
+"""benchmarks/gpu: each script runs on stand-ins with small sizes; claims follow from its rows."""
 
 from __future__ import annotations
 

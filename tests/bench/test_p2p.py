@@ -1,4 +1,4 @@
-"""The benchmark of a link: what arrives, which ranks, what is refused."""
+"""The benchmark of a link: data, ranks, refusals."""
 
 from __future__ import annotations
 

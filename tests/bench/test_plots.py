@@ -1,4 +1,4 @@
-"""Plots of benchmarks: numbers with one unit, and no label over another."""
+"""Plots of benchmarks: numbers with one unit, and no overlapping labels."""
 
 from __future__ import annotations
 

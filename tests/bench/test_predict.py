@@ -1,4 +1,4 @@
-"""`hpctrain bench predict`: what it prints, what it reads, what it refuses."""
+"""`hpctrain bench predict`: its output, its inputs, its refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/gpu/run_all.py: what it says without a GPU, and how it ends pieces that do not end."""
+"""benchmarks/gpu/run_all.py: its message without a GPU, and the end of pieces that hang."""
 
 from __future__ import annotations
 

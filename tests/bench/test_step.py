@@ -1,4 +1,4 @@
-"""The benchmark of training steps: equal losses are checked, what is refused, rivals' own loss."""
+"""The benchmark of training steps: equal losses, refusals, the losses of rivals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpctrain tune`, as it is typed: tables, pictures, refusals."""
+"""The command `hpctrain tune`: tables, plots, refusals."""
 
 from __future__ import annotations
 

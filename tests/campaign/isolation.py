@@ -1,4 +1,4 @@
-"""Linux namespaces for a case: processes, mounts and shared memory of its own.
+"""Linux namespaces for a case: its own processes, mounts and shared memory.
 
 Whatever is in them after the job has ended was left by the job; and it ends with the namespace.
 """

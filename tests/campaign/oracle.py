@@ -1,4 +1,4 @@
-"""What must hold after each attempt, and once the run has completed; problems are sentences."""
+"""Conditions after each attempt and after the completed run; a violation is one sentence."""
 
 from __future__ import annotations
 

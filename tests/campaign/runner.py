@@ -1,4 +1,4 @@
-"""A case from its first attempt to its verdict, in namespaces of its own."""
+"""A case from its first attempt to its verdict, in its own namespaces."""
 
 from __future__ import annotations
 

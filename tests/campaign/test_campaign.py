@@ -1,4 +1,4 @@
-"""A short campaign of faults, a long one with --full; planted errors that the oracle must see."""
+"""A short campaign of faults, a long one with --full, and planted errors for the oracle."""
 
 from __future__ import annotations
 

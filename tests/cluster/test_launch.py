@@ -1,4 +1,4 @@
-"""launch: the command as a table; the launcher itself with real ranks and real signals."""
+"""launch: its command lines as a table; the launcher with real ranks and real signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""netlab: command lines as tables; real hosts that see each other, and of which nothing stays."""
+"""netlab: command lines as tables; real hosts that exchange messages and are removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles of sites: what is refused in one, what becomes of one in a job or site.env."""
+"""Profiles of sites: refusals, and their effect on a job and on site.env."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""slurm render: what is printed, kept as files; bad input as a table; values that stay values.
+"""slurm render: output compared with files; bad input as a table; quoting of values.
 
 `PYTHONPATH=tests python tests/cluster/test_slurm.py` writes the files anew: slurm/ and
 tests/golden/slurm/.

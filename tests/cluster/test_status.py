@@ -1,4 +1,4 @@
-"""slurm status: what became of jobs, as tables, on a Slurm that is made up of a file per job."""
+"""slurm status: the states of jobs as tables, on a simulated Slurm with a file per job."""
 
 from __future__ import annotations
 

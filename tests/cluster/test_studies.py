@@ -1,4 +1,4 @@
-"""slurm status of scaling studies and of job arrays: a line for each size, on a made-up Slurm."""
+"""slurm status of scaling studies and job arrays: a line per size, on a simulated Slurm."""
 
 from __future__ import annotations
 

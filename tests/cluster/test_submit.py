@@ -1,4 +1,4 @@
-"""slurm submit and status: what commands say is a table; a few jobs on a real Slurm."""
+"""slurm submit and status: output as a table; a few jobs on a real Slurm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""slurm/interactive.sh on a real Slurm, as somebody at a terminal uses it; see real_slurm.py.
+"""slurm/interactive.sh on a real Slurm, used from a terminal; see real_slurm.py.
 
 The other templates: test_on_slurm.py.
 """

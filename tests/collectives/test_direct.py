@@ -1,4 +1,4 @@
-"""Sums straight out of neighbours' memory: wherever arrays lie, however long they are."""
+"""The algorithm `direct`: arrays in any memory and of any length."""
 
 from __future__ import annotations
 

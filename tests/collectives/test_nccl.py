@@ -1,4 +1,4 @@
-"""NCCL against a stand-in for CuPy: ids, sizes, dtypes, operations, and what is said without it.
+"""NCCL against a stand-in for CuPy: ids, sizes, dtypes, operations, and the error without it.
 
 No GPU is needed, so this shows the calls that are made, not that they work on one.
 """

@@ -1,4 +1,4 @@
-"""Every algorithm on arrays of GPUs: the bytes that NumPy's arrays get, and none through the host
+"""Every algorithm on arrays of GPUs: the bytes of NumPy's arrays, none of them through the host.
 where none need go there. The stand-in for CuPy works only when somebody waits for it.
 """
 

@@ -1,4 +1,4 @@
-"""Sums over blocks: the bits of one tree, whoever holds the blocks and however they travel."""
+"""Ordered sums: the bits of one tree, for any distribution of blocks and any algorithm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matching of collective calls: whoever calls otherwise, or cannot, all ranks raise one text."""
+"""Matching of collective calls: if one rank calls differently, or cannot call, all ranks raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vote: all ranks learn the largest numbers, by flags in a node, by messages between nodes."""
+"""The vote: all ranks get the maxima, by flags in a node, by messages between nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images changed by chance: a function of (seed, epoch, index), whoever reads them and when."""
+"""Augmentation: a function of (seed, epoch, index), independent of the reading rank."""
 
 from __future__ import annotations
 

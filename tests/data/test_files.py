@@ -1,4 +1,4 @@
-"""Sets in files: what is read is what was written, and faulty files are refused with a reason."""
+"""Data sets in files: contents as written; faulty files are refused with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Headers of arrays where the interpreter fails for no fault of theirs."""
+"""Headers of arrays: interpreter failures are not reported as faults of the file."""
 
 from __future__ import annotations
 

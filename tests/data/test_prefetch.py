@@ -1,4 +1,4 @@
-"""Reading ahead changes nothing but the time: order, number of reads, errors, the end."""
+"""Prefetch changes only the time: order, number of reads, errors, end of the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets that come in, and faulty ones that are refused with a message that helps."""
+"""The built-in data sets; faulty ones are refused with a remedy."""
 
 from __future__ import annotations
 

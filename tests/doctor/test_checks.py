@@ -1,4 +1,4 @@
-"""What the doctor says of planted faults, and of a machine without any."""
+"""The doctor's checks on simulated machines, with planted faults and without any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command as a whole, on this machine and with faults planted in its surroundings."""
+"""The command `hpctrain doctor` on this machine, with faults planted in its environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor says of a whole job: rows of planted faults, one side after the other."""
+"""The checks of a whole job: rows with planted faults, one rank after the other."""
 
 from __future__ import annotations
 

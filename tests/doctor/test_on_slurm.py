@@ -1,4 +1,4 @@
-"""The preflight on a real Slurm: a whole job by srun, and trials with GPU memory inside of one."""
+"""The preflight on a real Slurm: a whole job by srun, and trials with GPU memory inside a job."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ hpctrain doctor --json found.json
 def test_trials_with_gpu_memory_by_srun(slurm, tmp_path):
     """Each in a step of its own that overlaps; MPI crashes on the pointers of the stand-in."""
     site, tests = cupy_package.install(tmp_path / "site"), Path(__file__).parents[1]
-    variables = {"PYTHONPATH": f"{site}:{tests}:{os.environ.get('PYTHONPATH', '')}", "FAKE_CRASH": "1",
-            "FAKE_GPUS": "2", "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}  # fmt: skip
+    path = f"{site}:{tests}:{os.environ.get('PYTHONPATH', '')}"
+    variables = {"PYTHONPATH": path, "FAKE_CRASH": "1", "FAKE_GPUS": "2",
+                 "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}  # fmt: skip
     export = ",".join(["ALL", *(f"{name}={value}" for name, value in variables.items())])
     job = slurm.sbatch(TRIALS, f"--export={export}", cwd=tmp_path)
     slurm.wait(job, "COMPLETED", "FAILED", limit_s=100)

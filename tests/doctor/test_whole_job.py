@@ -1,4 +1,4 @@
-"""`hpctrain doctor --job` in real jobs: a sound one, and faults planted in some of the ranks."""
+"""`hpctrain doctor --job` in real jobs: a job without faults, and faults planted in some ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training with compressed gradients: it learns, replicas stay alike, a stop loses nothing."""
+"""Training with compressed gradients: it converges, replicas stay equal, a stop loses nothing."""
 
 from __future__ import annotations
 

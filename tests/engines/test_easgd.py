@@ -1,4 +1,4 @@
-"""Elastic averaging against the equations of its paper, in NumPy, in the order that the log has."""
+"""Elastic averaging against the equations of its paper, in NumPy, in the order of the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gossip against the equations of its papers, in NumPy; pairs in the order that the logs have."""
+"""Gossip against the equations of its papers, in NumPy; pairs in the order of the logs."""
 
 from __future__ import annotations
 

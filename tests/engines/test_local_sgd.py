@@ -1,4 +1,4 @@
-"""Local SGD and its relatives against what their papers write down, in NumPy and float64."""
+"""Local SGD and its variants against the equations of their papers, in NumPy and float64."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ INNER = ["engine.outer=nesterov", "optimizer.kind=adamw", "optimizer.momentum=",
          "optimizer.rate=0.001"]  # fmt: skip
 
 
-# That the others learn, test_trains.py shows in fewer epochs.
+# That the others learn, test_accuracy.py shows in fewer epochs.
 FULL = [[f"engine.{key}"] for key in ("period=8", "delay=3")]
 
 

@@ -1,4 +1,4 @@
-"""Training on a device ends where training on the host does; engines on stand-ins for GPUs."""
+"""Training on a device equals training on the host; engines on stand-ins for GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same bits on any number of ranks: parameters, losses and what depends on them."""
+"""Ordered sums in training: the same bits of parameters and losses on any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameter servers: equal to one rank where they are synchronous; where not, to their equations.
+"""Parameter servers: equal to one rank if synchronous, else equal to their equations.
 
 An asynchronous run leaves a log of what happened in which order. A simulation in NumPy, which
 knows the papers' equations and the log but no ranks, links or shards, must come to the same

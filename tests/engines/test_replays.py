@@ -1,4 +1,4 @@
-"""Runs that were stopped, resumed or killed are replayed too; and twenty replays end alike."""
+"""Replays of runs that were stopped, resumed or killed; twenty replays end with the same bytes."""
 
 from __future__ import annotations
 

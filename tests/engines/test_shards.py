@@ -1,8 +1,8 @@
-"""An optimizer in shards: the update of one, for the same bytes on the wire, in 1/P of the memory.
+"""A sharded optimizer: the update of one rank, the same bytes on the wire, 1/P of the memory.
 
 Shards belong to ranks, or where a node shares its parameters to the ranks of each node. The model
 has six blocks, which no number of ranks here divides but 2 and 3; with nine, some of the shards
-are empty. That P ranks equal one rank: test_equal.py.
+are empty. That P ranks equal one rank: test_equal_to_one_rank.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Staleness: what is counted, and what of it lies in rows, checkpoints and summaries."""
+"""Staleness: its measurement, and its place in rows, checkpoints and summaries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stand-ins for what a machine without a GPU lacks; they compute with NumPy, and watch.
+"""Stand-ins for CuPy and its GPUs on a machine without a GPU; they compute with NumPy.
 
     with fakes.installed(devices=2, lazy=True) as machine:     # or the fixtures `gpu`, `lazy_gpu`
         import cupy                                             # the stand-in

@@ -1,4 +1,4 @@
-"""Arrays of the device: NumPy inside, and nobody but the stand-in gets at it.
+"""Arrays of the device: NumPy inside, accessible to the stand-in alone.
 
 What CuPy refuses is refused, and what CuPy would do by a silent copy to the host (float(), bool(),
 iteration over numbers, tolist) is counted and refused too: the product must say `get`.

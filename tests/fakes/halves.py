@@ -1,6 +1,7 @@
-"""Floats of 16 bits as a GPU treats them: NumPy multiplies matrices of them slowly and roughly, and
-makes float32 of a bfloat16 and a number. A GPU adds products in float32 and rounds once; what all
-its operands have, the result has too.
+"""Floats of 16 bits with a GPU's rounding: products are added in float32 and rounded once.
+
+NumPy multiplies matrices of 16-bit floats slowly and rounds after each addition. It also promotes
+a bfloat16 and a number to float32; on a GPU the result has the dtype of its operands.
 """
 
 from __future__ import annotations

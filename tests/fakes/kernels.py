@@ -1,4 +1,4 @@
-"""What the CUDA sources of the product do, told in Python: each is checked by a test of its own."""
+"""Python versions of hpctrain's CUDA kernels; each kernel has a test of its own."""
 
 from __future__ import annotations
 

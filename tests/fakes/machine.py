@@ -1,4 +1,4 @@
-"""The machine behind the stand-in for CuPy: its devices, their memory, and what was asked of them.
+"""The machine behind the stand-in for CuPy: its devices, their memory, and counts of calls.
 
 There is one at a time, as there is one CUDA in a process: `installed` in `__init__` changes it.
 """

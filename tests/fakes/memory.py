@@ -1,4 +1,4 @@
-"""Memory by its address: pointers, pinned host memory, copies, and handles for other processes."""
+"""Device memory by address: pointers, pinned host memory, copies, and IPC handles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cupy._core._routines_linalg: of how many bits products are made; here nothing depends on it."""
+"""cupy._core._routines_linalg: the setting of TF32, which changes no result of the stand-in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start training jobs that are to fail, and prove that nothing of them stays behind."""
+"""Fixtures that start training jobs with planted faults, and verify that nothing is left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank is killed, or stopped, while it adds up its neighbours' memory; the others wait for it."""
+"""A rank is killed or stopped inside `direct`, while its neighbours wait for it."""
 
 from __future__ import annotations
 

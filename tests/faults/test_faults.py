@@ -1,4 +1,4 @@
-"""What goes wrong on one rank while all train: the job ends, says where, and keeps what it had."""
+"""Faults of one rank during training: the job ends, reports the place, and keeps its results."""
 
 from __future__ import annotations
 

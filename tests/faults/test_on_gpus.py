@@ -1,4 +1,4 @@
-"""Ranks that are real processes, on stand-ins for GPUs: whole runs, and what goes wrong on them."""
+"""Processes on stand-ins for GPUs: complete runs, and faults during them."""
 
 from __future__ import annotations
 

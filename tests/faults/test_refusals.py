@@ -1,4 +1,4 @@
-"""Bad input: said once, before any training, whatever the number of ranks; exit code 2."""
+"""Bad input: one message before any training, for any number of ranks; exit code 2."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_batch_smaller_than_the_job(digits):
     refused(job.finish(), "2 samples per batch for 3 workers", job.out)
 
 
-# What ranks call -> what every one of them is told; more of it in test_arrays.py
+# What ranks call -> what every one of them is told; more of it in test_user_collectives.py
 CALLS = {
     "np.ones(9)[::2]": "expected a C-contiguous array, seen shape (5,)",
     "np.ones(4, 'm8[s]')": "seen timedelta64[s]",

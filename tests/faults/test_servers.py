@@ -1,4 +1,4 @@
-"""Parameter servers on real ranks: whoever is lost, asked to stop or breaks, nobody waits on."""
+"""Parameter servers as processes: lost, stopped or failing ranks leave no rank waiting."""
 
 from __future__ import annotations
 

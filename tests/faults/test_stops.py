@@ -1,4 +1,4 @@
-"""Asked to stop, by whatever signal: a checkpoint at an agreed step, exit 75, and on from there."""
+"""Stop requests by any signal: a checkpoint at an agreed step, exit code 75, and a resume."""
 
 from __future__ import annotations
 

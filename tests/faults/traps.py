@@ -1,4 +1,4 @@
-"""A model that goes wrong on one rank at one step: user code, named in recipes as traps:model."""
+"""A model that fails on one rank at one step: user code, named in recipes as traps:model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data files, start weights and sites with random faults, against plain readers.
+"""Data files, initial weights and sites with random faults, against simple readers.
 
 What is accepted is what NumPy, or a reader of a few lines, finds in the file; what was not changed
 is accepted; all else is refused in one way, which names the file.

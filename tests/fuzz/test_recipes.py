@@ -1,4 +1,4 @@
-"""Recipes with random faults and random --set: refused in one way, or read as they were written."""
+"""Recipes with random faults and random --set: one error, or the values that were written."""
 
 from __future__ import annotations
 

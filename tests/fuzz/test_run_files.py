@@ -1,4 +1,4 @@
-"""Damaged files of runs: what was written comes back, or a prefix of it, or one clear error.
+"""Damaged files of runs: the written content, a prefix of it, or one clear error.
 
 Hundreds of cases of each kind always, 20,000 with --full: they tell time and memory with -s.
 """

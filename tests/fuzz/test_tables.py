@@ -1,4 +1,4 @@
-"""Tuning tables, studies and measurements with random faults: refused, or as they were written."""
+"""Tuning tables, studies and measurements with random faults: refused, or as written."""
 
 from __future__ import annotations
 

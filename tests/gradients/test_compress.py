@@ -1,4 +1,4 @@
-"""Compressed sums: the same bytes on all ranks, near the sum or owed, and as few as is said."""
+"""Compressed sums: the same bytes on all ranks, within the error bound, in the stated bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compressed sums of arrays on a device: the bytes of the host, by kernels of our own."""
+"""Compressed sums of arrays on a device: the bytes of the host, by our own kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computing in 16 bits with parameters of 32: on stand-ins, whose products round as a GPU's do."""
+"""Mixed precision: 16 bits with parameters of 32, on stand-ins that round like a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buckets leave in one order while gradients still arrive, and every fault comes out at wait()."""
+"""The reducer: buckets are sent in one order during backward; faults are raised in wait()."""
 
 from __future__ import annotations
 

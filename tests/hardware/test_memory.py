@@ -1,4 +1,4 @@
-"""What memory is left, of the machine and of control groups in both versions; and who asks."""
+"""Available memory of the machine and of control groups of both versions."""
 
 from __future__ import annotations
 

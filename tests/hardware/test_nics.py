@@ -1,4 +1,4 @@
-"""Adapters and GPUDirect RDMA of made-up machines."""
+"""Network adapters and GPUDirect RDMA of simulated machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPUs of a node as NVML, nvidia-smi and the driver's files tell them, each made up."""
+"""The GPUs of a node, from simulated NVML, nvidia-smi and driver files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sysfs tells of a device's place, on a made-up machine of two sockets."""
+"""The place of a PCI device in sysfs, on a simulated machine of two sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Build a hollow GPU: CuPy itself, as its wheel has it, on a runtime whose kernels compute nothing.
+"""Build a hollow GPU: CuPy's own wheel on a runtime whose kernels compute nothing.
 
     python tests/hollow/build.py FOLDER          # in an environment with cupy-cuda13x[ctk], gcc, nm
     . FOLDER/env.sh

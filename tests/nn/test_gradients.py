@@ -1,4 +1,4 @@
-"""Every gradient against central differences, in float64: layers, loss and whole models."""
+"""Every gradient against central differences, in float64: layers, losses and whole models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What layers compute, against a second way to compute it, and what they refuse."""
+"""Layers against a second implementation, and their refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole models: shares add up, gradients are announced in order, what does not fit is refused."""
+"""Whole models: sums over shares, the order of gradients, refusals."""
 
 from __future__ import annotations
 

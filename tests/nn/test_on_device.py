@@ -1,4 +1,4 @@
-"""Models on a device: the gradients of the host, and nothing visits the host but the loss."""
+"""Models on a device: the gradients of the host; only the loss is copied to the host."""
 
 from __future__ import annotations
 

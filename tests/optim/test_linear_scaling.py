@@ -1,4 +1,4 @@
-"""The linear scaling rule: with a batch per rank, the rate grows with the ranks, if asked to."""
+"""The linear scaling rule: with a batch per rank, the rate grows with the ranks on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One shard or several: the same bytes, also for methods that need norms."""
+"""Norms over shards: the same bytes for one shard or several."""
 
 from __future__ import annotations
 

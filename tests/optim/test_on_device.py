@@ -1,4 +1,4 @@
-"""Optimizers on a device: what they do on the host, in one kernel and with sums of its own."""
+"""Optimizers on a device: the updates of the host, in one kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers against their equations written out, and against another library where it is."""
+"""Optimizers against their equations, and against PyTorch where it is installed."""
 
 from __future__ import annotations
 

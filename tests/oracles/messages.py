@@ -1,4 +1,4 @@
-"""What each rank sends in each collective: the lengths of its messages, exact for every length.
+"""The lengths of the messages that each rank sends in each collective, exact for every length.
 
 The other half of the cost model: cost.py tells the longest path when P divides n; this tells
 what one rank counts in `bytes_sent` and `messages_sent`, also where chunks differ by an element.

@@ -1,4 +1,4 @@
-"""Reports of runs that ended well, badly or not at all; the page in a real browser."""
+"""Reports of runs that are done, failed or still running; the page in a real browser."""
 
 from __future__ import annotations
 

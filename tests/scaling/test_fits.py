@@ -1,4 +1,4 @@
-"""Intervals against closed values; laws and forecasts on machines that are known."""
+"""Confidence intervals against closed values; laws and predictions on known machines."""
 
 from __future__ import annotations
 

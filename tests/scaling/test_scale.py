@@ -1,4 +1,4 @@
-"""`hpctrain scale` on real ranks: killed half-way and called again; a failure; a netlab."""
+"""`hpctrain scale` on real ranks: killed and called again; a failure; a netlab."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of a rank's GPU, the cores near it, refusals: with a made-up CuPy and driver."""
+"""The choice of a rank's GPU, the cores near it, refusals: with simulated CuPy and driver."""
 
 from __future__ import annotations
 

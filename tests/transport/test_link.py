@@ -1,4 +1,4 @@
-"""Both Links through one body: order, sizes, splits, and errors where ranks disagree."""
+"""Both Links through one test body: order, sizes, splits, and errors if ranks disagree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cost model against what ranks really send, and against an ideal machine that keeps time."""
+"""The cost model against the messages of real ranks, and against an ideal machine with clocks."""
 
 from __future__ import annotations
 

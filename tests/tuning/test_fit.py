@@ -1,4 +1,4 @@
-"""Fits find the machine from times that it would take, also where times are noisy."""
+"""Fits recover the parameters of a machine from its times, also from noisy ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules replayed on clocks, against the algorithms themselves on an ideal machine."""
+"""Simulated schedules against the algorithms themselves on an ideal machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clocks of measurements: in turn, as often as asked, and the slowest rank counts."""
+"""Timing loops: interleaved, as often as requested; the slowest rank counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`auto`: from times to size thresholds, the same on every rank, whatever file a rank has."""
+"""`auto`: from times to size thresholds, the same on every rank for any file."""
 
 from __future__ import annotations
 

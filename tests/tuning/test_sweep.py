@@ -1,4 +1,4 @@
-"""What `hpctrain tune` measures: who leaves when, how long it lasts, what becomes of it."""
+"""The measurements of `hpctrain tune`: dropped candidates, duration, results."""
 
 from __future__ import annotations
 

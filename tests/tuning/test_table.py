@@ -1,4 +1,4 @@
-"""The tuning table on disk: taken where it fits, told and left alone where it does not."""
+"""The tuning table on disk: used if it fits, otherwise reported and left alone."""
 
 from __future__ import annotations
 
