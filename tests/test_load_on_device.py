@@ -80,7 +80,7 @@ def test_a_loaded_model_gives_outputs_of_the_host(made, precision, own):
 AUTO = [(None, True, "gpu"), (None, False, "cpu"), ("cpu", True, "cpu"), ("gpu", True, "gpu")]
 
 
-@pytest.mark.parametrize(("world", "cuda", "where"), AUTO)
+@pytest.mark.parametrize(("world", "cuda", "location"), AUTO)
 def test_auto_takes_what_there_is(made, monkeypatch, world, cuda, location):
     run, _ = made("float32")
     monkeypatch.setattr(gpus, "driver_cuda", lambda: 13000 if cuda else None)

@@ -30,7 +30,7 @@ def test_ranks_that_do_not_speak_draw_nothing(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("watched", "columns", "told"), [(True, 120, "120"), (True, 0, "80"), (False, 120, None)]
+    ("watched", "columns", "reported"), [(True, 120, "120"), (True, 0, "80"), (False, 120, None)]
 )
 def test_launch_tells_the_width(monkeypatch, watched, columns, reported):
     monkeypatch.setattr(launch.os, "isatty", lambda _: watched)

@@ -43,7 +43,7 @@ print("returned", request.requested, flush=True)
 
 
 @pytest.mark.parametrize(
-    ("number", "look_s", "seen"),
+    ("number", "look_s", "observed"),
     [
         (signal.SIGUSR1, 15, "True SIGUSR1"),
         (signal.SIGTERM, 15, "True SIGTERM"),
@@ -65,7 +65,7 @@ def test_signal_while_the_main_thread_is_in_c(
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "code", "said"),
+    ("first", "second", "code", "message"),
     [
         (signal.SIGINT, signal.SIGINT, 130, "interrupted\nresults: here\n"),
         (signal.SIGTERM, signal.SIGINT, 0, ""),

@@ -263,7 +263,7 @@ def test_calls(ranks, name):
 
 @on_ranks(3, mpi=(3,))
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "reported"),
     [
         (lambda x, w: user_calls.reduce_scatter(x[:1], world=w), "expected 3 rows"),
         (lambda x, w: user_calls.all_to_all(x[0, 0], w), "seen int|expected an array of NumPy"),

@@ -28,7 +28,7 @@ def run(*words: str):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--ranks 0", "expected 1 to 1048576 ranks"),
         ("--ranks 8:4", "expected 1 to 1048576 ranks"),
@@ -58,7 +58,7 @@ def test_what_it_refuses(words, message, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('{"rows": [', "expected JSON"),
         ("[1, 2]", "expected a JSON object"),
@@ -170,7 +170,7 @@ def test_a_profile_tells_when_each_bucket_is_full():
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "result"),
     [("400Gbit", 50e9), ("2.5gbit/s", 312.5e6), ("50GB/s", 50e9), ("1 Tbit", 125e9)],
 )
 def test_speeds(text, result):

@@ -81,7 +81,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("typed", "said"), REFUSED)
+@pytest.mark.parametrize(("typed", "message"), REFUSED)
 def test_bad_input(typed, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("here").mkdir()

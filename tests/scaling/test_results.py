@@ -461,7 +461,7 @@ def test_an_interval_beyond_its_mean_is_not_drawn_and_said():
     )
 
 
-@pytest.mark.parametrize(("times", "said"), [(0.44, True), (0.495, False), (0.6, False)])
+@pytest.mark.parametrize(("times", "message"), [(0.44, True), (0.495, False), (0.6, False)])
 def test_an_efficiency_above_the_ideal_gets_a_word(times, message):
     of = study((1, 2))
     result = evaluate(of, trials(of, lambda n, i: Times(1e-2 * (times if n == 2 else 1), 1e-3)))
@@ -469,7 +469,7 @@ def test_an_efficiency_above_the_ideal_gets_a_word(times, message):
     assert ("above 100 %: noise" in words) == message
 
 
-@pytest.mark.parametrize(("gbit", "said"), [(1.41, True), (1.01, False), (0.9, False)])
+@pytest.mark.parametrize(("gbit", "message"), [(1.41, True), (1.01, False), (0.9, False)])
 def test_a_wire_faster_than_its_link_gets_a_word(gbit, message):
     model = SimpleNamespace(beta_s=8e-9 / gbit)
     assert (

@@ -213,7 +213,7 @@ def test_tune_on_gpus_and_auto_after_it(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [(None, "expected a GPU for every rank, seen none"), ({"memory_bytes": MIB}, "are free; take")],
 )
 def test_what_cannot_be_measured_is_said_before(options, message):

@@ -155,7 +155,7 @@ def of(nbytes: int) -> np.ndarray:
     return np.broadcast_to(np.uint8(0), nbytes)
 
 
-@pytest.mark.parametrize(("costs", "plane", "wanted"), BUCKETS)
+@pytest.mark.parametrize(("costs", "plane", "target"), BUCKETS)
 def test_bucket_bytes(costs, plane, target):
     plan = choose.TuningPlan(
         ((0, "ring"),), ((0, "ring"),), ((0, "ring"),), tuple(costs.items()), True
@@ -183,7 +183,7 @@ NOISE = [
 ]
 
 
-@pytest.mark.parametrize(("spreads", "told"), NOISE)
+@pytest.mark.parametrize(("spreads", "reported"), NOISE)
 def test_a_table_of_a_busy_machine_is_noisy(spreads, reported):
     fastest = [
         AlgorithmTime("ring", False, 4 << i, 1e-6, spread) for i, spread in enumerate(spreads)
