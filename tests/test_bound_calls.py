@@ -16,7 +16,7 @@ def kept(x: np.ndarray) -> None:
 
 
 def test_an_entry_goes_with_its_array():
-    entries = bound_calls.checked, bound_calls.unchecked, bound_calls._alive
+    entries = bound_calls.checked, bound_calls.unchecked, bound_calls._live_arrays
     before, x = list(map(len, entries)), np.zeros(3)
     kept(x)
     kept(x)
@@ -48,4 +48,4 @@ def test_only_who_comes_again_has_been_met():
     assert not any(bound_calls.met_before(np.zeros(3)) for _ in range(3))  # at the same address
     rest = [np.zeros(1) for _ in range(bound_calls.MOST_MET)]
     assert not any(map(bound_calls.met_before, rest))
-    assert len(bound_calls._met) <= bound_calls.MOST_MET
+    assert len(bound_calls._seen_once) <= bound_calls.MOST_MET

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.core.launchers import (
-    ALONE,
+    SINGLE_RANK,
     Launched,
     allocated_tasks,
     launched,
@@ -41,7 +41,7 @@ DAEMON = SRUN | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
 BATCH = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}
 
 TABLE = {
-    "alone": ({}, ALONE),
+    "alone": ({}, SINGLE_RANK),
     "openmpi": (OPENMPI, Launched("openmpi", 3, 4, 1, 2)),
     "openmpi in slurm": (DAEMON | OPENMPI, Launched("openmpi", 3, 4, 1, 2)),
     "mvapich2": (
@@ -94,9 +94,9 @@ TABLE = {
         SRUN | {"SLURM_STEP_NUM_TASKS": "4"},
         Launched("srun", 3, 4, 1, 2),
     ),
-    "batch script": (BATCH, ALONE),
-    "interactive step": (SRUN | {"SLURM_STEP_ID": "4294967290"}, ALONE),
-    "srun, no number": (SRUN | {"SLURM_PROCID": "three"}, ALONE),
+    "batch script": (BATCH, SINGLE_RANK),
+    "interactive step": (SRUN | {"SLURM_STEP_ID": "4294967290"}, SINGLE_RANK),
+    "srun, no number": (SRUN | {"SLURM_PROCID": "three"}, SINGLE_RANK),
     "gforker in slurm": (
         DAEMON | {"PMI_RANK": "1", "PMI_SIZE": "2"},
         Launched("pmi", 1, 2, None, None),

@@ -16,7 +16,7 @@ def test_the_bar_is_drawn_where_launch_says_somebody_watches(monkeypatch, capsys
     bar.show(360, 30, 0.1234, 56_789.0)
     bar.close(720)
     message = capsys.readouterr().err
-    assert bar.drawn == drawn
+    assert bar.is_drawn == drawn
     for word in ("digits", "epoch 30", "360/720", "loss 0.1234", "56,789 samples/s", "720/720"):
         assert (word in message) == drawn
 

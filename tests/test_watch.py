@@ -402,7 +402,7 @@ def test_where_of_a_thread_that_ended() -> None:
     thread.start()
     thread.join(10)
     record = created.get(timeout=10)
-    record.beat()
+    record.write_heartbeat()
     assert record.snapshot().line == "(its main thread has ended)"
 
 

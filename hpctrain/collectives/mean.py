@@ -20,7 +20,7 @@ import numpy as np
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.reductions.operations import TILE, Operation
 from hpctrain.collectives.vote import largest
-from hpctrain.core.xp import Array, namespace, on_device, to_host, wide
+from hpctrain.core.xp import Array, namespace, on_device, to_host, widened
 
 #: Sums in place, and returns this rank's part of the sum; None: all of it.
 Sum = Callable[[Group, Array, Operation], Array | None]
@@ -75,12 +75,12 @@ def _divide(total: Array, ranks: int) -> None:
     step = total.size if on_device(total) else TILE
     for start in range(0, total.size, step):
         part = total[start : start + step]
-        part[...] = wide(part) / ranks
+        part[...] = widened(part) / ranks
 
 
 def _quotients(total: Array, divisor: float) -> Array:
     """Return finite real `total` / `divisor`, clipped at the largest number after rounding."""
-    limit, wider = _limit(total.dtype), wide(total)
+    limit, wider = _limit(total.dtype), widened(total)
     xp = namespace(total)
     quotients = xp.clip(wider / divisor, -limit, limit)
     return xp.where(xp.isfinite(total), quotients, wider).astype(total.dtype)

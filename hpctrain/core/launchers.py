@@ -24,7 +24,7 @@ class Launched:
     local_size: int | None
 
 
-ALONE = Launched("none", 0, 1, 0, 1)
+SINGLE_RANK = Launched("none", 0, 1, 0, 1)
 #: The variable in which `hpctrain launch` names a file, which lies in its memory under this name.
 #: Ranks list the shared memory of their MPI there: see transport/mpi/segments.py.
 SEGMENTS = "HPCTRAIN_SEGMENTS"
@@ -88,7 +88,7 @@ def launched(environ: Mapping[str, str]) -> Launched:
             # Slurm's plugin for Cray sets what PALS does.
             by_srun = _srun(environ) if name == "pals" else None
             return by_srun or Launched(name, rank, size, local_rank, local_size)
-    return _srun(environ) or _pmi(environ) or ALONE
+    return _srun(environ) or _pmi(environ) or SINGLE_RANK
 
 
 def restarts(environ: Mapping[str, str]) -> int:
@@ -108,9 +108,11 @@ def nodes(hosts: Sequence[str], slurm: Sequence[str]) -> tuple[str, ...]:
     launcher passes on the environment of the first node: then one name stands for several hosts.
     """
     distinct = set(zip(slurm, hosts, strict=True))
-    several = {name for name, count in Counter(name for name, _ in distinct).items() if count > 1}
+    repeated_names = {
+        name for name, count in Counter(name for name, _ in distinct).items() if count > 1
+    }
     pairs = zip(hosts, slurm, strict=True)
-    return tuple(name if name and name not in several else host for host, name in pairs)
+    return tuple(name if name and name not in repeated_names else host for host, name in pairs)
 
 
 def without_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -41,8 +41,8 @@ def checks(
 def gdr(support: Gdr) -> Check:
     """Return the check of GPUDirect RDMA."""
     word = {True: "may be used", False: "no", None: "not known"}[support.available]
-    return Check("GPUDirect RDMA", "ok" if support.available else "note", f"{word}: {support.seen}",
-                 support.remedy)  # fmt: skip
+    verdict = "ok" if support.available else "note"
+    return Check("GPUDirect RDMA", verdict, f"{word}: {support.evidence}", support.remedy)
 
 
 def _inventory(cards: Cards) -> Check:
@@ -50,7 +50,7 @@ def _inventory(cards: Cards) -> Check:
     words = ", ".join(f"{count} x {name}" for name, count in names.items())
     slices = sum(len(card.slices) for card in cards.cards)
     mig = f", cut into {slices} MIG slices" if slices else ""
-    observed = f"{words}{mig}; driver {cards.driver or 'unknown'} ({cards.told_by})"
+    observed = f"{words}{mig}; driver {cards.driver or 'unknown'} ({cards.data_source})"
     return Check("GPUs", "ok", observed)
 
 

@@ -61,9 +61,9 @@ def memlock(limit: int, rdma: bool) -> Check:
 def free_memory(folder: Path, free: int) -> Check:
     """Return the check of `free` bytes of shared memory in `folder`."""
     observed = shm.free_text(free, folder)
-    if free >= shm.ENOUGH:
+    if free >= shm.AMPLE_BYTES:
         return Check("shared memory", "ok", observed)
-    return Check("shared memory", "bad" if free < shm.LEAST else "slow", observed, shm.GROW)
+    return Check("shared memory", "bad" if free < shm.MIN_BYTES else "slow", observed, shm.GROW)
 
 
 def _leftovers(folder: Path, in_use: Collection[str]) -> Check:

@@ -109,7 +109,7 @@ class MixedReplica:
     def outputs(self, x: np.ndarray) -> np.ndarray:
         """Return the model's outputs for samples `x` (n, ...), float32, of the host."""
         self._round_all()
-        return xp.to_host(xp.wide(self.model.outputs(self._params, x)))
+        return xp.to_host(xp.widened(self.model.outputs(self._params, x)))
 
     def _gradient(
         self, batch: Batch, scale: float, key: nn.Key, ready: Callable[[str], None]
@@ -153,7 +153,7 @@ class MixedReplica:
     def _widen(self, name: str, add: bool) -> None:
         """Widen the gradient of slot `name` into the arena, or add it there."""
         into, g = self._masters[name], self._grads[name]
-        g = g if self.scale == 1 else xp.wide(g) * (1 / self.scale)
+        g = g if self.scale == 1 else xp.widened(g) * (1 / self.scale)
         if add:
             into += g
         else:

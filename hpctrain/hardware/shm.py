@@ -11,7 +11,7 @@ from pathlib import Path
 
 SHM = Path("/dev/shm")
 MIB, GIB = 1 << 20, 1 << 30
-LEAST, ENOUGH = 128 * MIB, GIB
+MIN_BYTES, AMPLE_BYTES = 128 * MIB, GIB
 GROW = "containers: --shm-size=8g or --ipc=host; else mount -o remount,size=50% /dev/shm"
 
 
@@ -23,16 +23,16 @@ def free(folder: Path = SHM) -> int:
 def too_little(folder: Path = SHM) -> str:
     """Return the warning for the time before MPI_Init, "" if there is enough room."""
     try:
-        left = free(folder)
+        free_bytes = free(folder)
     except OSError as error:
         return f"{folder}: {error.strerror}: MPI may fail to start; {GROW}"
-    if left >= LEAST:
+    if free_bytes >= MIN_BYTES:
         return ""
-    text = free_text(left, folder)
+    text = free_text(free_bytes, folder)
     return f"{text}: MPI may end with a bus error when it starts, or send slowly; {GROW}"
 
 
-def free_text(left: int, folder: Path = SHM) -> str:
-    """Return the bytes `left` in `folder` as text."""
-    size = f"{left / MIB:,.0f} MiB" if left >= MIB else f"{left >> 10} KiB"
+def free_text(free_bytes: int, folder: Path = SHM) -> str:
+    """Return the bytes `free_bytes` in `folder` as text."""
+    size = f"{free_bytes / MIB:,.0f} MiB" if free_bytes >= MIB else f"{free_bytes >> 10} KiB"
     return f"{size} free in {folder}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import pi, sqrt
 from typing import Any
 
-from hpctrain.core.xp import Array, fused, namespace, narrow, on_device, wide
+from hpctrain.core.xp import Array, fused, namespace, narrowed, on_device, widened
 from hpctrain.nn.layer import Key, Parameter, Shape
 
 BLOCK = 32_768  #: elements handled at once on the host: all temporaries stay in the cache
@@ -51,14 +51,14 @@ class GELU:
     def forward(
         self, p: Mapping[str, Array], x: Array, key: Key | None
     ) -> tuple[Array, Array | None]:
-        xp, flat = namespace(x), wide(x.reshape(-1))
+        xp, flat = namespace(x), widened(x.reshape(-1))
         y, slope = xp.empty_like(flat), None if key is None else xp.empty_like(flat)
         gelu, step = fused(_gelu, x), max(flat.size, 1) if on_device(x) else BLOCK
         for i in range(0, flat.size, step):
             s = slice(i, i + step)
             gelu(flat[s], y[s], None if slope is None else slope[s])
-        slope = None if slope is None else narrow(slope, x)
-        return narrow(y, x).reshape(x.shape), slope
+        slope = None if slope is None else narrowed(slope, x)
+        return narrowed(y, x).reshape(x.shape), slope
 
     def backward(
         self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Array, dy: Array, want_dx: bool

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.xp import Array, namespace, narrow, on_device, wide
+from hpctrain.core.xp import Array, namespace, narrowed, on_device, widened
 from hpctrain.nn.embedding import SPREAD
 from hpctrain.nn.layer import Key, Parameter, Shape, at_least, normal, sum_rows, zeros
 
@@ -82,7 +82,7 @@ class CausalAttention:
         mixed = mixed.reshape(n * length, width)
         y = mixed @ p["out_weight"]
         y += p["out_bias"]
-        return y.reshape(x.shape), AttentionSaved(flat, qkv, narrow(weights, x), mixed)
+        return y.reshape(x.shape), AttentionSaved(flat, qkv, narrowed(weights, x), mixed)
 
     def backward(
         self,
@@ -110,7 +110,7 @@ class CausalAttention:
             (q, k, v), (dq, dk, dv) = _by_head(saved.qkv[i]), _by_head(dqkv[i])
             a, dm = saved.weights[i], dmixed[i].swapaxes(-3, -2)
             _product(a.swapaxes(-1, -2), dm, out=dv)
-            ds, full = wide(dm) @ wide(v).swapaxes(-1, -2), wide(a)
+            ds, full = widened(dm) @ widened(v).swapaxes(-1, -2), widened(a)
             # Of softmax: ds = a (da - sum(a da)); masked places have a = 0 and stay out by it.
             ds -= _sum_product(full, ds)
             ds *= full
@@ -135,7 +135,7 @@ def _product(a: Array, b: Array, out: Array) -> None:
     if min(a.itemsize, b.itemsize) > 2:
         namespace(a).matmul(a, b, out=out)
     else:  # CuPy has products of many matrices in float32 and float64 alone
-        out[...] = wide(a) @ wide(b)
+        out[...] = widened(a) @ widened(b)
 
 
 def _sum_product(a: Array, b: Array) -> Array:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.xp import Array, like, namespace, narrow, on_device, to_host, wide
+from hpctrain.core.xp import Array, like, namespace, narrowed, on_device, to_host, widened
 from hpctrain.nn.cuda import batch_norm
 from hpctrain.nn.layer import Key, Parameter, Shape, SumOverRanks, ones, rows_of, sum_rows, zeros
 
@@ -71,9 +71,9 @@ class BatchNorm:
     ) -> tuple[Array, BatchNormSaved | BatchNormSavedOnDevice | None]:
         if key is None:
             scale = p["weight"] / namespace(x).sqrt(p["variance"] + self.epsilon)
-            y = wide(x) * scale
+            y = widened(x) * scale
             y += p["bias"] - p["mean"] * scale
-            return narrow(y, x), None
+            return narrowed(y, x), None
         return (self._train_on_device if on_device(x) else self._train)(p, x, key)
 
     def _train_on_device(
@@ -95,7 +95,7 @@ class BatchNorm:
     ) -> tuple[np.ndarray, BatchNormSaved]:
         """Normalize `x` of the host by the statistics of all ranks; update the running ones."""
         add = key.sum_over_ranks
-        flat = rows_of(wide(x))
+        flat = rows_of(widened(x))
         centre = _mean_of(flat)
         normal = flat - centre
         square = normal * normal
@@ -108,7 +108,7 @@ class BatchNorm:
         normal *= scale
         y = np.multiply(normal, p["weight"], out=square)
         y += p["bias"]
-        return narrow(y, x).reshape(x.shape), BatchNormSaved(normal, scale, rows, add)
+        return narrowed(y, x).reshape(x.shape), BatchNormSaved(normal, scale, rows, add)
 
     def _note(
         self, p: Mapping[str, np.ndarray], rows: float, mean: np.ndarray, variance: np.ndarray
@@ -130,7 +130,7 @@ class BatchNorm:
         if isinstance(saved, BatchNormSavedOnDevice):
             return _backward_on_device(p["weight"], g, saved, dy, want_dx)
         normal, scale, rows, add = saved
-        flat = wide(dy).reshape(normal.shape)
+        flat = widened(dy).reshape(normal.shape)
         product = flat * normal
         sum_rows(flat, out=g["bias"])
         sum_rows(product, out=g["weight"])
@@ -145,7 +145,7 @@ class BatchNorm:
         np.subtract(flat, dx, out=dx)
         dx -= by_mean
         dx *= scale * p["weight"]
-        return narrow(dx, dy).reshape(dy.shape)
+        return narrowed(dx, dy).reshape(dy.shape)
 
 
 def _backward_on_device(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.xp import Array, namespace, narrow, on_device
+from hpctrain.core.xp import Array, namespace, narrowed, on_device
 from hpctrain.nn.cuda import im2col
 from hpctrain.nn.layer import Key, Parameter, Shape, at_least, he_normal, sum_rows, zeros
 
@@ -132,7 +132,7 @@ class Conv2d:
         for i, j, index in places(self.kernel, self.stride, oh, ow):
             np.matmul(dy, weight[i, j].T, out=part)
             x[index] += part.reshape(n, oh, ow, c)
-        return narrow(x[:, q : q + h, q : q + w], dy)
+        return narrowed(x[:, q : q + h, q : q + w], dy)
 
 
 def _pad(x: np.ndarray, q: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.xp import Array, namespace, narrow, on_device, wide
+from hpctrain.core.xp import Array, namespace, narrowed, on_device, widened
 from hpctrain.nn.cuda import layer_norm
 from hpctrain.nn.layer import Key, Parameter, Shape, ones, rows_of, sum_rows, zeros
 
@@ -41,7 +41,7 @@ class LayerNorm:
         if on_device(x):
             out, saved = layer_norm.normalized(rows_of(x), p["weight"], p["bias"], self.epsilon)
             return out.reshape(x.shape), saved
-        full = wide(x)
+        full = widened(x)
         normal = full - full.mean(axis=-1, keepdims=True)
         scale = _mean_product(normal, normal)
         scale += self.epsilon
@@ -49,7 +49,7 @@ class LayerNorm:
         normal *= scale
         y = normal * p["weight"]
         y += p["bias"]
-        return narrow(y, x), (normal, scale)
+        return narrowed(y, x), (normal, scale)
 
     def backward(
         self,
@@ -66,7 +66,7 @@ class LayerNorm:
                 layer_norm.backward(saved, flat, p["weight"]).reshape(dy.shape) if want_dx else None
             )
         (normal, scale), incoming = saved, dy
-        dy = wide(dy)
+        dy = widened(dy)
         sum_rows(rows_of(dy), out=g["bias"])
         product = dy * normal
         sum_rows(rows_of(product), out=g["weight"])
@@ -78,7 +78,7 @@ class LayerNorm:
         dx -= dx.mean(axis=-1, keepdims=True)
         dx -= normal * along
         dx *= scale
-        return narrow(dx, incoming)
+        return narrowed(dx, incoming)
 
 
 def _mean_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.xp import Array, like, namespace, narrow, on_device, wide
+from hpctrain.core.xp import Array, like, namespace, narrowed, on_device, widened
 from hpctrain.nn.chain import named, shapes
 from hpctrain.nn.embedding import Embedding
 from hpctrain.nn.layer import Key, Layer, Parameter, Shape
@@ -69,8 +69,8 @@ class Model:
         """Write the gradient of `scale` times the summed loss of a batch into `grads`.
 
         `params` holds an array per parameter and buffer, `grads` one per parameter, all of one
-        dtype, float32 or float64; or float32 where they are `wide`, and 16 bits elsewhere. Buffers
-        are written. `grads` must be contiguous and is overwritten, also by a batch of no samples
+        dtype, float32 or float64; or float32 where they are `widened`, and 16 bits elsewhere.
+        Buffers are written. `grads` must be contiguous and is overwritten, also by a batch of no samples
         (with zeros); with `more` it is added to.
         `x` is (n, *input_shape) in any real dtype, `y` the loss's targets, mostly (n,) integers;
         neither is written. `on_ready(name)` is called once per parameter, directly after its last
@@ -87,8 +87,8 @@ class Model:
             x, saved = layer.forward(self._own(i, params), x, key._replace(layer=i))
             tape.append(saved)
         # On a device, the sums are copied asynchronously: backward does not wait for them.
-        sums, dy = self.loss(wide(x), like(x, y, y.dtype), scale)
-        self._backward(params, grads, tape, narrow(dy, x), on_ready, more)
+        sums, dy = self.loss(widened(x), like(x, y, y.dtype), scale)
+        self._backward(params, grads, tape, narrowed(dy, x), on_ready, more)
         return arrived(sums)
 
     def evaluate(self, params: Mapping[str, Array], x: Array, y: Array) -> Sums:
@@ -98,7 +98,7 @@ class Model:
         for start in range(0, len(x), rows):
             piece = slice(start, start + rows)
             outputs = self.outputs(params, x[piece])
-            piece_sums, _ = self.loss(wide(outputs), like(outputs, y[piece], y.dtype), None)
+            piece_sums, _ = self.loss(widened(outputs), like(outputs, y[piece], y.dtype), None)
             sums = add(sums, arrived(piece_sums))
         return sums
 

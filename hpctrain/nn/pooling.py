@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.xp import Array, namespace, narrow, wide
+from hpctrain.core.xp import Array, namespace, narrowed, widened
 from hpctrain.nn.conv import image_shape, places
 from hpctrain.nn.layer import Key, Parameter, Shape, at_least
 
@@ -77,7 +77,7 @@ class MeanPool:
         return {}
 
     def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Shape]:
-        return narrow(wide(x).mean(axis=(1, 2)), x), x.shape
+        return narrowed(widened(x).mean(axis=(1, 2)), x), x.shape
 
     def backward(
         self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Shape, dy: Array, want_dx: bool

@@ -114,7 +114,7 @@ class Journal:
         """Add this rank's share of a step that is done."""
         self._sums = add(self._sums, sums)
         now = self._wall_s()
-        if self._bar.drawn and now - self._bar_s >= BAR_S and self._sums.count:
+        if self._bar.is_drawn and now - self._bar_s >= BAR_S and self._sums.count:
             self._bar_s = now
             loss, rate = self._sums.loss / self._sums.count, self._samples(step) / now
             self._bar.show(step, self._epoch(step), loss, rate)
@@ -282,7 +282,7 @@ class Journal:
 
     def _write_row(self) -> None:
         self.files.add(self._last)
-        if not self._bar.drawn:
+        if not self._bar.is_drawn:
             log.info(progress.line(self._last, self.total_steps))
 
     def _log(self, text: str, *args: Any) -> None:

@@ -193,7 +193,7 @@ def _on_gpu(device: Device) -> bool:
     world = current()
     if world is None or world.gpu is None:
         on_cores = world is not None and device == "auto"  # as `init` chose
-        return not on_cores and gpus.take(device, launched(os.environ)) is not None
+        return not on_cores and gpus.select_gpu(device, launched(os.environ)) is not None
     if device != "cpu":
         gpus.use(world.gpu.ordinal)
     return device != "cpu"

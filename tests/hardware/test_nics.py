@@ -88,5 +88,5 @@ def test_gdr(case, tmp_path):
     write(tmp_path, files)
     result = gdr(adapters, tmp_path)
     assert result.available is available
-    assert observed in result.seen
+    assert observed in result.evidence
     assert remedy in result.remedy

@@ -24,7 +24,7 @@ def test_nvlinks(case, tmp_path):
     nvml = Nvml(wires)
     result = cards(tmp_path, nvml)
     assert result.nvlinks == expected
-    assert (result.told_by, result.driver, nvml.running) == ("NVML", "580.65.06", 0)
+    assert (result.data_source, result.driver, nvml.running) == ("NVML", "580.65.06", 0)
     assert result.cards[1] == Card(1, "GPU-1", "NVIDIA H200", "0000:11:00.0", 141 * GIB)
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 import pytest
 
 from hpctrain.core.errors import HereError
-from hpctrain.core.launchers import ALONE, Launched
+from hpctrain.core.launchers import SINGLE_RANK, Launched
 from hpctrain.transport.mpi.installation import _LIBMPI, LoadedMpi, knows_pmix, loaded_mpi, mpiexec
 from hpctrain.transport.placement.core_binding import by_topology, plan, unbound
 
@@ -25,8 +25,8 @@ PAIRED = (0, 4, 1, 5, 2, 6, 3, 7)  # siblings side by side
 
 # launched, allowed, online, environ -> cores, BLAS threads, a word of the note
 PLANS = {
-    "alone": (ALONE, EIGHT, EIGHT, {}, EIGHT, 8, "alone"),
-    "alone, bound": (ALONE, (2, 3), EIGHT, {}, (2, 3), 2, "alone"),
+    "alone": (SINGLE_RANK, EIGHT, EIGHT, {}, EIGHT, 8, "alone"),
+    "alone, bound": (SINGLE_RANK, (2, 3), EIGHT, {}, (2, 3), 2, "alone"),
     "first block": (rank(0, 4), EIGHT, EIGHT, {}, (0, 1), 2, "took 2 of 8"),
     "last block": (rank(3, 4), EIGHT, EIGHT, {}, (6, 7), 2, "took 2 of 8"),
     "uneven, small": (rank(0, 3), EIGHT, EIGHT, {}, (0, 1), 2, "took 2 of 8"),
@@ -42,10 +42,10 @@ PLANS = {
     "user's OpenMP": (rank(0, 4), EIGHT, EIGHT, {"OMP_NUM_THREADS": "3"}, (0, 1), 3, "took"),
     "nested OpenMP": (rank(0, 4), EIGHT, EIGHT, {"OMP_NUM_THREADS": "4,2"}, (0, 1), 4, "took"),
     "OpenBLAS first": (
-        ALONE, EIGHT, EIGHT, {"OMP_NUM_THREADS": "3", "OPENBLAS_NUM_THREADS": "5"},
+        SINGLE_RANK, EIGHT, EIGHT, {"OMP_NUM_THREADS": "3", "OPENBLAS_NUM_THREADS": "5"},
         EIGHT, 5, "alone",
     ),
-    "no number": (ALONE, EIGHT, EIGHT, {"MKL_NUM_THREADS": "0"}, EIGHT, 8, "alone"),
+    "no number": (SINGLE_RANK, EIGHT, EIGHT, {"MKL_NUM_THREADS": "0"}, EIGHT, 8, "alone"),
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from hpctrain import world as worlds
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core import xp
 from hpctrain.core.errors import UsageError
-from hpctrain.core.launchers import ALONE, Launched
+from hpctrain.core.launchers import SINGLE_RANK, Launched
 from hpctrain.transport.device import gpus
 from hpctrain.transport.device.gpus import Gpu, GpuCores, gpu_cores, gpu_for
 from hpctrain.transport.gpu_probe import verify
@@ -30,7 +30,7 @@ def rank(local_rank, local_size, rank=0, size=8):
 MIG = ("MIG-1", "MIG-2")
 # launched, visible, CUDA_VISIBLE_DEVICES -> number, a word of the note
 CHOICES = {
-    "alone": (ALONE, 4, (), 0, "one of 4"),
+    "alone": (SINGLE_RANK, 4, (), 0, "one of 4"),
     "one each": (rank(3, 4), 4, (), 3, "one of 4 visible, taken in turn"),
     "narrowed by the site": (rank(3, 4), 1, ("3",), 0, "the only one visible"),
     "a subset": (rank(1, 2), 2, ("2", "3"), 1, "one of 2"),
@@ -51,7 +51,7 @@ def test_choice(case):
 
 def test_no_gpu_to_choose():
     with pytest.raises(UsageError, match=r"no GPU is visible \(CUDA_VISIBLE_DEVICES is -1\)"):
-        gpu_for(ALONE, 0, ("-1",))
+        gpu_for(SINGLE_RANK, 0, ("-1",))
 
 
 REMAINING, RIGHT = frozenset(range(4)), frozenset(range(4, 8))
@@ -154,7 +154,7 @@ def test_a_seat_has_a_gpu_and_cores_near_it(machine, monkeypatch, tmp_path):
 
 def test_cpu_asks_for_no_gpu(machine):
     machine(CUDARuntimeError("not to be called"))
-    assert gpus.visible("cpu") == ()
+    assert gpus.visible_gpus("cpu") == ()
 
 
 NOT_THERE = CUDARuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected")
@@ -174,16 +174,16 @@ def test_a_gpu_that_is_not_to_be_had(machine, case):
     answer, driver, words = REFUSED[case]
     machine(answer, driver)
     with pytest.raises(UsageError) as error:
-        gpus.visible("gpu")
+        gpus.visible_gpus("gpu")
     assert [word for word in words if word not in str(error.value)] == []
-    assert gpus.visible("auto") == ()
+    assert gpus.visible_gpus("auto") == ()
 
 
 def test_without_cupy_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(gpus, "driver_cuda", lambda: 12040)
     monkeypatch.setitem(__import__("sys").modules, "cupy", None)
     with pytest.raises(UsageError, match=r"hpctrain\[cuda12x\]"):
-        gpus.visible("gpu")
+        gpus.visible_gpus("gpu")
 
 
 @pytest.mark.parametrize("variable, count", [("", 1), ("4", 4), ("none", 1)])

@@ -8,11 +8,11 @@ import machines
 import pytest
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.launchers import ALONE, Launched
+from hpctrain.core.launchers import SINGLE_RANK, Launched
 from hpctrain.hardware.nics import fabric_ports, nics
 from hpctrain.transport.placement.nearest_nics import (
     UCX_DEVICES,
-    Spot,
+    GpuPosition,
     device_names,
     near_requested,
     ports_near,
@@ -43,7 +43,8 @@ def test_what_is_near_a_gpu(node, tmp_path):
     gpus = tuple(getattr(machines, node)(tmp_path))
     ports, nearest = NEARBY[node]
     actual = [
-        ports_near(nics(tmp_path), Spot(gpus, i), "", root=tmp_path) for i in range(len(gpus))
+        ports_near(nics(tmp_path), GpuPosition(gpus, i), "", root=tmp_path)
+        for i in range(len(gpus))
     ]
     assert [r.nearest for r in actual] == nearest
     assert {len(r.ports) for r in actual} == {ports}
@@ -63,12 +64,14 @@ CORES = {
 def test_what_is_near_cores(case, tmp_path):
     node, cores, nearest = CORES[case]
     getattr(machines, node)(tmp_path)
-    assert ports_near(nics(tmp_path), Spot(cores=cores), "", root=tmp_path).nearest == nearest
+    assert (
+        ports_near(nics(tmp_path), GpuPosition(cores=cores), "", root=tmp_path).nearest == nearest
+    )
 
 
 def test_a_gpu_whose_place_is_not_known(tmp_path):
     machines.two_sockets(tmp_path)
-    assert ports_near(nics(tmp_path), Spot(("",)), "", root=tmp_path).nearest == names(0, 1)
+    assert ports_near(nics(tmp_path), GpuPosition(("",)), "", root=tmp_path).nearest == names(0, 1)
 
 
 # node, ranks, whether each sees all GPUs -> the port that each of the first ranks names
@@ -87,7 +90,7 @@ def test_ports_are_dealt_out(case, tmp_path):
     gpus = getattr(machines, node)(tmp_path)
     ports = fabric_ports(nics(tmp_path))
     spots = [
-        Spot(tuple(gpus), r % len(gpus)) if see_all else Spot((gpus[r % len(gpus)],))
+        GpuPosition(tuple(gpus), r % len(gpus)) if see_all else GpuPosition((gpus[r % len(gpus)],))
         for r in range(ranks)
     ]
     ports_of = [
@@ -100,8 +103,8 @@ def test_ports_are_dealt_out(case, tmp_path):
 def test_cores_name_the_port_of_their_socket(ranks, tmp_path):
     machines.two_sockets(tmp_path)
     ports = fabric_ports(nics(tmp_path))
-    first = select_port(rank(0, ranks), ports, Spot(cores=(0, 1)), {}, tmp_path)
-    last = select_port(rank(ranks - 1, ranks), ports, Spot(cores=(7,)), {}, tmp_path)
+    first = select_port(rank(0, ranks), ports, GpuPosition(cores=(0, 1)), {}, tmp_path)
+    last = select_port(rank(ranks - 1, ranks), ports, GpuPosition(cores=(7,)), {}, tmp_path)
     assert (first[0], last[0]) == ("mlx5_0:1", "mlx5_1:1")
 
 
@@ -111,7 +114,7 @@ REMAINING = {
     "a rank per node": ("juwels_booster", rank(0, 1), 4, {}, "1 rank to 4 ports"),
     "fewer ranks than ports": ("dgx", rank(2, 4), 8, {}, "4 ranks to 8 ports"),
     "a rank per node, on its cores": ("two_sockets", rank(0, 1), 0, {}, "1 rank to 2 ports"),
-    "alone": ("juwels_booster", ALONE, 4, {}, "1 rank to 4 ports"),
+    "alone": ("juwels_booster", SINGLE_RANK, 4, {}, "1 rank to 4 ports"),
     "set for UCX": ("juwels_booster", rank(0, 4), 4, {UCX_DEVICES: "mlx5_3:1"},
                     f"{UCX_DEVICES} is set"),
     "UCX's own policy": ("juwels_booster", rank(0, 4), 4, {"UCX_SINGLE_NET_DEVICE": "y"},
@@ -124,7 +127,7 @@ REMAINING = {
 def test_what_is_left_to_mpi(case, tmp_path):
     node, launched, count, environ, word = REMAINING[case]
     gpus = tuple(getattr(machines, node)(tmp_path))
-    spot = Spot(gpus[:count], 0, ALL)
+    spot = GpuPosition(gpus[:count], 0, ALL)
     value, note = select_port(launched, fabric_ports(nics(tmp_path)), spot, environ, tmp_path)
     assert value == ""
     assert word in note
@@ -134,9 +137,11 @@ def test_a_port_that_is_down_is_nobodys(tmp_path):
     gpus = tuple(machines.juwels_booster(tmp_path, **machines.DOWN))
     adapters = nics(tmp_path)
     ports = fabric_ports(adapters)
-    named = [select_port(rank(r, 4), ports, Spot(gpus, r), {}, tmp_path)[0] for r in range(4)]
+    named = [
+        select_port(rank(r, 4), ports, GpuPosition(gpus, r), {}, tmp_path)[0] for r in range(4)
+    ]
     assert named == ["mlx5_0:1", "mlx5_1:1", "mlx5_3:1", "mlx5_3:1"]  # on GPU 2's own socket
-    actual = ports_near(adapters, Spot(gpus, 2), "mlx5_2:1", root=tmp_path)
+    actual = ports_near(adapters, GpuPosition(gpus, 2), "mlx5_2:1", root=tmp_path)
     assert (actual.faults, actual.named, actual.remote) == (("mlx5_2:1 is down",), (), False)
 
 
@@ -161,7 +166,7 @@ def test_what_is_said_to_ucx(case, tmp_path):
     value, ordinal, named, wrong, far = NAMED[case]
     gpus = tuple(machines.juwels_booster(tmp_path))
     machines.ethernet(tmp_path, "lo", "")
-    actual = ports_near(nics(tmp_path), Spot(gpus, ordinal), value, root=tmp_path)
+    actual = ports_near(nics(tmp_path), GpuPosition(gpus, ordinal), value, root=tmp_path)
     assert (actual.named, actual.faults, actual.remote) == (named, wrong, far)
 
 
@@ -177,7 +182,7 @@ def unsaid(monkeypatch):
 
 def test_taken_where_it_is_asked_for(tmp_path, monkeypatch, unsaid):
     machines.two_sockets(tmp_path)
-    spot = Spot(cores=(4, 5))
+    spot = GpuPosition(cores=(4, 5))
     assert select_ports(rank(1, 2), spot, tmp_path).label == "mlx5_1:1"
     assert os.environ[UCX_DEVICES] == ""
     monkeypatch.setenv("HPCTRAIN_NIC", "near")
@@ -190,7 +195,7 @@ def test_taken_where_it_is_asked_for(tmp_path, monkeypatch, unsaid):
 
 def test_no_adapter_at_all(tmp_path, monkeypatch, unsaid):
     monkeypatch.setenv("HPCTRAIN_NIC", "near")
-    result = select_ports(rank(0, 2), Spot(cores=(0,)), tmp_path)
+    result = select_ports(rank(0, 2), GpuPosition(cores=(0,)), tmp_path)
     assert (result.label, result.ports, "no choice" in result.note) == ("", (), True)
 
 

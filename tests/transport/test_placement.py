@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from hpctrain.transport.placement.check import (
-    SHOWN,
+    MAX_FAULTS_SHOWN,
     RankBinding,
     binding_from_table,
     description,
@@ -175,7 +175,7 @@ def test_many_nodes_are_told_in_few_words():
     seats = [replace(ITEM, host=f"n{n // 2}", local_rank=n % 2) for n in range(40)]
     (kind,) = grouped_by_kind(faults(seats))
     text, remedy = description(kind)
-    assert text.count("all run on core 0") == SHOWN
+    assert text.count("all run on core 0") == MAX_FAULTS_SHOWN
     assert text.endswith("and 16 more like this")
     assert "--cpus-per-task" in remedy
 

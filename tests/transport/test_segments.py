@@ -51,7 +51,7 @@ def test_of_another_rank_that_has_ended_no_segment_is_missed(segment, listing):
     segments.announce()
     segment.unlink()  # as its library does it
     guard.remove(listing)
-    assert list(segments.mapped()) == []
+    assert list(segments.mapped_segments()) == []
 
 
 def test_another_file_of_that_name_stays(segment, listing):

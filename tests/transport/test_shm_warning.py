@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.core.launchers import ALONE, Launched
+from hpctrain.core.launchers import SINGLE_RANK, Launched
 from hpctrain.hardware import shm
 from hpctrain.transport.placement import shm_warning
 
@@ -16,8 +16,8 @@ FIRST = Launched("hydra", 0, 4, 0, 2)
 ROOM = [
     (FIRST, 65536, True),
     (replace(FIRST, rank=1, local_rank=1), 0, False),
-    (FIRST, shm.LEAST, False),
-    (ALONE, 0, False),
+    (FIRST, shm.MIN_BYTES, False),
+    (SINGLE_RANK, 0, False),
 ]
 
 

@@ -9,7 +9,7 @@ from hpctrain.core.launchers import TITLES
 from hpctrain.doctor.check import Check, Verdict
 from hpctrain.hardware.pci import core_list
 from hpctrain.transport.placement.check import (
-    SHOWN,
+    MAX_FAULTS_SHOWN,
     RankBinding,
     description,
     faults,
@@ -61,7 +61,9 @@ def checks(seats: Sequence[RankBinding]) -> list[Check]:
 
 
 def _shorten(words: Sequence[str]) -> str:
-    return "; ".join(words[:SHOWN]) + f"; and {len(words) - SHOWN} more" * (len(words) > SHOWN)
+    return "; ".join(words[:MAX_FAULTS_SHOWN]) + f"; and {len(words) - MAX_FAULTS_SHOWN} more" * (
+        len(words) > MAX_FAULTS_SHOWN
+    )
 
 
 def is_oversubscribed(seats: Sequence[RankBinding]) -> bool:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from hpctrain.core.xp import Array, Event, another_stream, event, on_device, pinned_like, wait_for
+from hpctrain.core.xp import Array, Event, event, on_device, pinned_like, stream_of_thread, wait_for
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.buckets import BucketProgress, cut
 from hpctrain.gradients.replica import ignore_ready
@@ -80,7 +80,7 @@ class HostCopy:
 
     def __init__(self, plane: Array, slices: Sequence[slice]):
         """Copy `plane` in `slices` to pinned memory of the same length, owned by this object."""
-        self._plane, self._host, self._stream = plane, pinned_like(plane), another_stream(plane)
+        self._plane, self._host, self._stream = plane, pinned_like(plane), stream_of_thread(plane)
         self._slices = sorted(slices, key=lambda s: s.start, reverse=True)
         self._left = list(self._slices)
         self._copied: dict[int, Event] = {}

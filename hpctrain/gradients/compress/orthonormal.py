@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpctrain.core.kernels import ADDED, THREADS, launch, written
+from hpctrain.core.kernels import BLOCK_SUM, THREADS, launch, written
 from hpctrain.core.xp import Array, namespace, on_device
 
 SOURCE = """
@@ -70,7 +70,7 @@ void orthonormal(T* x, const long long* starts, const long long* rows, double* f
 
 def source(dtype: str) -> str:
     """Return the CUDA source for `dtype`, float32 or float64."""
-    return written(ADDED + SOURCE, dtype)
+    return written(BLOCK_SUM + SOURCE, dtype)
 
 
 class Orthonormal:

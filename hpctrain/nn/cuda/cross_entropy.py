@@ -13,7 +13,7 @@ from functools import cache
 
 import numpy as np
 
-from hpctrain.core.kernels import ADDED, launch_rows, written
+from hpctrain.core.kernels import BLOCK_SUM, launch_rows, written
 from hpctrain.core.xp import Array, namespace
 
 # Of equal values the first counts, as for numpy.argmax.
@@ -77,7 +77,7 @@ void entropies(double* told, T* dz, const T* z, const long long* labels, double 
 @cache
 def source(dtype: str) -> str:
     """Return the CUDA source for `dtype`."""
-    return written(ADDED + SOURCE, dtype)
+    return written(BLOCK_SUM + SOURCE, dtype)
 
 
 def entropies(z: Array, labels: Array, scale: float | None) -> tuple[Array, Array | None]:

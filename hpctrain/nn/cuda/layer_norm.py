@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpctrain.core.kernels import ADDED, launch_rows, written
+from hpctrain.core.kernels import BLOCK_SUM, launch_rows, written
 from hpctrain.core.xp import Array, namespace
 from hpctrain.nn.cuda import batch_norm
 
@@ -85,7 +85,7 @@ class RowNormalization(NamedTuple):
 @cache
 def source(dtype: str) -> str:
     """Return the CUDA source for `dtype`."""
-    return written(ADDED + SOURCE + SUMS, dtype)
+    return written(BLOCK_SUM + SOURCE + SUMS, dtype)
 
 
 def normalized(

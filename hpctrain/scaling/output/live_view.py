@@ -26,9 +26,9 @@ class LiveView:
         self._statuses: dict[Key, TrialStatus] = dict.fromkeys(study.trials, TrialStatus())
         self._activity, self._start_s, self._end_count = "", 0.0, 0
         console = progress.console()
-        self.drawn = log.isEnabledFor(logging.INFO) and console.is_terminal
+        self.is_drawn = log.isEnabledFor(logging.INFO) and console.is_terminal
         # No thread that draws: it would take a core from the ranks.
-        self._live = Live(console=console, auto_refresh=False) if self.drawn else None
+        self._live = Live(console=console, auto_refresh=False) if self.is_drawn else None
 
     def __enter__(self) -> LiveView:
         """Return self; the table appears with the first change."""

@@ -138,7 +138,7 @@ def trials(
             continue
         out = folder.trial(size, repeat)
         view.update({key: TrialStatus(RUNNING)})
-        look = partial(_look, view, key, out) if view.drawn else None
+        look = partial(_look, view, key, out) if view.is_drawn else None
         outcome = _train(folder, study, spec, size, out, study.timing, look)
         if isinstance(outcome, Gap):
             failed.add(size)

@@ -217,7 +217,11 @@ class TransferQueues:
     def wait(self, transfer: Any, call: bytes, peer: int, nbytes: int) -> None:
         """Return once `transfer` is done."""
         _thread.busy.add(self)  # it may have been begun by another thread, which has ended
-        if type(transfer) is DirectTransfer and transfer.posted and self._alone(transfer):
+        if (
+            type(transfer) is DirectTransfer
+            and transfer.posted
+            and self._is_only_transfer(transfer)
+        ):
             transfer.wait()
         elif not transfer.done:
             self._link.wait_for(lambda: transfer.done, call, peer, nbytes)
@@ -244,8 +248,8 @@ class TransferQueues:
         pointer = self._by_pointer(peer, x.nbytes)
         if on_gpu and not pointer:
             return staged(x, lambda buffer: self._posted(post, buffer, peer))
-        uncut = pointer or not link.paths
-        pieces = [x] if uncut else cut_as_staged(x)
+        is_sent_whole = pointer or not link.paths
+        pieces = [x] if is_sent_whole else cut_as_staged(x)
         return DirectTransfer(x, [partial(post, link.message(piece), peer) for piece in pieces])
 
     def _by_pointer(self, peer: int, nbytes: int) -> bool:
@@ -258,7 +262,7 @@ class TransferQueues:
         self._link.host_bytes += buffer.nbytes
         return post(self._link.message(buffer), peer)
 
-    def _alone(self, transfer: Any) -> bool:
+    def _is_only_transfer(self, transfer: Any) -> bool:
         """Return whether this thread has nothing but `transfer` under way."""
         queues = list(self._queues.values())
         return _thread.busy <= {self} and len(queues) == 1 and list(queues[0]) == [transfer]
