@@ -62,7 +62,7 @@ def one_size(
     calls = {name: select.bound(group, x, np.add, name) for name in names}
     batch = calls_per_round(nbytes)
     looked = interleaved(world.link, calls, LOOK_ROUNDS, calls=batch)
-    late = sweep.slower(looked, sweep.SLOW) - {"auto"}
+    late = sweep.slower(looked, sweep.DROP_RATIO) - {"auto"}
     rivals = {name: call for name, call in calls.items() if name not in late}
     seconds = shuffled(world, rivals, rounds, batch)
     medians = {name: float(np.median(taken)) for name, taken in seconds.items()}

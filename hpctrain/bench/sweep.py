@@ -19,7 +19,7 @@ from hpctrain.bench import roofline
 from hpctrain.bench.measured_collectives import NATIVE, NATIVE_PLAIN, Case, Collective
 from hpctrain.bench.rivals import Rival
 from hpctrain.collectives import all_gather_bytes, operation
-from hpctrain.tuning.measure import COLD_BYTES, Around, interleaved, paired_ratio, spread
+from hpctrain.tuning.measure import COLD_BYTES, ContextFactory, interleaved, paired_ratio, spread
 from hpctrain.tuning.select import auto, name_of
 from hpctrain.user_collectives.calls import allreduce
 from hpctrain.world import World
@@ -53,7 +53,7 @@ class CollectiveContender:
 
     call: Callable[[], Any]
     result: np.ndarray
-    awake: Around = nullcontext  #: context manager around the calls
+    awake: ContextFactory = nullcontext  #: context manager around the calls
     first_calls: int = 1  #: before those that count, in each turn
 
     @contextmanager
@@ -176,7 +176,7 @@ def _cold(
     around = {name: contender.warm for name, contender in by_name.items()}
     other = np.zeros(COLD_BYTES // 4, np.float32)
     link, rounds = world.link, (plan.rounds, plan.warm_up)
-    seconds = interleaved(link, timed, *rounds, around=around, other=other)
+    seconds = interleaved(link, timed, *rounds, contexts=around, evicting=other)
     return {name: float(np.median(times)) for name, times in seconds.items()}
 
 

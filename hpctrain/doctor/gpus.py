@@ -41,8 +41,8 @@ def checks(
 def gdr(support: Gdr) -> Check:
     """Return the check of GPUDirect RDMA."""
     word = {True: "may be used", False: "no", None: "not known"}[support.available]
-    verdict = "ok" if support.available else "note"
-    return Check("GPUDirect RDMA", verdict, f"{word}: {support.evidence}", support.remedy)
+    text = f"{word}: {support.evidence}"
+    return Check("GPUDirect RDMA", "ok" if support.available else "note", text, support.remedy)
 
 
 def _inventory(cards: Cards) -> Check:

@@ -70,8 +70,8 @@ class Model:
 
         `params` holds an array per parameter and buffer, `grads` one per parameter, all of one
         dtype, float32 or float64; or float32 where they are `widened`, and 16 bits elsewhere.
-        Buffers are written. `grads` must be contiguous and is overwritten, also by a batch of no samples
-        (with zeros); with `more` it is added to.
+        Buffers are written. `grads` must be contiguous and is overwritten, also by a batch of no
+        samples (with zeros); with `more` it is added to.
         `x` is (n, *input_shape) in any real dtype, `y` the loss's targets, mostly (n,) integers;
         neither is written. `on_ready(name)` is called once per parameter, directly after its last
         write, the last layer's first; `key.on_need(name)` before a layer reads a parameter or

@@ -31,9 +31,9 @@ import numpy as np
 
 from hpctrain.bench.prediction.predict import RankLayout, fits
 from hpctrain.cost_model import cost, fit
-from hpctrain.cost_model.loggp import Clocks, Cluster, Wire, alike
+from hpctrain.cost_model.loggp import Clocks, Cluster, Wire, uniform_cluster
 from hpctrain.cost_model.message_schedules import SCHEDULES
-from hpctrain.cost_model.training_step import even, step_time
+from hpctrain.cost_model.training_step import even_step, step_time
 from hpctrain.scaling.world_sizes import Size
 from hpctrain.tuning import defaults
 
@@ -139,7 +139,7 @@ def replay(
         return 0.0, 0.0
     layout = RankLayout(size.ranks, size.per_node)
     name = algorithm if fits(algorithm, layout) else "ring"
-    step = even(compute, nbytes, nbytes / max(buckets, 1))
+    step = even_step(compute, nbytes, nbytes / max(buckets, 1))
     clocks = Clocks(cluster, layout.nodes, slow=share)
     result = step_time(step, SCHEDULES[name], clocks, overlap=buckets > 0)
     return result.wire, result.exposed
@@ -212,7 +212,7 @@ def _cluster(
     steps: Sequence[StepTimes], nbytes: int, inside: Wire | None, between: Wire | None
 ) -> Cluster:
     """Return the machine before it is scaled: measured messages, else wire times, else guesses."""
-    node_cluster, network_cluster = alike(defaults.NODE), alike(defaults.ACROSS)
+    node_cluster, network_cluster = uniform_cluster(defaults.NODE), uniform_cluster(defaults.ACROSS)
     return replace(
         node_cluster,
         inside=inside
@@ -250,7 +250,7 @@ def _from_wire_times(steps: Sequence[StepTimes], nbytes: int) -> Wire | None:
         return None
     table = np.array([(path.steps, path.bytes) for path, _ in paths], float)
     alpha, beta = fit.nonnegative(table, np.array([seconds for _, seconds in paths])).tolist()
-    return alike(cost.Machine(alpha, beta, 0.0)).inside
+    return uniform_cluster(cost.Machine(alpha, beta, 0.0)).inside
 
 
 def _factor(cluster: Cluster, steps: Sequence[StepTimes], nbytes: int, buckets: int) -> float:
@@ -293,6 +293,6 @@ def _slower(wire: Wire, factor: float) -> Wire:
         wire.latency * factor,
         wire.overhead * factor,
         wire.gap * factor,
-        wire.per_byte * factor,
-        None if wire.both_ways is None else wire.both_ways * factor,
+        wire.seconds_per_byte * factor,
+        None if wire.seconds_per_byte_duplex is None else wire.seconds_per_byte_duplex * factor,
     )

@@ -97,14 +97,16 @@ def test_a_machine_is_fitted_where_one_kind_of_wire_was_used(tmp_path, hosts, fi
     assert [name for name, wire in reference.items() if wire] == [fitted] * bool(fitted)
     if fitted:
         wire = reference[fitted]
-        assert (wire.latency, wire.per_byte, result.gamma) == pytest.approx((5e-6, 1e-9, 2e-10))
+        assert (wire.latency, wire.seconds_per_byte, result.gamma) == pytest.approx(
+            (5e-6, 1e-9, 2e-10)
+        )
 
 
 def test_messages_tell_the_wire(tmp_path):
     rows = [("p2p", "one-way", n, 1e-6 + n * 1e-9) for n in [4, *BIG]]
     rows += [("p2p", "ping-pong", n, 8e-6 + n * 1e-9) for n in [4, *BIG]]
     wire = measurements.read(bench_json(tmp_path, 2, 2, rows)).between
-    assert (wire.latency + 2 * wire.overhead, wire.per_byte) == pytest.approx(
+    assert (wire.latency + 2 * wire.overhead, wire.seconds_per_byte) == pytest.approx(
         (8e-6, 1e-9), rel=1e-3
     )
 
@@ -115,7 +117,7 @@ def test_a_tuning_table_tells_both_wires(tmp_path):
     write(Table(fingerprint, [], [], other, MACHINE), tmp_path / "table.json")
     result = measurements.read(tmp_path / "table.json")
     assert (result.hosts, result.gamma) == (2, 3e-11)
-    assert (result.inside.latency, result.between.per_byte) == (1e-6, 1e-9)
+    assert (result.inside.latency, result.between.seconds_per_byte) == (1e-6, 1e-9)
 
 
 def test_measured_rows_stand_beside_predictions_and_flags_go_first(tmp_path):

@@ -11,7 +11,7 @@ from oracles.messages import MESSAGES, Call
 from hpctrain.collectives import ALLREDUCE, all_gather_bytes, operation
 from hpctrain.collectives.group import over_nodes
 from hpctrain.collectives.ring import (
-    AHEAD,
+    RECEIVES_AHEAD,
     STREAM_BYTES,
     all_gather,
     reduce_scatter,
@@ -43,7 +43,7 @@ LENGTHS = (0, 1, 7, 10_007)
 
 def long(ranks: int) -> list[int]:
     """Return lengths whose chunks are less, and more than thrice, as many segments as are ahead."""
-    return [ranks * SEGMENT + 1, ranks * (3 * AHEAD + 1) * SEGMENT - 3]
+    return [ranks * SEGMENT + 1, ranks * (3 * RECEIVES_AHEAD + 1) * SEGMENT - 3]
 
 
 @pytest.mark.pairs

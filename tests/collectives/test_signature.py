@@ -9,14 +9,20 @@ import numpy as np
 import pytest
 from ranks import on_ranks
 
-from hpctrain.collectives.signature import faulty, matched, must_match, of_length, signature
+from hpctrain.collectives.signature import (
+    fault_signature,
+    matched,
+    must_match,
+    of_length,
+    signature,
+)
 from hpctrain.collectives.small_messages import maximum
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.shared_memory.host import Memory
 from hpctrain.transport.threads.link import run_ranks
 from hpctrain.world import over_threads
 
-CALL, OTHER, FAULT = signature("one call"), signature("another"), faulty("no array")
+CALL, OTHER, FAULT = signature("one call"), signature("another"), fault_signature("no array")
 #: hosts of the ranks, by which they make up nodes
 HOSTS = ("aaa", "aab", "aabb", "abab", "aaabc", "abcde", "aabbccd")
 
@@ -93,5 +99,5 @@ def test_maximum(ranks):
 def test_signatures_differ():
     texts = [f"allreduce sum auto of float32 ({n},)" for n in range(10_000)]
     assert len({signature(text).payload for text in texts}) == len(texts)
-    assert faulty(texts[0]).digest != signature(texts[0]).digest
+    assert fault_signature(texts[0]).digest != signature(texts[0]).digest
     assert of_length(4) != of_length(4, True)

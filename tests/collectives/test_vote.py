@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from ranks import THREAD_RANKS, on_ranks
 
-from hpctrain.collectives.vote import largest
+from hpctrain.collectives.vote import elementwise_maximum
 from hpctrain.transport.threads.link import run_ranks
 from hpctrain.world import over_threads
 
@@ -16,8 +16,8 @@ def votes(group):
     rank, size = group.link.rank, group.link.size
     for i in range(20):
         subject = i % size
-        assert largest(group, (int(rank == subject), rank + 1)) == [1, size]
-        assert largest(group, (rank == subject and 65535, 0)) == [65535, 0]
+        assert elementwise_maximum(group, (int(rank == subject), rank + 1)) == [1, size]
+        assert elementwise_maximum(group, (rank == subject and 65535, 0)) == [65535, 0]
     return group.bytes_sent
 
 

@@ -197,7 +197,11 @@ def test_a_disk_full_of_checkpoints_has_no_room_for_the_trace(digits):
     message = re.findall(r"could not be written: rank 0 on \S+: File too large", ended.stderr)
     assert len(message) == 1
     assert (job.summary["status"], job.steps) == ("done", [40])
-    assert not [*job.out.glob("trace.json"), *job.out.glob("trace/*"), *job.out.glob(".trace*")]
+    assert not [
+        *job.out.glob("trace.json"),
+        *job.out.glob("trace/*"),
+        *job.out.glob(".trace*"),
+    ]
 
 
 NEVER_COMES = """

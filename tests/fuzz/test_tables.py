@@ -38,7 +38,7 @@ def tables_case(rng: Generator, folder: Path) -> None:
     result = value_or_refusal(lambda: table.read(path), "damaged", "schema", path, exit_code=1)
     if isinstance(result, HpctrainError):
         assert kind != "whole", result
-        value_or_refusal(lambda: table.newest(1))  # which looks at all, good or bad
+        value_or_refusal(lambda: table.newest_file(1))  # which looks at all, good or bad
         return
     assert kind != "whole" or result == created
     table.write(result, path)

@@ -278,7 +278,7 @@ EDGES = [0, 1, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F8
 def test_bfloat16_rounds_as_ml_dtypes_does():
     x = np.concatenate([BITS, np.array(EDGES, np.uint32)]).view(np.float32)
     small, wide = np.empty(x.size, np.uint16), np.empty(x.size, np.float32)
-    bfloat16.narrow(x, small)
+    bfloat16.round_to_bfloat16(x, small)
     with np.errstate(invalid="ignore"):
         remote = x.astype(ml_dtypes.bfloat16)
     numbers = ~np.isnan(x)

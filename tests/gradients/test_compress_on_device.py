@@ -113,8 +113,8 @@ def test_bfloat16_has_the_bits_of_the_host(lazy_gpu, sources, dtype):
     with np.errstate(invalid="ignore"):
         x = np.concatenate([bits, np.array(EDGES, np.uint32)]).view(np.float32).astype(dtype)
     local, target = np.empty(x.size, np.uint16), cupy.empty(x.size, np.uint16)
-    bfloat16.narrow(x, local)
-    bfloat16.narrow(cupy.asarray(x), target)
+    bfloat16.round_to_bfloat16(x, local)
+    bfloat16.round_to_bfloat16(cupy.asarray(x), target)
     numbers = ~np.isnan(x)
     assert (target.get() == local)[numbers].all()
     back, wide = np.empty_like(x), cupy.empty(x.size, dtype)

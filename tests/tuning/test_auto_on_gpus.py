@@ -56,7 +56,7 @@ def tables(gpu, tmp_path, monkeypatch):
         paths = []
         for item in (first[kind] for kind in kinds):
             local = replace(item.fingerprint, **facts)
-            paths.append(table.place(local))
+            paths.append(table.default_file(local))
             table.write(replace(item, fingerprint=local), paths[-1])
         return paths
 

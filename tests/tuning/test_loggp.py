@@ -8,7 +8,7 @@ from clocked import Machine, Takes, clocks, over_hosts
 
 from hpctrain import collectives
 from hpctrain.cost_model import cost
-from hpctrain.cost_model.loggp import Clocks, Cluster, Wire, alike
+from hpctrain.cost_model.loggp import Clocks, Cluster, Wire, uniform_cluster
 from hpctrain.cost_model.message_schedules import SCHEDULES
 
 INSIDE, BETWEEN = Wire(9e-7, 2e-7, 1e-7, 1e-10), Wire(5e-6, 4e-7, 9e-7, 8e-10)
@@ -42,7 +42,7 @@ def test_every_clock_is_that_of_the_ideal_machine(name, place, n):
 
     def wire(a, b):
         item = INSIDE if nodes[a] == nodes[b] else BETWEEN
-        return Takes(item.latency, item.overhead, item.gap, item.per_byte)
+        return Takes(item.latency, item.overhead, item.gap, item.seconds_per_byte)
 
     slow, start = (np.full(len(nodes), 1.0) * item for item in (slow, np.array(start)))
     machine = Machine(wire, GAMMA, lambda r: slow[r], lambda r: start[r])
@@ -58,7 +58,7 @@ def test_every_clock_is_that_of_the_ideal_machine(name, place, n):
 def test_the_closed_forms(name, ranks):
     """Exact, but for trees in which what one child sends hides behind what another's is added."""
     machine, n = cost.Machine(2e-6, 3e-10, 7e-11), 64 * 37 * 8
-    replayed = Clocks(alike(machine), np.zeros(ranks, int))
+    replayed = Clocks(uniform_cluster(machine), np.zeros(ranks, int))
     SCHEDULES[name](replayed, n)
     expected = machine.seconds(cost.ALLREDUCE[name](n, ranks))
     if name == "double-tree" or (name == "tree" and ranks & (ranks - 1)):
@@ -82,11 +82,11 @@ def test_a_port_is_not_shared_with_itself():
     """Two messages to one rank come one after the other: that is all."""
     replayed = Clocks(Cluster(INSIDE, Wire(0, 0, 0, 1), GAMMA, 0), np.arange(3))
     route = replayed.route(np.array([1, 2]), np.array([0, 0]))
-    assert route.per_byte.tolist() == [1, 1]
+    assert route.seconds_per_byte.tolist() == [1, 1]
 
 
 def test_two_ways_at_once_may_take_longer():
-    wire = Wire(0, 0, 0, 1, both_ways=3)
+    wire = Wire(0, 0, 0, 1, seconds_per_byte_duplex=3)
     alone, pair = (Clocks(Cluster(wire, wire, 0, 0), np.zeros(2, int)) for _ in range(2))
     alone.exchange(alone.route(np.array([0]), np.array([1])), 10)
     pair.exchange(pair.route(np.array([0, 1]), np.array([1, 0])), 10)
@@ -144,6 +144,6 @@ def test_65536_ranks(name):
 
     replayed.exchange = counted
     SCHEDULES[name](replayed, 64 << 20)
-    floor = 2 * (64 << 20) * BETWEEN.per_byte * 65535 / 65536 / (1 if name == "ring" else 8)
+    floor = 2 * (64 << 20) * BETWEEN.seconds_per_byte * 65535 / 65536 / (1 if name == "ring" else 8)
     assert replayed.now.max() > floor
     assert calls < 200

@@ -48,7 +48,7 @@ def test_what_a_rival_is_given_lasts_for_its_turns_only():
 
     def body(world):
         rivals = {name: partial(order.append, name) for name in "ab"}
-        interleaved(world.link, rivals, rounds=1, warm_up=1, around={"b": awake})
+        interleaved(world.link, rivals, rounds=1, warm_up=1, contexts={"b": awake})
 
     run_on("threads", 1, body)
     assert "".join(order) == "a<b>" * 2

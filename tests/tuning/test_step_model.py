@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from hpctrain.cost_model import cost
-from hpctrain.cost_model.loggp import Clocks, alike
+from hpctrain.cost_model.loggp import Clocks, uniform_cluster
 from hpctrain.cost_model.message_schedules import SCHEDULES
-from hpctrain.cost_model.training_step import Step, even, step_time
+from hpctrain.cost_model.training_step import Step, even_step, step_time
 
 
 def clocks(ranks: int, slow=1.0) -> Clocks:
-    return Clocks(alike(cost.Machine(0, 1, 0)), np.zeros(ranks, int), 0.0, slow)
+    return Clocks(uniform_cluster(cost.Machine(0, 1, 0)), np.zeros(ranks, int), 0.0, slow)
 
 
 def meet(clocks_, n):
@@ -50,11 +50,11 @@ def _waits(step, slow, overlap):
 
 
 def test_buckets_wait_for_each_other_on_every_wire():
-    step = even(0.003, 8e6, 1e6)
+    step = even_step(0.003, 8e6, 1e6)
     assert step.compute == pytest.approx(0.003)
     assert sum(step.buckets) == 8e6 and len(step.buckets) == 8
     machine = cost.Machine(1e-6, 1e-9, 0)
-    result = step_time(step, SCHEDULES["ring"], Clocks(alike(machine), np.zeros(4, int)))
+    result = step_time(step, SCHEDULES["ring"], Clocks(uniform_cluster(machine), np.zeros(4, int)))
     item = machine.seconds(cost.ring(1_000_000, 4))
     assert result.wire == pytest.approx(8 * item)
     assert result.step == pytest.approx(step.full[0] + 8 * item)  # the wire is never idle again

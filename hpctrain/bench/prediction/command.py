@@ -13,7 +13,7 @@ from hpctrain.bench.prediction import predict
 from hpctrain.bench.training_step.profile import profile
 from hpctrain.core.errors import UsageError
 from hpctrain.cost_model.loggp import Cluster, Wire
-from hpctrain.cost_model.training_step import Step, even
+from hpctrain.cost_model.training_step import Step, even_step
 from hpctrain.engines import Task
 from hpctrain.gradients.precision import master
 from hpctrain.gradients.replica import Batch, ModelReplica
@@ -77,7 +77,11 @@ def _wire(words: Words, prefix: str, fitted: Wire | None, guess: tuple[str, str]
         return nominal
     short = nominal if latency else fitted
     long = nominal if link else fitted
-    return replace(short, per_byte=long.per_byte, both_ways=long.both_ways)
+    return replace(
+        short,
+        seconds_per_byte=long.seconds_per_byte,
+        seconds_per_byte_duplex=long.seconds_per_byte_duplex,
+    )
 
 
 def _step(words: Words) -> Step:
@@ -85,7 +89,7 @@ def _step(words: Words) -> Step:
     bucket = message_sizes.parse(words["bucket"])[-1]
     compute, comma, nbytes = words["step"].partition(",")
     if comma:
-        return even(units.seconds(compute, "--step"), message_sizes.parse(nbytes)[-1], bucket)
+        return even_step(units.seconds(compute, "--step"), message_sizes.parse(nbytes)[-1], bucket)
     return of_recipe(words["step"], bucket)
 
 
@@ -104,7 +108,7 @@ def of_recipe(name: str, bucket_bytes: int) -> Step:
 def _machine_text(machine: Cluster, per_node: int) -> str:
     """Return the machine in words."""
     between, inside = (
-        f"{8e-9 / max(wire.per_byte, 1e-15):.4g} Gbit/s, "
+        f"{8e-9 / max(wire.seconds_per_byte, 1e-15):.4g} Gbit/s, "
         f"{1e6 * (wire.latency + 2 * wire.overhead):.3g} us"
         for wire in (machine.between, machine.inside)
     )

@@ -18,7 +18,7 @@ import pydantic
 from hpctrain.core import files
 from hpctrain.core.errors import UsageError
 from hpctrain.cost_model import cost, fit
-from hpctrain.cost_model.loggp import Wire, alike
+from hpctrain.cost_model.loggp import Wire, uniform_cluster
 from hpctrain.tuning import table
 
 AGAIN = "measure again: hpctrain launch -n RANKS bench allreduce --json FILE, or ... tune"
@@ -74,7 +74,7 @@ def read(path: Path) -> Measurements:
 
 def _from_table(path: Path, text: bytes) -> Measurements:
     try:
-        tuning_table = table.parsed(text)
+        tuning_table = table.parse_table(text)
     except table.TableError as error:
         raise UsageError(f"--measured {path}: {error}") from None
     layout = re.match(r"(\d{1,9}) ranks on (\d{1,9}) node", tuning_table.fingerprint.layout)
@@ -115,7 +115,7 @@ def _from_bench(path: Path, text: bytes) -> Measurements:
 
 
 def _wire(machine: cost.Machine | None) -> Wire | None:
-    return alike(machine).inside if machine else None
+    return uniform_cluster(machine).inside if machine else None
 
 
 def _of_messages(rows: Sequence[Measurement]) -> Wire | None:

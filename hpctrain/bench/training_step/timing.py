@@ -28,7 +28,7 @@ from hpctrain.nn.zoo import MlpOptions
 from hpctrain.optim import Optimizer, SgdOptions
 from hpctrain.training.recipe import Recipe
 from hpctrain.transport.placement.core_binding import unbound
-from hpctrain.tuning.measure import Around, interleaved, paired_ratio, spread
+from hpctrain.tuning.measure import ContextFactory, interleaved, paired_ratio, spread
 from hpctrain.world import World
 
 SHARED, NULL, TORCH = "share-parameters", "null", "torch-null"
@@ -55,7 +55,7 @@ class StepContender:
     step: StepFunction
     shares: Sequence[Batch]
     base: str
-    awake: Around = nullcontext  #: context manager around the steps
+    awake: ContextFactory = nullcontext  #: context manager around the steps
     step_count: int = 0
     losses: list[float] = field(default_factory=list)  #: this rank's share of each step's
 
@@ -190,7 +190,7 @@ def _rows(
         for name, contender in contenders.items()
         if contender.awake is not nullcontext
     }
-    timings = interleaved(world.link, calls, plan.rounds, plan.warm_up, around=around)
+    timings = interleaved(world.link, calls, plan.rounds, plan.warm_up, contexts=around)
     seconds = {name: np.array(times) / STEPS for name, times in timings.items()}
     about = {
         "operation": "step",

@@ -74,7 +74,7 @@ def run(world: World, options: Options) -> None:
         memory_check.check_gpu(world, max(options.sizes), sweep.bytes_needed(max(options.sizes)))
     xp = gpus.cupy_module() if on_gpu else np
     fingerprint = table.fingerprint(group, over_mpi, world.gpus if on_gpu else None)
-    path = options.out or table.place(fingerprint)
+    path = options.out or table.default_file(fingerprint)
     memory_check.check(world, max(options.sizes), rivals=False)
     world.together(lambda: _must_be_writable(world, path, options.plot))
     rows: list[AlgorithmTime] = []
@@ -97,7 +97,7 @@ def show(file: Path | None, ranks: int, plot: Path | None, device: str = "cpu") 
     Raises UsageError if there is none.
     """
     must_draw(plot)
-    path = file or table.newest(ranks, config.pick(DEVICES, device, "--device") == "gpu")
+    path = file or table.newest_file(ranks, config.pick(DEVICES, device, "--device") == "gpu")
     try:
         tuning_table = table.read(path)
     except table.TableError as error:

@@ -19,7 +19,7 @@ from hpctrain import config
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives import Group
 from hpctrain.collectives.nccl import communicator, nccl
-from hpctrain.collectives.vote import largest
+from hpctrain.collectives.vote import elementwise_maximum
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import on_device
 from hpctrain.engines.engine import (
@@ -251,7 +251,7 @@ class AllReduceEngine:
             self._wire.free()
 
     def _vote(self, flags: Flags) -> Flags:
-        return Flags(*largest(self._group, flags))
+        return Flags(*elementwise_maximum(self._group, flags))
 
 
 def _must_take_buckets(optimizer: Optimizer, options: AllReduce) -> None:

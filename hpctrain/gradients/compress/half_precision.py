@@ -63,7 +63,7 @@ class Bfloat16:
     def __call__(self, group: Group, x: Array) -> None:
         """Sum flat `x` in place."""
         small = self._small.of(x)
-        bf16.narrow(x, small)
+        bf16.round_to_bfloat16(x, small)
         self._allreduce(group, small, bf16.add)
         bf16.widen(small, x)
 
