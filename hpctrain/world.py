@@ -168,7 +168,7 @@ class World:
                 + "; ".join(f"rank {rank} has {texts[rank]}" for rank in differing[:8])
             )
 
-    def together(self, function: Callable[[], T]) -> T:
+    def on_all_ranks(self, function: Callable[[], T]) -> T:
         """Return `function()`; if it raises an HpctrainError on any rank, all ranks raise it."""
         try:
             result, fault = function(), ""
@@ -196,16 +196,16 @@ class World:
             yield
             return
         directory = run / "watch"
-        record = self.together(lambda: self._new_record(directory))
+        record = self.on_all_ranks(lambda: self._new_record(directory))
         report = on_hang or partial(abort.report_hang, self.rank, run)
         watch = Watch(record, directory, timeout_s, report, 1 if on_hang else 10)
-        before = self.record
+        previous_record = self.record
         self._record_in(record)
         try:
             yield
         finally:
             watch.stop()
-            self._record_in(before)
+            self._record_in(previous_record)
             record.close()
 
     def _new_record(self, directory: Path) -> WatchRecord:

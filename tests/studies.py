@@ -60,7 +60,7 @@ def runner(times, calls, failing=()):
     `times` tells the Times of a number of ranks and a repeat; sizes in `failing` say why they fail.
     """
 
-    def run(command, log, threads, limit_s=0.0, look=None):
+    def run(command, log, threads, limit_s=0.0, on_poll=None):
         words = [str(word) for word in command]
         ranks = int(words[words.index("-n") + 1])
         if "train" not in words:

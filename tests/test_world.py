@@ -28,7 +28,7 @@ def test_gather(ranks):
 @on_ranks(1, 2, 4, mpi=(1, 4))
 def test_together_returns_what_each_rank_made(ranks):
     def body(world):
-        return world.together(lambda: world.rank) == world.rank
+        return world.on_all_ranks(lambda: world.rank) == world.rank
 
     assert all(ranks(body))
 
@@ -48,7 +48,7 @@ def test_together_tells_all_who_failed(ranks, failing, kind, own, rest):
             if world.rank in failing:
                 raise kind(f"fault {world.rank}")
 
-        observed, text = refusal(lambda: world.together(act))
+        observed, text = refusal(lambda: world.on_all_ranks(act))
         assert observed is (own if world.rank in failing else rest)
         assert text == "\n".join(f"rank {r} on {world.hosts[r]}: fault {r}" for r in failing)
 
@@ -61,7 +61,7 @@ def test_together_says_once_what_all_have_seen(ranks):
         def act():
             raise UsageError("no such file")
 
-        return refusal(lambda: world.together(act))
+        return refusal(lambda: world.on_all_ranks(act))
 
     assert all(observed == (UsageError, "no such file") for observed in ranks(body))
 

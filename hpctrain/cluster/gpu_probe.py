@@ -28,9 +28,9 @@ def may_use_gpu(arguments: Sequence[str]) -> bool:
     return not on_cpu and nvidia.driver() is not None and find_spec("cupy") is not None
 
 
-def verdict(again: bool = False) -> str:
+def verdict(repeat: bool = False) -> str:
     """Return the line of JSON about GPU memory on this host, "" if the probe took too long."""
-    line = [*module_command("hpctrain.transport.gpu_probe.verdicts"), *["--again"] * again]
+    line = [*module_command("hpctrain.transport.gpu_probe.verdicts"), *["--again"] * repeat]
     process = subprocess.Popen(
         line,
         env=launchers.without_rank_variables(os.environ),

@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 
 JOB = "HPCTRAIN_JOB"  #: the variable that marks all processes of a job
-LOOK_S = 0.05
+POLL_S = 0.05
 #: mpiexec may just be about to start: where no process exists yet, the guard looks for so long.
 START_S = 1.0
 #: (seconds after launch's death, signal to all that are left)
@@ -39,7 +39,7 @@ def main() -> None:
         print("hpctrain: launch was killed: its ranks are stopped", file=sys.stderr, flush=True)
         # Only to the roots of the job: mpiexec forwards the signal to the ranks.
         send([pid for pid in pids if _parent(pid) not in pids], signal.SIGUSR1)
-        end(job, SIGNALS)
+        end_job(job, SIGNALS)
     remove(segments)
 
 
@@ -63,10 +63,12 @@ def members(job: str) -> list[int]:
 
     Neither process group nor session holds them all: Hydra's proxies and PRRTE's ranks leave.
     """
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and _belongs(name, job)]
+    return [
+        int(name) for name in os.listdir("/proc") if name.isdigit() and _belongs_to_job(name, job)
+    ]
 
 
-def end(job: str, signals: Sequence[tuple[float, int]]) -> None:
+def end_job(job: str, signals: Sequence[tuple[float, int]]) -> None:
     """Return when no process of `job` is left; send each of `signals` to all when it is due.
 
     Those that even the last one does not end within a second are left alone.
@@ -74,7 +76,7 @@ def end(job: str, signals: Sequence[tuple[float, int]]) -> None:
     start = time.monotonic()
     for time_s, number in (*signals, (signals[-1][0] + LAST_S, 0)):
         while (pids := members(job)) and time.monotonic() < start + time_s:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         send(pids, number)
 
 
@@ -91,11 +93,11 @@ def _await_members(job: str) -> list[int]:
     """Return the processes of `job`; also those of which the first is just being started."""
     deadline = time.monotonic() + START_S
     while not (pids := members(job)) and time.monotonic() < deadline:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     return pids
 
 
-def _belongs(pid: str, job: str) -> bool:
+def _belongs_to_job(pid: str, job: str) -> bool:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return f"{JOB}={job}".encode() in file.read().split(b"\0")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpctrain.cluster import gpu_probe, guard
-from hpctrain.cluster.slurm.job_end import STOPPED, LauncherExit, exit_code, say
+from hpctrain.cluster.slurm.job_end import STOPPED, LauncherExit, exit_code, print_line
 from hpctrain.core import launchers
 from hpctrain.core.errors import StoppedError, UsageError
 from hpctrain.core.interpreter import module_command
@@ -64,7 +64,7 @@ def launch_argv(n: int, argv: Sequence[str]) -> int:
         with _stoppable():
             return _launch(n, argv)
     except StoppedError as error:
-        say(str(error))
+        print_line(str(error))
         return STOPPED
 
 
@@ -73,7 +73,10 @@ def _launch(n: int, argv: Sequence[str]) -> int:
     tasks = launchers.allocated_tasks(os.environ) or _physical_cores()
     line, extra = command(mpi, n, argv, oversubscribed=n > tasks, root=os.geteuid() == 0)
     job = uuid.uuid4().hex
-    with open(os.memfd_create(run_folder.NOTE), "rb") as note, _guarded(job) as job_environ:
+    with (
+        open(os.memfd_create(run_folder.ANNOUNCE_FILE), "rb") as note,
+        _guarded(job) as job_environ,
+    ):
         job_environ |= _for_ranks(_proc_path(note.fileno()))
         inherited = launchers.without_rank_variables(os.environ)
         environ = eager_defaults() | inherited | extra | job_environ
@@ -90,12 +93,12 @@ def _stoppable() -> Iterator[None]:
 
     # Ctrl-C is an exception already; under nohup a lost terminal is to be ignored.
     signals = [number for number in _STOPS if number != signal.SIGINT]
-    caught = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, stop) for number in caught}
+    handled_signals = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
+    old_handlers = {number: signal.signal(number, stop) for number in handled_signals}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 
@@ -114,8 +117,8 @@ def command(
     # The ranks bind themselves, to blocks of cores; Open MPI would give a small job a core each.
     # Without `--stdin none`, rank 0 would get a pipe that never ends even where ours has ended.
     options = ["--bind-to", "none", "--stdin", "none", *["--oversubscribe"] * oversubscribed]
-    leave = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
-    return [mpi.mpiexec, *options, "-n", str(n), *argv], leave if root else {}
+    permissions = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+    return [mpi.mpiexec, *options, "-n", str(n), *argv], permissions if root else {}
 
 
 def eager_defaults() -> dict[str, str]:
@@ -214,11 +217,11 @@ def _supervise(line: Sequence[str], environ: Mapping[str, str]) -> LauncherExit:
         while process.poll() is None:
             for number in receive():
                 received.append(number)
-                again = received.count(signal.SIGINT) > 1
-                process.send_signal(signal.SIGTERM if again else signal.SIGUSR1)
+                is_repeated = received.count(signal.SIGINT) > 1
+                process.send_signal(signal.SIGTERM if is_repeated else signal.SIGUSR1)
             if received.count(signal.SIGINT) > 1:
                 break
-        guard.end(environ[guard.JOB], _KILL_TIMES)
+        guard.end_job(environ[guard.JOB], _KILL_TIMES)
     return LauncherExit(process.wait(), tuple(received))
 
 
@@ -229,21 +232,27 @@ def stop_signals() -> Iterator[Callable[[], list[int]]]:
     They come through a pipe: one taken by another thread (BLAS has some) wakes us all the same.
     """
     # Under nohup a lost terminal is to be ignored.
-    caught = [s for s in _STOPS if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]
+    handled_signals = [
+        s for s in _STOPS if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN
+    ]
     inbox, outbox = os.pipe()
     os.set_blocking(outbox, False)
-    before = {s: signal.signal(s, lambda *_: None) for s in (*caught, signal.SIGCHLD)}
+    old_handlers = {
+        s: signal.signal(s, lambda *_: None) for s in (*handled_signals, signal.SIGCHLD)
+    }
     wakeup = signal.set_wakeup_fd(outbox, warn_on_full_buffer=False)
 
     def receive() -> list[int]:
         ready = select.select([inbox], [], [], 1.0)[0]
-        return [number for number in (os.read(inbox, 64) if ready else b"") if number in caught]
+        return [
+            number for number in (os.read(inbox, 64) if ready else b"") if number in handled_signals
+        ]
 
     try:
         yield receive
     finally:
         signal.set_wakeup_fd(wakeup)
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
         os.close(inbox)
         os.close(outbox)

@@ -19,12 +19,12 @@ def recipes(
 
     names = [*recipe.built_in(), *sorted(glob(f"{escape(incomplete)}*.toml"))]
     # Shells drop the names that stand before an item of this type.
-    return _beginning(incomplete, names) or [CompletionItem(incomplete, type="file")]
+    return _starting_with(incomplete, names) or [CompletionItem(incomplete, type="file")]
 
 
 def choices(names: Iterable[str]) -> Complete:
     """Return the completion of an option that takes one of `names`."""
-    return lambda context, parameter, incomplete: _beginning(incomplete, names)
+    return lambda context, parameter, incomplete: _starting_with(incomplete, names)
 
 
 def command_line(
@@ -45,5 +45,5 @@ class Forwarding(click.Command):
         return super().shell_complete(ctx, incomplete)
 
 
-def _beginning(incomplete: str, names: Iterable[str]) -> list[CompletionItem]:
+def _starting_with(incomplete: str, names: Iterable[str]) -> list[CompletionItem]:
     return [CompletionItem(name) for name in names if name.startswith(incomplete)]

@@ -67,11 +67,13 @@ def must_be_same_recipe(options: dict[str, Any], run: Path) -> None:
     file = run / run_folder.RECIPE
     if not file.exists() or not checkpoint.listing(run):
         return
-    before, spec = recipe.load(str(file)), recipe.load(options["name"], _engine(options)[1])
-    if wrong := [table for table in ("model", "data", "optimizer") if _differ(before, spec, table)]:
+    saved_recipe, spec = recipe.load(str(file)), recipe.load(options["name"], _engine(options)[1])
+    if changed_tables := [
+        table for table in ("model", "data", "optimizer") if _differ(saved_recipe, spec, table)
+    ]:
         differences = "; ".join(
-            f"[{table}] there {before.tables[table]}, asked for {spec.tables[table]}"
-            for table in wrong
+            f"[{table}] there {saved_recipe.tables[table]}, asked for {spec.tables[table]}"
+            for table in changed_tables
         )
         raise UsageError(
             f"--out {run} holds checkpoints of another recipe: {differences}. Name another --out, "
@@ -79,8 +81,8 @@ def must_be_same_recipe(options: dict[str, Any], run: Path) -> None:
         )
 
 
-def _differ(before: Recipe, spec: Recipe, table: str) -> bool:
-    a, b = getattr(before, table), getattr(spec, table)
+def _differ(saved_recipe: Recipe, spec: Recipe, table: str) -> bool:
+    a, b = getattr(saved_recipe, table), getattr(spec, table)
     if type(a) is not type(b) or table != "model":
         return type(a) is not type(b)
     return any(vars(a)[key] != vars(b)[key] for key in vars(a).keys() - set(_FREE))
@@ -90,8 +92,8 @@ def _must_be_text(options: dict[str, Any]) -> None:
     """Raise UsageError for an empty option, as from an unset variable, and for one with
     characters that a terminal would not show."""
     words = {"name": options["job_name"], "out": options["out"], "arguments": options["sets"]}
-    if wrong := text_faults(Job(options["name"], **words)):
-        raise UsageError("\n".join(wrong))
+    if changed_tables := text_faults(Job(options["name"], **words)):
+        raise UsageError("\n".join(changed_tables))
     for name in ("sizes", "site", "job_name", "out"):
         if options[name] == "":
             raise UsageError(f"--{name.replace('_', '-')}: expected a value, seen ''")

@@ -17,7 +17,7 @@ from hpctrain.cluster.slurm.queries import NO_ANSWER
 from hpctrain.cluster.slurm.render import render as render_script
 from hpctrain.cluster.slurm.site import names as site_names
 from hpctrain.cluster.slurm.status import is_done, wait
-from hpctrain.cluster.slurm.status_table import show
+from hpctrain.cluster.slurm.status_table import print_table
 from hpctrain.cluster.slurm.submit import must_be_free
 from hpctrain.cluster.slurm.submit import submit as submit_script
 from hpctrain.commands import _options
@@ -166,9 +166,9 @@ def status(
     if not targets:
         raise UsageError("no run in runs/ was submitted; name the folder of one")
     rows = wait(targets, wait_s or 0)
-    click.echo(json.dumps(rows, indent=1)) if as_json else show(rows)
-    good = is_done if wait_s is not None else _has_answer
-    context.exit(0 if all(map(good, rows)) else 1)
+    click.echo(json.dumps(rows, indent=1)) if as_json else print_table(rows)
+    is_good = is_done if wait_s is not None else _has_answer
+    context.exit(0 if all(map(is_good, rows)) else 1)
 
 
 def _has_answer(row: dict[str, Any]) -> bool:

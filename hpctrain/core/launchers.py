@@ -71,13 +71,13 @@ _VARIABLES = {
 # they have the variables of a rank, but are none.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
-_OF_SRUN = {"Open MPI": "pmix", "Cray MPICH": "cray_shasta"}  # else pmi2
-_OF_MPICH = ("MPICH", "MVAPICH", "MVAPICH2", "Intel MPI")
-_OF_A_RANK = (
+_SRUN_VARIABLES = {"Open MPI": "pmix", "Cray MPICH": "cray_shasta"}  # else pmi2
+_MPICH_VARIABLES = ("MPICH", "MVAPICH", "MVAPICH2", "Intel MPI")
+_RANK_VARIABLES = (
     "PMI", "OMPI_", "PRTE", "HYDI", "MPI_LOCAL", "MV2_COMM_WORLD_",
     "PALS_AP", "PALS_FD", "PALS_LOCAL_", "PALS_NODEID", "PALS_RANKID", "PALS_SPOOL_DIR",
 )  # fmt: skip
-_OF_THE_USER = ("OMPI_ALLOW_", "OMPI_MCA_", "PMIX_MCA_", "PRTE_ALLOW_", "PRTE_MCA_")
+_USER_VARIABLES = ("OMPI_ALLOW_", "OMPI_MCA_", "PMIX_MCA_", "PRTE_ALLOW_", "PRTE_MCA_")
 
 
 def launched(environ: Mapping[str, str]) -> Launched:
@@ -119,7 +119,7 @@ def without_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without the variables of a rank, for a child that starts MPI by itself."""
 
     def is_for_children(name: str) -> bool:
-        return name.startswith(_OF_THE_USER) or not name.startswith(_OF_A_RANK)
+        return name.startswith(_USER_VARIABLES) or not name.startswith(_RANK_VARIABLES)
 
     return {name: value for name, value in environ.items() if is_for_children(name)}
 
@@ -160,7 +160,7 @@ def unstartable(
             f"default, but mpi4py loaded MPICH ({libmpi_path}), which was built without PMIx. "
             + _remedy(job, mpi_vendor, libmpi_path)
         )
-    if job.name != "openmpi" or mpi_vendor not in _OF_MPICH:
+    if job.name != "openmpi" or mpi_vendor not in _MPICH_VARIABLES:
         return None
     return (
         f"{job.size} ranks were started by {TITLES[job.name]}, but mpi4py loaded {mpi_vendor} "
@@ -188,7 +188,7 @@ def mismatch(job: Launched, mpi_size: int, mpi_vendor: str, libmpi_path: str) ->
 def _remedy(job: Launched, mpi_vendor: str, libmpi_path: str) -> str:
     command = f"hpctrain launch -n {job.size} ..."
     if job.name == "srun":
-        kind = _OF_SRUN.get(mpi_vendor, "pmi2")
+        kind = _SRUN_VARIABLES.get(mpi_vendor, "pmi2")
         command = f"srun --mpi={kind} -n {job.size} hpctrain ..."
     return (
         f"Start them with `{command}`, or with the mpiexec that was installed beside {libmpi_path}."

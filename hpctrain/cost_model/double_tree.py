@@ -72,7 +72,7 @@ def _reduce_phase(clocks: Clocks, tree: Tree, from_leaves: Train) -> None:
 
 def _broadcast(clocks: Clocks, half: float) -> None:
     # All costs are sums and maxima, so the leaves' last receives can be added up from the start.
-    leaf_clocks = Clocks(clocks.cluster, clocks.nodes, -np.inf, clocks.slow)
+    leaf_clocks = Clocks(clocks.cluster, clocks.nodes, -np.inf, clocks.slow_factors)
     broadcast_trees = _trees(clocks, reduce_trees=False)
     for tree in broadcast_trees:
         for length, count in _cut(clocks, half):

@@ -107,12 +107,16 @@ class Clocks:
     """The time on each rank's processor and on its two ports; `nodes[r]` is the node of rank r."""
 
     def __init__(
-        self, cluster: Cluster, nodes: Array, start: Array | float = 0.0, slow: Array | float = 1.0
+        self,
+        cluster: Cluster,
+        nodes: Array,
+        start: Array | float = 0.0,
+        slow_factors: Array | float = 1.0,
     ):
         """Start rank r at `start[r]`; its processor takes `slow[r]` times as long as others."""
         self.cluster, self.nodes, self.size = cluster, nodes, len(nodes)
         self.neighbours = np.bincount(nodes)[nodes]  #: ranks of each rank's node
-        self.slow = np.full(self.size, 1.0) * slow
+        self.slow_factors = np.full(self.size, 1.0) * slow_factors
         self.now, self.send_port_free, self.receive_port_free = (
             np.full(self.size, 1.0) * start for _ in range(3)
         )
@@ -145,7 +149,7 @@ class Clocks:
     def send(self, route: Route, nbytes: float, count: int = 1) -> Train:
         """Send `count` messages of `nbytes` one after the other, without waiting."""
         ranks, port_s = route.senders, route.gap + nbytes * route.seconds_per_byte
-        overhead = route.overhead * self.slow[ranks]
+        overhead = route.overhead * self.slow_factors[ranks]
         first = np.maximum(self.now[ranks] + overhead, self.send_port_free[ranks]) + port_s
         interval = np.maximum(port_s, overhead)
         self.now[ranks] += count * overhead
@@ -159,7 +163,9 @@ class Clocks:
         """
         ranks, rest = route.receivers, train.count - 1
         port_s = route.gap + train.nbytes * route.seconds_per_byte
-        cpu_s = self.slow[ranks] * (route.overhead + adds * train.nbytes * self.cluster.gamma)
+        cpu_s = self.slow_factors[ranks] * (
+            route.overhead + adds * train.nbytes * self.cluster.gamma
+        )
         port_free = self.receive_port_free[ranks] + port_s
         self.now[ranks] = cpu_s + np.maximum.reduce(
             [
@@ -185,7 +191,9 @@ class Clocks:
         self.receive(route, self.send(route, nbytes))
         self.sent(route.senders)
         if adds:
-            self.now[route.receivers] += nbytes * self.cluster.gamma * self.slow[route.receivers]
+            self.now[route.receivers] += (
+                nbytes * self.cluster.gamma * self.slow_factors[route.receivers]
+            )
 
     def synchronize(self) -> None:
         """Synchronize the ranks of each node by flags, which are visible after a latency."""
@@ -197,7 +205,7 @@ class Clocks:
 
     def stream(self, nbytes: Array | float) -> None:
         """Let all ranks of rank r's node read or write `nbytes[r]` bytes together."""
-        self.now = self.now + self.cluster.memory * nbytes * self.slow
+        self.now = self.now + self.cluster.memory * nbytes * self.slow_factors
 
     def repeat(
         self,

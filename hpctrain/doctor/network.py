@@ -16,16 +16,16 @@ def checks(nics: Sequence[Nic]) -> list[Check]:
     """Return the checks of the adapters."""
     if not nics:
         return [Check("network", "note", "no adapter of hardware in /sys/class")]
-    best = fastest(tuple(nics))
+    best_rate = fastest(tuple(nics))
     observed = ", ".join(map(describe, nics))
-    rows = [Check("network", "ok" if best else "note", observed)]
-    down = [nic for nic in nics if nic.rdma and not nic.active]
-    if down:
-        names = ", ".join(nic.name for nic in down)
+    rows = [Check("network", "ok" if best_rate else "note", observed)]
+    ports_down = [nic for nic in nics if nic.rdma and not nic.active]
+    if ports_down:
+        names = ", ".join(nic.name for nic in ports_down)
         rows.append(Check("links down", "slow", names, "ask the site: ibstat, ibdev2netdev"))
-    slow = _slow_ports(nics)
-    if slow:
-        names = ", ".join(f"{nic.name} {nic.gbit_s:g} Gbit/s" for nic in slow)
+    slow_ports = _slow_ports(nics)
+    if slow_ports:
+        names = ", ".join(f"{nic.name} {nic.gbit_s:g} Gbit/s" for nic in slow_ports)
         rows.append(Check("slow links", "slow", names, "a cable or a port: tell the site"))
     return rows
 
@@ -35,13 +35,13 @@ def named_nics(nics: Sequence[Nic], environ: Mapping[str, str], root: Path = ROO
     value = environ.get(nearest_nics.UCX_DEVICES, "")
     if not nearest_nics.device_names(value):
         return []
-    wrong = nearest_nics.device_faults(value, nics, root)
-    if wrong:
+    device_fault = nearest_nics.device_faults(value, nics, root)
+    if device_fault:
         return [
             Check(
                 "NICs named",
                 "bad",
-                f"{nearest_nics.UCX_DEVICES}={value}: {', '.join(wrong)}",
+                f"{nearest_nics.UCX_DEVICES}={value}: {', '.join(device_fault)}",
                 EXISTING_PORTS,
             )
         ]
@@ -57,5 +57,5 @@ def describe(nic: Nic) -> str:
 def _slow_ports(nics: Sequence[Nic]) -> list[Nic]:
     """Return the active RDMA ports slower than the node's fastest: damaged links train down."""
     rdma = [nic for nic in nics if nic.rdma and nic.active and nic.gbit_s]
-    best = max((nic.gbit_s or 0 for nic in rdma), default=0)
-    return [nic for nic in rdma if (nic.gbit_s or 0) < best]
+    best_rate = max((nic.gbit_s or 0 for nic in rdma), default=0)
+    return [nic for nic in rdma if (nic.gbit_s or 0) < best_rate]

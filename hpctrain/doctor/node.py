@@ -36,11 +36,14 @@ def blas(threads: int, cores: int, quota: float | None = None) -> Check:
 def shared_memory(folder: Path = SHM, in_use: Collection[str] | None = None) -> list[Check]:
     """Return the checks of the memory that ranks of a node share; `in_use` are files mapped now."""
     try:
-        free = shm.free(folder)
+        free_bytes = shm.free(folder)
     except OSError as error:
         remedy = "mount a tmpfs there; containers: --shm-size=8g or --ipc=host"
         return [Check("shared memory", "bad", f"{folder}: {error.strerror}", remedy)]
-    return [free_memory(folder, free), _leftovers(folder, _mapped() if in_use is None else in_use)]
+    return [
+        free_memory(folder, free_bytes),
+        _leftovers(folder, _mapped() if in_use is None else in_use),
+    ]
 
 
 def memlock(limit: int, rdma: bool) -> Check:
@@ -58,12 +61,14 @@ def memlock(limit: int, rdma: bool) -> Check:
     )
 
 
-def free_memory(folder: Path, free: int) -> Check:
-    """Return the check of `free` bytes of shared memory in `folder`."""
-    observed = shm.free_text(free, folder)
-    if free >= shm.AMPLE_BYTES:
+def free_memory(folder: Path, free_bytes: int) -> Check:
+    """Return the check of `free_bytes` bytes of shared memory in `folder`."""
+    observed = shm.free_text(free_bytes, folder)
+    if free_bytes >= shm.AMPLE_BYTES:
         return Check("shared memory", "ok", observed)
-    return Check("shared memory", "bad" if free < shm.MIN_BYTES else "slow", observed, shm.GROW)
+    return Check(
+        "shared memory", "bad" if free_bytes < shm.MIN_BYTES else "slow", observed, shm.GROW
+    )
 
 
 def _leftovers(folder: Path, in_use: Collection[str]) -> Check:

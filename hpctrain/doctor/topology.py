@@ -45,28 +45,30 @@ def lines(host: str, cards: Cards, nics: Sequence[Nic], topology: Topology, root
 
     With several adapters, a last line names those nearest to each GPU.
     """
-    by_node: dict[int | None, list[str]] = {number: [] for number in topology.numa}
+    devices_by_node: dict[int | None, list[str]] = {number: [] for number in topology.numa}
     for card in cards.cards:
-        by_node.setdefault(pci.numa_node(card.pci, root), []).append(_card_text(card))
+        devices_by_node.setdefault(pci.numa_node(card.pci, root), []).append(_card_text(card))
     for nic in nics:
-        by_node.setdefault(pci.numa_node(nic.pci, root), []).append(network.describe(nic))
-    out = [f"node {host}"]
-    for number, devices in by_node.items():
+        devices_by_node.setdefault(pci.numa_node(nic.pci, root), []).append(network.describe(nic))
+    topology_text = [f"node {host}"]
+    for number, devices in devices_by_node.items():
         if number in topology.numa:
-            out.append(
+            topology_text.append(
                 f"  NUMA {number}, cores {topology.numa[number]}: {'; '.join(devices) or '-'}"
             )
         else:
-            out.append(f"  NUMA node unknown: {'; '.join(devices)}")
-    return out + (_matrix(topology) + _nearest(cards, nics, root) if cards.cards else [])
+            topology_text.append(f"  NUMA node unknown: {'; '.join(devices)}")
+    return topology_text + (_matrix(topology) + _nearest(cards, nics, root) if cards.cards else [])
 
 
 def _nearest(cards: Cards, nics: Sequence[Nic], root: Path) -> list[str]:
     ports = fabric_ports(tuple(nics))
     if len(ports) < 2:
         return []
-    nearest = [nearest_ports(card.pci, ports, root) for card in cards.cards]
-    texts = (f"GPU{c.index} {', '.join(n)}" for c, n in zip(cards.cards, nearest, strict=True))
+    nearest_of_cards = [nearest_ports(card.pci, ports, root) for card in cards.cards]
+    texts = (
+        f"GPU{c.index} {', '.join(n)}" for c, n in zip(cards.cards, nearest_of_cards, strict=True)
+    )
     return [f"  near: {'; '.join(texts)}"]
 
 

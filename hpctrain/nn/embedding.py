@@ -18,7 +18,7 @@ from hpctrain.core.xp import Array, namespace, on_device
 from hpctrain.nn.layer import Key, Parameter, Shape, at_least, normal, rows_of, sum_rows
 
 SPREAD = 0.02  #: standard deviation at the start, as in GPT-2 (Radford et al., 2019)
-ONES_BYTES = 64 << 20  #: of the largest matrix of zeros and ones; see `_by_product`
+MAX_ONE_HOT_BYTES = 64 << 20  #: of the largest matrix of zeros and ones; see `_by_product`
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _by_product(table: Array, rows: Array, dy: Array) -> None:
     As a product with a matrix of zeros and ones: fast on a device, and reproducible.
     """
     xp = namespace(dy)
-    step = max(1, ONES_BYTES // max(1, dy.itemsize * len(dy)))
+    step = max(1, MAX_ONE_HOT_BYTES // max(1, dy.itemsize * len(dy)))
     for first in range(0, len(table), step):
         part = table[first : first + step]
         entries = xp.arange(first, first + len(part))[:, None]

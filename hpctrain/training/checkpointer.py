@@ -86,8 +86,8 @@ class Checkpointer:
 
     def is_due(self, step: int, row: Row) -> bool:
         """Return whether to save after `step`, whose row of metrics is `row`, empty for none."""
-        regular = any(period and step % period == 0 for period in self.periods)
-        return regular or self._new_best(row) is not None
+        is_periodic = any(period and step % period == 0 for period in self.periods)
+        return is_periodic or self._new_best(row) is not None
 
     def save(self, step: int, row: Row, must: bool) -> None:
         """Write a checkpoint; a failure ends the run only if it is the last one (`must`)."""

@@ -32,7 +32,7 @@ from hpctrain.world import World
 
 log = logging.getLogger(__name__)
 BAR_S = 0.1  # the bar is drawn this often at most: drawing takes time from training
-NOTHING = Sums(0.0, 0, 0)
+NO_SUMS = Sums(0.0, 0, 0)
 
 
 class Journal:
@@ -63,7 +63,7 @@ class Journal:
             None  # the summary of a run that was done before
         )
         self._test_metrics: dict[str, Any] = {"test_loss": None, "test_accuracy": None}
-        self._sums, self._row_step, self._row_s = NOTHING, 0, 0.0
+        self._sums, self._row_step, self._row_s = NO_SUMS, 0, 0.0
         self._earlier_staleness: Staleness | None = None  # in the parts before this one
         self._first_step, self._start_s, self._bar_s = 0, perf_counter(), 0.0
 
@@ -78,11 +78,11 @@ class Journal:
             self._earlier_staleness = Staleness.from_json(about["staleness"])
         self.intervals = about.get("intervals", None if step else 0)
         self.skips.resume(about)
-        open_row = about.get("open_row") or {"since_step": step, "sums": NOTHING}
+        open_row = about.get("open_row") or {"since_step": step, "sums": NO_SUMS}
         self._row_step = open_row["since_step"]
         if self.world.rank == 0:  # they are the sums of all ranks
             self._sums = Sums(*open_row["sums"])
-        rows, summary = self.world.together(lambda: self.files.go_back(step, about))
+        rows, summary = self.world.on_all_ranks(lambda: self.files.go_back(step, about))
         rows, summary = json.loads(self.world.gather(json.dumps([rows, summary]))[0])
         self.steps_redone = self.files.steps_redone
         if summary and (summary["status"], summary.get("steps")) == ("done", step):
@@ -98,7 +98,7 @@ class Journal:
         """Write the recipe, start the clocks and the bar; raise UsageError; collective."""
         self._first_step = step
         text = self.recipe.toml() if self.recipe else None
-        self.world.together(lambda: self.files.begin(text))
+        self.world.on_all_ranks(lambda: self.files.begin(text))
         visible = self.world.rank == 0 and log.isEnabledFor(logging.INFO)
         self._timeline.begin()
         self._bar = progress.Bar(self.name, step, self.total_steps, visible)
@@ -154,7 +154,7 @@ class Journal:
         }
         if interrupted:
             self._last["interrupted"] = True
-        self._sums, self._row_step, self._row_s = NOTHING, step, now
+        self._sums, self._row_step, self._row_s = NO_SUMS, step, now
         if self.world.rank == 0:
             self._write_row()
         return self._last
@@ -166,7 +166,7 @@ class Journal:
             "step": step,
             "epoch": epoch,
             "sample_index": index,
-            "open_row": self._open_row(step),
+            "open_row": self._unfinished_row(step),
             "world_size": self.world.size,
             "batch": self.sampler.batch,
             "seed": self.sampler.seed,
@@ -181,7 +181,7 @@ class Journal:
             "recipe_sha256": self.recipe and self.recipe.sha256,
         }
 
-    def _open_row(self, step: int) -> dict[str, Any] | None:
+    def _unfinished_row(self, step: int) -> dict[str, Any] | None:
         """Return the sums so far for a row that is not due yet; collective."""
         if step == self._row_step:
             return None
@@ -252,19 +252,19 @@ class Journal:
         One all-reduce; all ranks get the same.
         """
         engine = self.engine
-        own = {
+        own_facts = {
             **self._times(),
             "wall_s": self._wall_s(),
             "bytes_sent": engine.bytes_sent,
             **self.skips.rank_counts(),
         }
-        table = np.zeros((len(own), self.world.size))
-        table[:, self.world.rank] = list(own.values())
+        table = np.zeros((len(own_facts), self.world.size))
+        table[:, self.world.rank] = list(own_facts.values())
         with self.world.trace.span("sum for a row", "other"):
             total = engine.sum(np.array([*self._sums, *table.ravel()]))
-        loss, correct, count = total[: len(NOTHING)].tolist()
-        of_ranks = total[len(NOTHING) :].reshape(table.shape)
-        return Sums(loss, correct, count), dict(zip(own, of_ranks, strict=True))
+        loss, correct, count = total[: len(NO_SUMS)].tolist()
+        of_ranks = total[len(NO_SUMS) :].reshape(table.shape)
+        return Sums(loss, correct, count), dict(zip(own_facts, of_ranks, strict=True))
 
     def _times(self) -> dict[str, float]:
         """Return this rank's times since the start of the clocks: engines may train repeatedly."""

@@ -186,34 +186,36 @@ def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
     for name, table in tables.items():
         config.pick(dict.fromkeys(overrides.TABLES), name, "table")
         overrides.must_be_table(name, table)
-    at = {name: dict(tables.get(name, {})) for name in overrides.TABLES}
+    tables_copy = {name: dict(tables.get(name, {})) for name in overrides.TABLES}
     keys = [option.name for option in fields(BatchOptions)]
-    batch = {key: at["optimizer"].pop(key) for key in keys if key in at["optimizer"]}
-    init = _init(at["model"].pop("init", None))
+    batch = {
+        key: tables_copy["optimizer"].pop(key) for key in keys if key in tables_copy["optimizer"]
+    }
+    init = _init(tables_copy["model"].pop("init", None))
     if init is not None:  # the resolved recipe is to repeat the run wherever it is read
         tables["model"] = {**tables["model"], "init": str(init)}
-    run = _run(at["run"])
-    code = usercode.read(at, run.callbacks, str(folder))
+    run = _run(tables_copy["run"])
+    code = usercode.read(tables_copy, run.callbacks, str(folder))
     tables.pop("code", None)
     tables |= code.tables()
     return Recipe(
         run=run,
-        model=nn.read(at["model"], code.folder),
-        data=data.read(at["data"], code.folder),
+        model=nn.read(tables_copy["model"], code.folder),
+        data=data.read(tables_copy["data"], code.folder),
         batch=_batch(batch),
-        optimizer=_optimizer(at["optimizer"]),
+        optimizer=_optimizer(tables_copy["optimizer"]),
         schedule=config.read_kind(
-            optim.SCHEDULES, {"kind": "constant", **at["schedule"]}, "schedule"
+            optim.SCHEDULES, {"kind": "constant", **tables_copy["schedule"]}, "schedule"
         ),
-        engine=_engine(at["engine"], at["wire"]),
-        checkpoint=config.read(CheckpointOptions, at["checkpoint"], "checkpoint"),
-        faults=config.read(FaultsOptions, at["faults"], "faults"),
+        engine=_engine(tables_copy["engine"], tables_copy["wire"]),
+        checkpoint=config.read(CheckpointOptions, tables_copy["checkpoint"], "checkpoint"),
+        faults=config.read(FaultsOptions, tables_copy["faults"], "faults"),
         early_stop=(
-            config.read(EarlyStop, at["early_stop"], "early_stop")
+            config.read(EarlyStop, tables_copy["early_stop"], "early_stop")
             if "early_stop" in tables
             else None
         ),
-        trace=config.read(TraceOptions, at["trace"], "trace"),
+        trace=config.read(TraceOptions, tables_copy["trace"], "trace"),
         init=init,
         code=code,
         tables={"schema": 1, **tables},
@@ -265,9 +267,9 @@ def _engine(table: Table, wire: Table) -> Any:
     table = {"kind": "allreduce", **table}
     wire_options = config.read(WireOptions, wire, "wire")
     allreduce_named(wire_options.algorithm)
-    misplaced = {option.name for option in fields(WireOptions)} & table.keys()
-    if misplaced:
-        raise UsageError(f"[engine] {', '.join(sorted(misplaced))}: belongs in [wire]")
+    misplaced_keys = {option.name for option in fields(WireOptions)} & table.keys()
+    if misplaced_keys:
+        raise UsageError(f"[engine] {', '.join(sorted(misplaced_keys))}: belongs in [wire]")
     kind = config.pick(engines.ENGINES, table["kind"], "[engine] kind")
     _must_belong(table, kind)
     options = {option.name for option in fields(kind)}

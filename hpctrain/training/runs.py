@@ -40,11 +40,13 @@ def train(
 
     Collective; raises the errors of Trainer.fit.
     """
-    world.together(lambda: spec.must_fit(world.size, len(world.main.nodes)))
+    world.on_all_ranks(lambda: spec.must_fit(world.size, len(world.main.nodes)))
     _agree_on_code(spec, world)
-    split = world.together(lambda: resized(spec.data.load(spec.run.seed), spec.run.epoch_samples))
+    split = world.on_all_ranks(
+        lambda: resized(spec.data.load(spec.run.seed), spec.run.epoch_samples)
+    )
     world.must_agree(_fingerprint(split.train), "training data (by the hash of a few samples)")
-    model = world.together(lambda: build_model(spec, split))
+    model = world.on_all_ranks(lambda: build_model(spec, split))
     batch = spec.batch.size(engines.workers_of(spec.engine, world.size))
     per_epoch = -(-len(split.train) // batch)
     total = spec.run.steps or (spec.run.epochs or 0) * per_epoch
@@ -55,7 +57,7 @@ def train(
         spec.run.seed,
         spec.run.precision,
         world,
-        callbacks=world.together(lambda: _callbacks(spec)),
+        callbacks=world.on_all_ranks(lambda: _callbacks(spec)),
         faults=spec.faults,
         init=None if resume and _has_begun(world, out) else spec.init,
     )
@@ -99,8 +101,8 @@ def _has_begun(world: World, out: Path | None) -> bool:
 
     Collective.
     """
-    begun = world.together(lambda: out is not None and bool(checkpoint.listing(out)))
-    return bool(world.gather("yes" * begun)[0])
+    has_begun = world.on_all_ranks(lambda: out is not None and bool(checkpoint.listing(out)))
+    return bool(world.gather("yes" * has_begun)[0])
 
 
 def _agree_on_code(spec: Recipe, world: World) -> None:
@@ -117,8 +119,8 @@ def _agree_on_code(spec: Recipe, world: World) -> None:
 def _callbacks(spec: Recipe) -> list[Any]:
     """Return the callbacks that receive each row: early stop, then the user's own functions."""
     folder, targets = spec.code.folder, spec.run.callbacks
-    own = [usercode.find(target, "[run] callbacks", folder) for target in targets]
-    return [spec.early_stop, *own] if spec.early_stop else own
+    own_callbacks = [usercode.find(target, "[run] callbacks", folder) for target in targets]
+    return [spec.early_stop, *own_callbacks] if spec.early_stop else own_callbacks
 
 
 def _fingerprint(samples: Samples) -> str:

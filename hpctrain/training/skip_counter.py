@@ -52,10 +52,10 @@ class SkipCounter:
         self, ranks: Mapping[str, np.ndarray], staleness: Staleness | None
     ) -> int | None:
         """Return the number of dropped gradients, late ones too; None if the regime drops none."""
-        late = staleness.dropped if staleness else None
-        if late is None and not ranks["own_steps"].any():
+        late_gradients = staleness.dropped if staleness else None
+        if late_gradients is None and not ranks["own_steps"].any():
             return None
-        return (late or 0) + self._dropped(ranks)
+        return (late_gradients or 0) + self._dropped(ranks)
 
     def skip(self, step: int, rank: int, limit: int) -> None:
         """Count a step that all ranks skip; raise TrainingError after `limit` in a row.

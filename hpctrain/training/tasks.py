@@ -104,6 +104,6 @@ class Tasks:
         sampler, engine = self._plan.sampler, self._engine
         assert engine.worker is not None  # a server has no tasks
         indexes = sampler.batch_indexes(step)
-        first, own = share(indexes, engine.worker, engine.workers, self._plan.blocks)
+        first, own_indexes = share(indexes, engine.worker, engine.workers, self._plan.blocks)
         epoch, _ = sampler.place(step)
-        return _Share(step, first, Batch(*self._plan.train.rows(own, epoch)), len(indexes))
+        return _Share(step, first, Batch(*self._plan.train.rows(own_indexes, epoch)), len(indexes))

@@ -65,16 +65,16 @@ class Trainer:
         self.world = world or hpctrain.world.init()
         self.seed, self.rate, self.callbacks = seed, optimizer.rate, callbacks
         on_gpu = self.world.gpu is not None
-        self.replica = self.world.together(lambda: replica_of(model, seed, precision, on_gpu))
+        self.replica = self.world.on_all_ranks(lambda: replica_of(model, seed, precision, on_gpu))
         if init is not None:
             self._warm_start(Path(init))
-        replica = self.world.together(lambda: self._slowed(faults))
-        self.engine: Engine = self.world.together(
+        replica = self.world.on_all_ranks(lambda: self._slowed(faults))
+        self.engine: Engine = self.world.on_all_ranks(
             lambda: engine.build(self.world, replica, optimizer)
         )
         self._options = engine
         self._blocks = engines.blocks_of(engine, self.engine.workers)
-        self.world.together(lambda: faults.check(self.world.size, self.engine.workers))
+        self.world.on_all_ranks(lambda: faults.check(self.world.size, self.engine.workers))
 
     def fit(
         self,
@@ -117,7 +117,7 @@ class Trainer:
         there is a checkpoint, or it is an UnsavedError: without `out` nothing is saved) or
         SaveError, each on all ranks.
         """
-        sampler = self.world.together(lambda: self._sampler(train, batch))
+        sampler = self.world.on_all_ranks(lambda: self._sampler(train, batch))
         if (epochs is None) == (steps is None):
             raise UsageError("fit needs exactly one of epochs and steps")
         if evaluate_epochs and evaluate_steps:
@@ -186,7 +186,7 @@ class Trainer:
     def _warm_start(self, path: Path) -> None:
         """Load the weights at `path`; every rank reads them, as it does with a checkpoint."""
         arena = self.replica.arena
-        self.world.together(lambda: weights.copy_into(arena, weights.read(path), str(path)))
+        self.world.on_all_ranks(lambda: weights.copy_into(arena, weights.read(path), str(path)))
         sha256 = params_sha256(arena)
         self.world.must_agree(sha256, f"the SHA-256 of the weights at {path}")
 
@@ -229,6 +229,6 @@ class Trainer:
                 stack.enter_context(run_folder.claim(run, resume))
                 checkpoint.sweep(run)
 
-        self.world.together(claim)
+        self.world.on_all_ranks(claim)
         stack.enter_context(self.world.watched(run, timeout_s))
         return run

@@ -36,7 +36,7 @@ NODE_ALPHAS = {"Open MPI": 0.7e-6, "MPICH": 2.5e-6}
 ACROSS_NATIVE = cost.Machine(alpha=6e-6, beta=2e-9, gamma=5e-11)
 #: `direct`: Python's time around flags, to read a rank's flag and add its array; a byte read or
 #: written.
-DIRECT_S, PER_RANK_S, PER_BYTE = 0.9e-6, 0.3e-6, 1.5e-11
+DIRECT_S, PER_RANK_S, SECONDS_PER_BYTE = 0.9e-6, 0.3e-6, 1.5e-11
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _direct(ranks: int, n: int, *, in_memory: bool) -> float:
     """
     exchange_s = DIRECT_S + PER_RANK_S * ranks
     if in_memory and n > COPIED_BYTES:
-        return exchange_s + 2 * ranks * n * PER_BYTE
+        return exchange_s + 2 * ranks * n * SECONDS_PER_BYTE
     if n <= SHORT_BYTES:
-        return exchange_s + (ranks + 2) * n * PER_BYTE
-    return exchange_s * -(-n // LONG_BYTES) + 4 * ranks * n * PER_BYTE
+        return exchange_s + (ranks + 2) * n * SECONDS_PER_BYTE
+    return exchange_s * -(-n // LONG_BYTES) + 4 * ranks * n * SECONDS_PER_BYTE

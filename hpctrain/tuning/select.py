@@ -197,7 +197,7 @@ def _decided(group: Group, mpi: bool, gpus: Gpus | None) -> list[dict[str, Any]]
 
 
 def _measured(group: Group, mpi: bool, gpus: Gpus | None) -> TuningPlan | None:
-    tuning_table = table.of_group(group, mpi, gpus)
+    tuning_table = table.fingerprint_of(group, mpi, gpus)
     return None if tuning_table is None else table.plan_of(tuning_table)
 
 

@@ -169,7 +169,7 @@ def _fits_this_machine(path: Path, ranks: int, on_gpu: bool) -> bool:
     return fingerprint.cpu == _cpu() and fingerprint.on_gpu == on_gpu and same_size
 
 
-def of_group(group: Group, mpi: bool, gpus: Gpus | None = None) -> Table | None:
+def fingerprint_of(group: Group, mpi: bool, gpus: Gpus | None = None) -> Table | None:
     """Return the table that fits `group`, else None; warn of a table that does not fit.
 
     A file for the other kind of memory counts as none: the user names one file for both.

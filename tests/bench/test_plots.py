@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from hpctrain.bench import plot
-from hpctrain.bench.message_sizes import shown
+from hpctrain.bench.message_sizes import size_text
 from hpctrain.bench.prediction import plots as prediction_plots
 from hpctrain.cost_model.message_schedules import SCHEDULES
 
@@ -78,4 +78,4 @@ def test_times_of_predictions_have_one_unit(drawn, tmp_path):
         message = [label.get_text() for label in labels(axes.yaxis)]
         assert message and all(text.endswith(" ms") for text in message)
         assert overlapping(axes.xaxis) == overlapping(axes.yaxis) == []
-    assert shown(SIZES[-1]) == "64 MiB"
+    assert size_text(SIZES[-1]) == "64 MiB"

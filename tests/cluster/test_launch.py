@@ -345,7 +345,7 @@ def test_who_does_not_end_is_ended(ignored, number):
     own = {**os.environ, guard.JOB: "stubborn"}
     with subprocess.Popen(line, env=own, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        guard.end("stubborn", ((0.1, signal.SIGTERM), (0.4, signal.SIGKILL)))
+        guard.end_job("stubborn", ((0.1, signal.SIGTERM), (0.4, signal.SIGKILL)))
         assert process.wait(0) == -signal.Signals[f"SIG{number}"]
 
 

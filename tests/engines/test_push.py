@@ -129,6 +129,6 @@ def test_a_slice_goes_to_the_device_before_the_next_has_come(lazy_gpu):
 def test_a_slot_that_is_never_ready_is_named(gpu):
     arena = arenas.make(dict.fromkeys("ab", (100,)), np.float32, zeros=xp.zeros)
     box = push.GradientPush(arena, [(0, slice(0, arena.grad.size))], adds=False)
-    box.on_ready_for(last=True)("b")
+    box.on_ready_for(is_last=True)("b")
     with pytest.raises(HpctrainError, match="on_ready never fired for slots: a"):
-        box.add(last=True)
+        box.add(is_last=True)

@@ -167,7 +167,7 @@ def test_clocks_of_resumed_parts_add_up(kind, tmp_path):
     rows, steps, seconds, resumed = PARTS[kind]
     read = record.read(write(tmp_path / "run", rows, None, None))
     assert read.column("step").tolist() == steps
-    assert read.spent("wall_s").tolist() == seconds
+    assert read.seconds_per_row("wall_s").tolist() == seconds
     assert read.resumed() == resumed
 
 

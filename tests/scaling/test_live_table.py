@@ -25,7 +25,7 @@ OF = study((1, 2, 4), repeats=2)
 
 
 def done(rate, job=None):
-    return TrialStatus.of(TrialResult(rate, 1e-2, 1e-2, 0.0, 0.0, None, ("a",)), job)
+    return TrialStatus.from_outcome(TrialResult(rate, 1e-2, 1e-2, 0.0, 0.0, None, ("a",)), job)
 
 
 def stands(*by_trial, of=OF):
@@ -117,7 +117,10 @@ def test_a_log_has_a_line_for_each_change_and_none_for_steps():
     ]
     further = before | {(0, TWO): TrialStatus(RUNNING, 2, step=20)}
     assert list(live_table.change_lines(OF, before, further)) == []
-    ended = before | {(0, ITEM): done(100.0, 1), (0, TWO): TrialStatus.of(Gap("out of memory"), 2)}
+    ended = before | {
+        (0, ITEM): done(100.0, 1),
+        (0, TWO): TrialStatus.from_outcome(Gap("out of memory"), 2),
+    }
     assert list(live_table.change_lines(OF, further, ended)) == [
         (logging.INFO, "1 rank, repeat 1 of 2: 100 samples/s, efficiency so far 100.0%"),
         (logging.WARNING, "2 ranks, repeat 1 of 2: out of memory"),

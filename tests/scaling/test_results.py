@@ -113,7 +113,11 @@ def test_what_shares_cores_is_told_and_left_out_of_the_law():
     assert slow.serial.mean == pytest.approx(SERIAL)
     assert [row.get("ranks_per_core") for row in slow.rows[:3]] == [1, 1, 2]
     assert "oversubscribed: 2 ranks per core" in "".join(tables.remarks(slow.rows[2]))
-    assert [row["ranks"] for row in slow.of("predicted")] == [4, 8, 16]  # beyond 2, not beyond 4
+    assert [row["ranks"] for row in slow.of("predicted")] == [
+        4,
+        8,
+        16,
+    ]  # beyond 2, not beyond 4
     assert slow.tested and not slow.model.tested  # what shares cores was forecast, not fitted to
 
 
@@ -176,7 +180,7 @@ def test_what_few_sizes_and_repeats_cannot_tell_is_said():
         "serial fraction 50.0% (0.0% to 100.0%); the speed-up stays below 2 (1 to no bound)"
         in (tables.facts(mixed)["Amdahl's law"])
     )
-    assert "Repeats differ much" in " ".join(tables.lead(mixed))
+    assert "Repeats differ much" in " ".join(tables.summary_lines(mixed))
     slower = evaluate(apart, trials(apart, lambda n, i: Times(1e-2 * n, 1e-3)))
     assert "100%, its bound: more ranks brought no more samples/s" in tables.law_text(slower)
     four = study((1, 2, 4))
@@ -187,7 +191,7 @@ def test_what_few_sizes_and_repeats_cannot_tell_is_said():
 
 
 def test_what_a_report_begins_with():
-    assert list(tables.lead(with_gaps())) == [
+    assert list(tables.summary_lines(with_gaps())) == [
         "Measured: 1, 4 and 8 ranks.",
         "Not measured: 2 ranks.",
         "Predicted, not measured, for ranks with cores of their own: 8, 16 and 32 ranks.",
@@ -206,7 +210,9 @@ def test_nothing_was_measured():
 def test_files_hold_all_of_it(tmp_path):
     of = study()
     result = evaluate(of, trials(of, amdahl))
-    names = {path.name for path in study_files.write(tmp_path, result, ["as it is"], drawn=True)}
+    names = {
+        path.name for path in study_files.write(tmp_path, result, ["as it is"], with_plots=True)
+    }
     assert names == {path.name for path in tmp_path.iterdir()}  # and nothing half written
     reported = json.loads((tmp_path / "scaling.json").read_text())
     assert (reported["machine"]["cpu"], len(reported["rows"])) == ("made up", 6)
@@ -224,7 +230,7 @@ def test_names_are_no_markup(tmp_path):
     result = evaluate(of, trials(of, amdahl))
     assert "&lt;b&gt;" in page(result, {}, []) and "<b>" not in page(result, {}, [])
     assert plots.plots(result)
-    study_files.write(tmp_path, result, [], drawn=False)
+    study_files.write(tmp_path, result, [], with_plots=False)
     assert {path.name for path in tmp_path.iterdir()} == {"scaling.json", "scaling.csv"}
 
 
@@ -340,7 +346,7 @@ def test_a_trial_that_takes_too_long_is_ended(watched, tmp_path, monkeypatch):
 @pytest.mark.full
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
 def test_the_report_in_a_browser(tmp_path):
-    study_files.write(tmp_path, with_gaps(), ["as it is"], drawn=True)
+    study_files.write(tmp_path, with_gaps(), ["as it is"], with_plots=True)
     shot, written = tmp_path / "shot.png", tmp_path / "report.html"
     screen = ("--window-size=1200,2400", f"--screenshot={shot}")
     assert browse(tmp_path, *screen, written.as_uri())[1] == []

@@ -67,7 +67,7 @@ class MadeUp:
 
 
 def run(folder, of):
-    missing = runner.missing(folder, of)
+    missing = runner.missing_trials(folder, of)
     with LiveView(of) as view:
         return list(slurm_runner.trials(folder, of, SPEC, missing, view))
 

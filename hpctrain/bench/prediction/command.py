@@ -67,20 +67,20 @@ def _machine(words: Words, measurements: measurement_files.Measurements | None) 
     return machine if bandwidth or fitted.gamma is None else replace(machine, gamma=fitted.gamma)
 
 
-def _wire(words: Words, prefix: str, fitted: Wire | None, guess: tuple[str, str]) -> Wire:
+def _wire(words: Words, prefix: str, fitted: Wire | None, default_options: tuple[str, str]) -> Wire:
     link, latency = words[f"{prefix}link"], words[f"{prefix}latency"]
     option = prefix.replace("_", "-")
-    speed = units.speed(link or guess[0], f"--{option}link")
-    seconds = units.seconds(latency or guess[1], f"--{option}latency")
+    speed = units.speed(link or default_options[0], f"--{option}link")
+    seconds = units.seconds(latency or default_options[1], f"--{option}latency")
     nominal = predict.wire(speed, seconds)
     if fitted is None:
         return nominal
-    short = nominal if latency else fitted
-    long = nominal if link else fitted
+    latency_wire = nominal if latency else fitted
+    bandwidth_wire = nominal if link else fitted
     return replace(
-        short,
-        seconds_per_byte=long.seconds_per_byte,
-        seconds_per_byte_duplex=long.seconds_per_byte_duplex,
+        latency_wire,
+        seconds_per_byte=bandwidth_wire.seconds_per_byte,
+        seconds_per_byte_duplex=bandwidth_wire.seconds_per_byte_duplex,
     )
 
 

@@ -76,7 +76,7 @@ def run(world: World, options: Options) -> None:
     fingerprint = table.fingerprint(group, over_mpi, world.gpus if on_gpu else None)
     path = options.out or table.default_file(fingerprint)
     memory_check.check(world, max(options.sizes), rivals=False)
-    world.together(lambda: _must_be_writable(world, path, options.plot))
+    world.on_all_ranks(lambda: _must_be_writable(world, path, options.plot))
     rows: list[AlgorithmTime] = []
     with _bar(world, 2 * options.rounds + 1) as bar:
         node, across = constants(group, CONSTANT_ROUNDS, xp)
@@ -86,7 +86,7 @@ def run(world: World, options: Options) -> None:
         buckets = list(sweep.buckets(group, rows, max(options.sizes), BUCKET_ROUNDS, xp))
         bar.update(TASK, advance=1, refresh=True)
     tuning_table = Table(fingerprint, rows, buckets, node, across, choose.noisy(rows))
-    world.together(lambda: _keep(world, tuning_table, path, options.plot))
+    world.on_all_ranks(lambda: _keep(world, tuning_table, path, options.plot))
 
 
 def show(file: Path | None, ranks: int, plot: Path | None, device: str = "cpu") -> None:

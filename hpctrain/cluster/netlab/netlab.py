@@ -74,9 +74,9 @@ def bits_of(speed: str) -> int:
 
 def refusal() -> str | None:
     """Return the reason why no netlab can be made on this machine, else None; takes a moment."""
-    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    if sys.platform != "linux" or missing:
-        return f"netlab needs Linux with {', '.join(missing or TOOLS)} (iproute2, util-linux)"
+    missing_tools = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if sys.platform != "linux" or missing_tools:
+        return f"netlab needs Linux with {', '.join(missing_tools or TOOLS)} (iproute2, util-linux)"
     process = subprocess.run(
         [*namespaces(), "sh", "-ec", probe_script()], capture_output=True, text=True
     )
@@ -149,14 +149,18 @@ def _defaults(mpi: Mpi, ranks: int) -> dict[str, str]:
     """Return the variables that keep MPI to TCP between hosts, and fast there."""
     if mpi.vendor == "MPICH":
         return {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": INTERFACE}
-    leave = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+    permissions = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
     # Of Open MPI's own collectives, `han` collapses on such hosts: an honest rival does without.
     chosen = {"pml": "ob1", "btl": "tcp,self,sm", "btl_tcp_if_include": NETWORK, "coll": "^han"}
     if ranks > (os.cpu_count() or 1):
         # It takes each host's cores for its own: a message would wait until a spinning rank is
         # stopped, 4 ms for 4 bytes.
         chosen["mpi_yield_when_idle"] = "1"
-    return leave | {f"OMPI_MCA_{name}": value for name, value in chosen.items()} | eager_defaults()
+    return (
+        permissions
+        | {f"OMPI_MCA_{name}": value for name, value in chosen.items()}
+        | eager_defaults()
+    )
 
 
 def _refuse(lab: Lab, argv: Sequence[str]) -> None:

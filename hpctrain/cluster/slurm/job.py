@@ -62,12 +62,14 @@ def seconds(time: str) -> int:
     match = _TIME.fullmatch(time)
     if not match:
         raise UsageError(f"--time {time}: expected minutes, H:M:S, D-H or D-H:M:S, as for sbatch")
-    days, hours, minutes, secs, first, second, third = (int(n or 0) for n in match.groups())
+    days, hours, minutes, secs, first, second_part, third_part = (
+        int(n or 0) for n in match.groups()
+    )
     if match[1] is not None:
         return ((days * 24 + hours) * 60 + minutes) * 60 + secs
     if match[7] is not None:
-        return (first * 60 + second) * 60 + third
-    return first * 60 + second
+        return (first * 60 + second_part) * 60 + third_part
+    return first * 60 + second_part
 
 
 def nodes_of(job: Job, site: Site | None) -> Nodes:
@@ -77,19 +79,19 @@ def nodes_of(job: Job, site: Site | None) -> Nodes:
 
 def check(job: Job, site: Site | None = None) -> None:
     """Raise UsageError, which names all that is wrong, for a job that cannot be."""
-    wrong = [*_number_faults(job), *_placement_faults(job, site), *text_faults(job)]
+    faults_found = [*_number_faults(job), *_placement_faults(job, site), *text_faults(job)]
     limit_s = seconds(job.time)
-    wrong += _interactive_faults(job) if job.interactive else _stop_faults(job, limit_s)
-    if wrong:
-        raise UsageError("\n".join(wrong))
+    faults_found += _interactive_faults(job) if job.interactive else _stop_faults(job, limit_s)
+    if faults_found:
+        raise UsageError("\n".join(faults_found))
     sbatch.check(job.options, site.plugins if site else ())
 
 
 def _interactive_faults(job: Job) -> list[str]:
     """Return the faults of an interactive job: options that only a script for sbatch can have."""
     names = ("servers", "server_nodes", "sizes", "out", "warn_s", "max_restarts")
-    plain = Job()
-    unsuitable = [_flag(name) for name in names if getattr(job, name) != getattr(plain, name)]
+    default_job = Job()
+    unsuitable = [_flag(name) for name in names if getattr(job, name) != getattr(default_job, name)]
     unsuitable += [flag for flag in ("--engine", "--epochs", "--set") if flag in job.arguments]
     unsuitable += [f"--option {name}" for name in job.options if name in sbatch.NOT_OF_SALLOC]
     text = "--interactive asks salloc for nodes and trains nothing"
@@ -98,16 +100,18 @@ def _interactive_faults(job: Job) -> list[str]:
 
 def _stop_faults(job: Job, limit_s: int) -> list[str]:
     """Return the faults in the time of the stop signal."""
-    wrong = []
+    faults_found = []
     if job.warn_s > MOST_WARN_S:
-        wrong.append(f"--warn-s: expected {MOST_WARN_S} at most, as of sbatch, seen {job.warn_s}")
+        faults_found.append(
+            f"--warn-s: expected {MOST_WARN_S} at most, as of sbatch, seen {job.warn_s}"
+        )
     if limit_s <= job.warn_s:
-        wrong.append(
+        faults_found.append(
             f"--time {job.time} is {limit_s} s, and a stop is asked for {job.warn_s} s before its "
             "end: take more time (or submit with a smaller --warn-s: the longest checkpoint, and a "
             "minute)"
         )
-    return wrong
+    return faults_found
 
 
 def _number_faults(job: Job) -> list[str]:
@@ -125,12 +129,12 @@ def _flag(name: str) -> str:
 
 def _placement_faults(job: Job, site: Site | None) -> list[str]:
     """Return the faults in the placement of ranks on nodes."""
-    tasks, largest = tasks_per_node(job, site), max(job.sizes, default=job.nodes)
+    tasks, max_nodes = tasks_per_node(job, site), max(job.sizes, default=job.nodes)
     workers = job.nodes * tasks
     faults = {
         f"{tasks} ranks per node share {job.gpus_per_node} GPUs: each rank takes one GPU, so leave "
         "out --tasks-per-node, or name the same number": job.gpus_per_node not in (0, tasks),
-        f"--sizes up to {largest} do not go on --nodes {job.nodes}": largest > job.nodes,
+        f"--sizes up to {max_nodes} do not go on --nodes {job.nodes}": max_nodes > job.nodes,
         f"--sizes {','.join(map(str, job.sizes))}: each size once, in rising order": (
             list(job.sizes) != sorted(set(job.sizes))
         ),
@@ -154,21 +158,21 @@ def _placement_faults(job: Job, site: Site | None) -> list[str]:
             job.servers > 0 and not _launcher(site).startswith("srun")
         ),
     }
-    return [fault for fault, true in faults.items() if true]
+    return [fault for fault, applies in faults.items() if applies]
 
 
 def text_faults(job: Job) -> list[str]:
     """Return the faults in the texts of a job, each of which must be one line."""
     texts = {"recipe": job.recipe, "--out": job.out or "", "--job-name": job.name or ""}
     texts |= {f"argument {n}": text for n, text in enumerate(job.arguments, start=1)}
-    wrong = [
+    faults_found = [
         f"{label}: expected one line without control characters, seen {text!r}"
         for label, text in texts.items()
         if not text.isprintable()
     ]
     if not job.recipe or job.recipe.startswith("-"):
-        wrong.append(f"expected the name of a recipe, or its file, seen {job.recipe!r}")
-    return wrong
+        faults_found.append(f"expected the name of a recipe, or its file, seen {job.recipe!r}")
+    return faults_found
 
 
 def _title(site: Site | None) -> str:

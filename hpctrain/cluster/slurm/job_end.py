@@ -37,8 +37,8 @@ def exit_code(launcher_exit: LauncherExit, note: bytes, started: float) -> int:
     run = Path(os.fsdecode(note)) if note else None
     run = run if run and run.is_dir() else None
     summary = _new_summary(run, started) if run else None
-    refused = launcher_exit.code == _REFUSED and not launcher_exit.killed
-    if run and summary is None and not refused:
+    was_refused = launcher_exit.code == _REFUSED and not launcher_exit.killed
+    if run and summary is None and not was_refused:
         summary = _record_loss(run, launcher_exit)
     if launcher_exit.killed:
         return _INTERRUPTED
@@ -52,12 +52,14 @@ def _record_loss(run: Path, launcher_exit: LauncherExit) -> dict[str, Any]:
         if launcher_exit.killed
         else f"a rank was lost: {_exit_text(launcher_exit.code)}"
     )
-    lost = {"status": "failed", "exit_code": code, "reason": reason}
+    loss_summary = {"status": "failed", "exit_code": code, "reason": reason}
     summary = (
-        (run_folder.read_summary(run) or {}) | lost | {"launcher_exit_code": launcher_exit.code}
+        (run_folder.read_summary(run) or {})
+        | loss_summary
+        | {"launcher_exit_code": launcher_exit.code}
     )
     run_folder.write_summary(run, summary)
-    say("\nhpctrain: ".join([reason, *last_lines.last_lines(run)]))
+    print_line("\nhpctrain: ".join([reason, *last_lines.last_lines(run)]))
     return summary
 
 
@@ -66,9 +68,9 @@ def _code_without_run(launcher_exit: LauncherExit) -> int:
     if launcher_exit.code in _EXIT_CODES:
         return launcher_exit.code
     if launcher_exit.signals:  # nothing can be lost yet: to start again is to resume
-        say("stopped before a run began")
+        print_line("stopped before a run began")
         return _INTERRUPTED if signal.SIGINT in launcher_exit.signals else STOPPED
-    say(f"before a run began, {_exit_text(launcher_exit.code)}")
+    print_line(f"before a run began, {_exit_text(launcher_exit.code)}")
     return 1
 
 
@@ -86,6 +88,6 @@ def _exit_text(code: int) -> str:
     return f"mpiexec ended with {name}{_BUS_ERROR * (code % 128 == signal.SIGBUS)}"
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print `text` on stderr, as launch."""
     print(f"hpctrain: {text}", file=sys.stderr, flush=True)

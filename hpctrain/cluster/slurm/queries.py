@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpctrain.core.errors import HpctrainError, UsageError
 
-FORGOTTEN = "Slurm has forgotten it"
+NO_LONGER_KNOWN = "Slurm has forgotten it"
 NO_ANSWER = "NO ANSWER"
 LIMIT_S = 120.0  #: a busy controller answers late
 #: Error text of Slurm's commands after a lost answer: the request may or may not have been done.
@@ -22,7 +22,7 @@ _LOST_REPLY = re.compile(
 )
 _NO_CONTACT = re.compile(f"Unable to contact|{_LOST_REPLY.pattern}", re.I)
 JobId = int | str  #: 17, or 17_2 for a task of an array
-_ABSENT = (
+_UNKNOWN_JOB = (
     "no {command} on this PATH, so no Slurm: call this on a login node of the cluster. Here, "
     "`hpctrain slurm render` prints the script, and `hpctrain launch -n 4 train ...` starts ranks"
 )
@@ -52,7 +52,7 @@ def from_slurm(job: JobId) -> list[JobState]:
     The controller forgets jobs some minutes after their end; then accounting is queried. Raises
     NoAnswerError, or HpctrainError with Slurm's words.
     """
-    return from_scontrol(job) or from_sacct(job) or [JobState(str(job), "UNKNOWN", FORGOTTEN)]
+    return from_scontrol(job) or from_sacct(job) or [JobState(str(job), "UNKNOWN", NO_LONGER_KNOWN)]
 
 
 def from_scontrol(job: JobId) -> list[JobState]:
@@ -129,18 +129,18 @@ def from_sacct(job: JobId) -> list[JobState]:
 def must_have(command: str) -> None:
     """Raise UsageError where there is no such command, and so no Slurm."""
     if shutil.which(command) is None:
-        raise UsageError(_ABSENT.format(command=command))
+        raise UsageError(_UNKNOWN_JOB.format(command=command))
 
 
 def run(
-    line: Sequence[str], text: str = "", without: Collection[str] = ()
+    line: Sequence[str], text: str = "", ignored: Collection[str] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command of Slurm with `text` as its input, `without` some variables.
+    """Run a command of Slurm with `text` as its input and without the `ignored` variables.
 
     Raises NoAnswerError after LIMIT_S.
     """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    inherited = {name: value for name, value in os.environ.items() if name not in without}
+    inherited = {name: value for name, value in os.environ.items() if name not in ignored}
     environ = {**inherited, "PATH": path}
     try:
         return subprocess.run(

@@ -80,8 +80,8 @@ def _options(job: Job, site: Site | None) -> str:
     if not job.server_nodes:
         return sbatch.lines(first)
     of_servers = _more_options(job, site, site.nodes(0) if site else UNKNOWN_NODES)
-    second = {**_size(job.server_nodes, server_tasks, cores), **of_servers}
-    return f"{sbatch.lines(first)}\n#SBATCH hetjob\n{sbatch.lines(second)}"
+    second_component = {**_size(job.server_nodes, server_tasks, cores), **of_servers}
+    return f"{sbatch.lines(first)}\n#SBATCH hetjob\n{sbatch.lines(second_component)}"
 
 
 def _size(nodes: int, tasks: int, cores: int) -> dict[str, str]:
@@ -127,8 +127,8 @@ def _placement(job: Job, site: Site | None) -> str:
     """Return the lines that make the last ranks of a job its servers."""
     if job.server_nodes:
         return _SERVERS_APART
-    marks = {"tasks_per_node": str(tasks_per_node(job, site)), "servers": str(job.servers)}
-    return _fill(_SERVERS_BESIDE, marks)
+    placeholders = {"tasks_per_node": str(tasks_per_node(job, site)), "servers": str(job.servers)}
+    return _fill(_SERVERS_BESIDE, placeholders)
 
 
 _SERVERS_APART = """\

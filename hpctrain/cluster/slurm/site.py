@@ -74,22 +74,22 @@ class Site:
                 f"--gpus-per-node {limit}, or fewer: each rank takes one"
             )
         text = f"has nodes with {limit} GPUs" if limit else "has no GPUs that hpctrain was tried on"
-        do = f"ask for {limit} at most" if limit else "leave it out"
-        raise UsageError(f"--gpus-per-node {gpus}: {self.title} {text}; {do}")
+        advice = f"ask for {limit} at most" if limit else "leave it out"
+        raise UsageError(f"--gpus-per-node {gpus}: {self.title} {text}; {advice}")
 
     def sbatch_options(self, nodes: Nodes) -> dict[str, str]:
         """Return the options of sbatch for `nodes`."""
         return {**self.options, **nodes.options}
 
-    def setup(self, nodes: Nodes, leave: str = "exit 1") -> str:
+    def setup(self, nodes: Nodes, on_failure: str = "exit 1") -> str:
         """Return shell text that makes a shell ready to start ranks on `nodes`.
 
-        Where modules or the environment are missing it says `leave`: another MPI would be taken.
+        If modules or the environment are missing, it runs `on_failure`: another MPI would be used.
         """
         exports = {"HPCTRAIN_LAUNCHER": self.launcher, **self.environment, **nodes.environment}
         modules = [*self.modules, *nodes.modules]
-        lines = [f"module load {shlex.join(modules)} || {leave}"] if modules else []
-        lines += [f". {shlex.quote(self.venv)}/bin/activate || {leave}"] if self.venv else []
+        lines = [f"module load {shlex.join(modules)} || {on_failure}"] if modules else []
+        lines += [f". {shlex.quote(self.venv)}/bin/activate || {on_failure}"] if self.venv else []
         lines += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
         return "\n".join([*self._comments(), *lines])
 
@@ -100,9 +100,11 @@ class Site:
         exports = [f"export {VARIABLES[k]}={shlex.quote(v)}" for k, v in options.items()]
         # Of ranks and their cores sbatch reads no variables.
         ranks = f"--ntasks-per-node={nodes.gpus or nodes.tasks_per_node}"
-        hint = f"#   sbatch {ranks} --cpus-per-task={nodes.cpus_per_task} slurm/multi_node.sbatch"
+        example_line = (
+            f"#   sbatch {ranks} --cpus-per-task={nodes.cpus_per_task} slurm/multi_node.sbatch"
+        )
         setup, comment = self.setup(nodes, "return 1"), "# Options of sbatch; others go with it:"
-        return "\n".join([setup, comment, hint, *exports, ""])
+        return "\n".join([setup, comment, example_line, *exports, ""])
 
     def _comments(self) -> list[str]:
         origin = "Read from public documentation, not run there:" if self.read else ""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster.slurm.queries import FORGOTTEN, NO_ANSWER, JobState, from_sacct
+from hpctrain.cluster.slurm.queries import NO_ANSWER, NO_LONGER_KNOWN, JobState, from_sacct
 from hpctrain.cluster.slurm.reasons import explain, explain_end
 from hpctrain.cluster.slurm.submit import END_STATES, JOBS, POLL_S, SCRIPT, job_states, jobs_of
 from hpctrain.config import toml
@@ -117,10 +117,10 @@ def _of_run(run: Path, **values: Any) -> Row:
 
 def _rows(history: JobHistory, states_of: Mapping[str, list[JobState]]) -> list[Row]:
     """Return the rows of a run; the last lists how earlier jobs ended, if Slurm knows."""
-    *before, newest = history.jobs
-    states = [state for job in before for state in states_of[job]]
+    *earlier_jobs, newest_job = history.jobs
+    states = [state for job in earlier_jobs for state in states_of[job]]
     listed = [state for state in states if state.state not in END_STATES]
-    listed += _all_tasks(newest, states_of[newest], len(history.sizes))
+    listed += _all_tasks(newest_job, states_of[newest_job], len(history.sizes))
     earlier = ", ".join(
         f"{state.job} {state.state}" for state in states if state.state in END_STATES
     )
@@ -139,7 +139,7 @@ def _all_tasks(job: str, states: list[JobState], tasks: int) -> list[JobState]:
     by_task = {state.job: state for state in states}
     if not by_task.keys() >= set(names):
         by_task = {state.job: state for state in from_sacct(job)} | by_task
-    return [by_task.get(name, JobState(name, "UNKNOWN", FORGOTTEN)) for name in names]
+    return [by_task.get(name, JobState(name, "UNKNOWN", NO_LONGER_KNOWN)) for name in names]
 
 
 def _row(history: JobHistory, state: JobState) -> Row:
@@ -195,10 +195,12 @@ def last_line(log: Path, job: str) -> str:
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - TAIL_BYTES))
         text = file.read().decode(errors="replace")
-    plain = ("".join(c for c in line if c.isprintable()).strip() for line in text.splitlines())
-    lines = [line for line in plain if line]
-    own = [line for line in lines if line.startswith((f"job {job}: ", "hpctrain: "))]
-    return (own or lines or [""])[-1]
+    printable_lines = (
+        "".join(c for c in line if c.isprintable()).strip() for line in text.splitlines()
+    )
+    lines = [line for line in printable_lines if line]
+    own_lines = [line for line in lines if line.startswith((f"job {job}: ", "hpctrain: "))]
+    return (own_lines or lines or [""])[-1]
 
 
 def wait(folders: Sequence[Path], limit_s: float) -> list[Row]:
@@ -208,9 +210,9 @@ def wait(folders: Sequence[Path], limit_s: float) -> list[Row]:
         rows, now = status(folders), time.monotonic()
         finished = all(row["state"] in (*END_STATES, DAMAGED) for row in rows)
         last_run_s = last_run_s if finished else now
-        late = now - last_run_s < LATE_S and any(map(_is_late, rows))
+        may_be_late = now - last_run_s < LATE_S and any(map(_is_late, rows))
         remaining_s = deadline - now
-        if remaining_s <= 0 or (finished and not late):
+        if remaining_s <= 0 or (finished and not may_be_late):
             return rows
         time.sleep(min(pause, remaining_s))
         pause = min(2 * pause, POLL_S)

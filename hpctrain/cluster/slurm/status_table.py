@@ -15,7 +15,7 @@ from hpctrain.cluster.slurm.studies import by_size
 WIDTH = 130  # where there is no terminal
 
 
-def show(rows: Sequence[dict[str, Any]]) -> None:
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
     """Print a row per job, or per size of a study, and below the reason for each job's state."""
     out = Console()
     out = out if out.is_terminal else Console(width=WIDTH)
@@ -24,11 +24,11 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     for row in by_size(rows):
         grid.add_row(*map(Text, _cells(row)))
     out.print(grid)
-    for line in _below(rows):
+    for line in _lines_below(rows):
         out.print(Text(line), soft_wrap=True)
 
 
-def _below(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _lines_below(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return the lines below the table: each reason once, with its jobs."""
     jobs: dict[str, list[str]] = {}
     for row in rows:

@@ -70,15 +70,15 @@ def _merge(size: Path, rows: list[Row]) -> Row:
     """Return one row: the counts of states, and the numbers of the job that runs or ended last."""
     states = [row["state"] for row in rows]
     chosen = min(reversed(rows), key=_rank)
-    several = len(rows) > 1
+    has_several = len(rows) > 1
     done_count = sum(is_done(row) for row in rows)
     counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
     cwd = Path.cwd()
     return chosen | {
         "job": ", ".join(row["job"] for row in rows),
-        "state": ", ".join(counts) if several else states[0],
+        "state": ", ".join(counts) if has_several else states[0],
         "restarts": sum(row["restarts"] or 0 for row in rows),
-        "status": f"{done_count} of {len(rows)} done" if several else chosen["status"],
+        "status": f"{done_count} of {len(rows)} done" if has_several else chosen["status"],
         "run": str(size.relative_to(cwd) if size.is_relative_to(cwd) else size),
     }
 

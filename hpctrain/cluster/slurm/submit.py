@@ -57,10 +57,10 @@ def submit(text: str, folder: Path, options: Sequence[str] = ()) -> int:
     if outer.size > 1:
         raise UsageError(f"this is rank {outer.rank} of {outer.size}: each would submit a job")
     _must_be_same_cluster()
-    new = not folder.exists()
+    is_new_folder = not folder.exists()
     earlier = jobs_of(folder)
-    script = _write_script(folder, text, new)
-    job = _id_in(_sbatch_reply(text, folder, script, options, new))
+    script = _write_script(folder, text, is_new_folder)
+    job = _id_in(_sbatch_reply(text, folder, script, options, is_new_folder))
     try:
         run_folder.write_json(folder / JOBS, {"jobs": [*earlier, job]})
     except OSError as error:
@@ -71,18 +71,20 @@ def submit(text: str, folder: Path, options: Sequence[str] = ()) -> int:
     return job
 
 
-def _sbatch_reply(text: str, folder: Path, script: Path, options: Sequence[str], new: bool) -> str:
+def _sbatch_reply(
+    text: str, folder: Path, script: Path, options: Sequence[str], is_new_folder: bool
+) -> str:
     """Return sbatch's reply on an accepted job; its script gets its final name."""
     line = ["sbatch", "--parsable", *_output(text, folder), *options]
     try:
         # For sbatch a variable overrides a line of the script, which was checked.
-        process = run(line, text, without=sbatch.variables(_options(text)))
+        process = run(line, text, ignored=sbatch.variables(_options(text)))
     except NoAnswerError as error:
         raise _no_answer(str(error), folder, text, script) from None
     if process.returncode and reply_was_lost(process.stderr):
         raise _no_answer(process.stderr, folder, text, script)
     if process.returncode:
-        _remove_script(script, new)
+        _remove_script(script, is_new_folder)
         raise UsageError(refusal(process.stderr, text))
     with suppress(OSError):  # where this fails, jobs.json cannot be written, which is reported
         script.replace(folder / SCRIPT)
@@ -99,7 +101,7 @@ def _must_be_same_cluster() -> None:
         )
 
 
-def _write_script(folder: Path, text: str, new: bool) -> Path:
+def _write_script(folder: Path, text: str, is_new_folder: bool) -> Path:
     """Make `folder`, and a file in it that holds the script: after sbatch it only gets its name.
 
     Raises UsageError where that cannot be, as on a full disk, and leaves nothing.
@@ -112,16 +114,16 @@ def _write_script(folder: Path, text: str, new: bool) -> Path:
     try:
         script.write_text(text)
     except OSError as error:
-        _remove_script(script, new)
+        _remove_script(script, is_new_folder)
         raise UsageError(f"--out {folder} cannot be written: {error.strerror}") from None
     return script
 
 
-def _remove_script(script: Path, new: bool) -> None:
+def _remove_script(script: Path, is_new_folder: bool) -> None:
     """Remove the files that `_write_script` made."""
     with suppress(OSError):
         script.unlink(missing_ok=True)
-        if new:
+        if is_new_folder:
             script.parent.rmdir()
 
 
@@ -150,8 +152,8 @@ def _output(text: str, folder: Path) -> list[str]:
     options = _options(text)
     if "output" in options:
         return []
-    out = str(folder.absolute() / "slurm-").replace("%", "%%")
-    return [f"--output={out}{'%A_%a' if 'array' in options else '%j'}.out"]
+    output_prefix = str(folder.absolute() / "slurm-").replace("%", "%%")
+    return [f"--output={output_prefix}{'%A_%a' if 'array' in options else '%j'}.out"]
 
 
 def _options(text: str) -> set[str]:
@@ -187,10 +189,10 @@ def must_be_free(folder: Path, dependency: str = "") -> None:
     """
     for states in job_states([], jobs_of(folder)).values():
         for state in states:
-            waits = state.job.partition("_")[0] in re.findall(r"\d+", dependency)
+            waits_for_job = state.job.partition("_")[0] in re.findall(r"\d+", dependency)
             if state.state in (*END_STATES, NO_ANSWER) or "singleton" in dependency:
                 continue
-            if not waits or "after:" in dependency:
+            if not waits_for_job or "after:" in dependency:
                 raise UsageError(
                     f"--out {folder}: its job {state.job} is {state.state}, and two jobs cannot "
                     f"write there at once; add --option dependency=afterany:{state.job}, name "
@@ -198,14 +200,14 @@ def must_be_free(folder: Path, dependency: str = "") -> None:
                 )
 
 
-def job_states(jobs: Iterable[T], older: Iterable[T] = ()) -> dict[T, list[JobState]]:
-    """Return the states of each job; of the `older` ones only those the controller remembers.
+def job_states(jobs: Iterable[T], older_jobs: Iterable[T] = ()) -> dict[T, list[JobState]]:
+    """Return the states of each job; of `older_jobs` only those that the controller still knows.
 
     After a controller that does not answer, the state is NO_ANSWER for all other jobs as well.
     """
     states, failure = {}, ""
     for job, query in chain(
-        ((job, from_slurm) for job in jobs), ((job, from_scontrol) for job in older)
+        ((job, from_slurm) for job in jobs), ((job, from_scontrol) for job in older_jobs)
     ):
         try:
             states[job] = [_no_answer_state(job, failure)] if failure else query(job)

@@ -47,17 +47,19 @@ def rows(seats: Sequence[RankBinding]) -> list[tuple[str, ...]]:
 def checks(seats: Sequence[RankBinding]) -> list[Check]:
     """Return a check for each kind of fault, and one for each kind that is absent."""
     problems = faults(seats)
-    out = [_launcher(seats)]
-    for wrong in grouped_by_kind(problems):
-        out.append(Check(wrong[0].name, KINDS[wrong[0].name], *description(wrong)))
+    checks_found = [_launcher(seats)]
+    for fault_group in grouped_by_kind(problems):
+        checks_found.append(
+            Check(fault_group[0].name, KINDS[fault_group[0].name], *description(fault_group))
+        )
     if not any(fault.name in ("cores shared", "BLAS threads") for fault in problems):
-        out.append(_shared_cores(seats))
-    shared = any(fault.name == "GPUs shared" for fault in problems)
-    if any(seat.gpu for seat in seats) and not shared:
-        out.append(_gpus(seats))
+        checks_found.append(_shared_cores(seats))
+    gpus_are_shared = any(fault.name == "GPUs shared" for fault in problems)
+    if any(seat.gpu for seat in seats) and not gpus_are_shared:
+        checks_found.append(_gpus(seats))
     if not any(fault.name.startswith("NICs") for fault in problems):
-        out += _nics(seats)
-    return out
+        checks_found += _nics(seats)
+    return checks_found
 
 
 def _shorten(words: Sequence[str]) -> str:

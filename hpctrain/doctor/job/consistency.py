@@ -7,28 +7,34 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from hpctrain.doctor.check import VERDICTS, Check, node_list
-from hpctrain.doctor.job.rank_facts import REFUSED, RankFacts
+from hpctrain.doctor.job.rank_facts import REFUSAL_PREFIX, RankFacts
 from hpctrain.training.timeline import clock_offset
 from hpctrain.transport.placement.check import named
 from hpctrain.watch.trace import Reading
 from hpctrain.world import World
 
-LITTLE_S, MUCH_S = 0.1, 1.0
-SHOWN = 4  # groups of nodes in one row
+NOTE_SKEW_S, SLOW_SKEW_S = 0.1, 1.0
+MAX_GROUPS_SHOWN = 4  # groups of nodes in one row
 INSTALL = "let all nodes use one environment: activate it in the job script, or install it anew"
-COPY = "give all ranks one file: a folder that all nodes see, and an absolute path"
+COPY_REMEDY = "give all ranks one file: a folder that all nodes see, and an absolute path"
 
 
 def versions(facts: Sequence[RankFacts], hosts: Sequence[str]) -> Check:
     """Return the check that all ranks have the same Python, packages and MPI."""
     names = list(dict.fromkeys(name for rank_facts in facts for name in rank_facts.versions))
-    of = {name: [rank_facts.versions.get(name, "none") for rank_facts in facts] for name in names}
-    wrong = {name: values for name, values in of.items() if len(set(values)) > 1}
-    if not wrong:
-        return Check("versions", "ok", ", ".join(f"{name} {of[name][0]}" for name in names))
-    observed = "; ".join(f"{name}: {_difference(values, hosts)}" for name, values in wrong.items())
-    odd = sorted({rank for values in wrong.values() for rank in odd_ranks(values)})
-    return Check("versions", "bad", observed, INSTALL, _nodes(odd, hosts))
+    values_by_name = {
+        name: [rank_facts.versions.get(name, "none") for rank_facts in facts] for name in names
+    }
+    differing = {name: values for name, values in values_by_name.items() if len(set(values)) > 1}
+    if not differing:
+        return Check(
+            "versions", "ok", ", ".join(f"{name} {values_by_name[name][0]}" for name in names)
+        )
+    observed = "; ".join(
+        f"{name}: {_difference(values, hosts)}" for name, values in differing.items()
+    )
+    minority_ranks = sorted({rank for values in differing.values() for rank in odd_ranks(values)})
+    return Check("versions", "bad", observed, INSTALL, _nodes(minority_ranks, hosts))
 
 
 def recipe(facts: Sequence[RankFacts], hosts: Sequence[str]) -> list[Check]:
@@ -37,10 +43,10 @@ def recipe(facts: Sequence[RankFacts], hosts: Sequence[str]) -> list[Check]:
     if not any(recipes):
         return []
     if len(set(recipes)) > 1:
-        short = [text if text.startswith(REFUSED) else text[:12] for text in recipes]
+        short_hashes = [text if text.startswith(REFUSAL_PREFIX) else text[:12] for text in recipes]
         nodes = _nodes(odd_ranks(recipes), hosts)
-        return [Check("recipe", "bad", _difference(short, hosts), COPY, nodes)]
-    if recipes[0].startswith(REFUSED):
+        return [Check("recipe", "bad", _difference(short_hashes, hosts), COPY_REMEDY, nodes)]
+    if recipes[0].startswith(REFUSAL_PREFIX):
         return [Check("recipe", "bad", recipes[0], "correct it, or name another with --recipe")]
     return [Check("recipe", "ok", f"SHA-256 {recipes[0][:12]} on all ranks")]
 
@@ -50,19 +56,19 @@ def machines(facts: Sequence[RankFacts], hosts: Sequence[str]) -> list[Check]:
     kernels: dict[str, set[str]] = {host: set() for host in hosts}
     for rank_facts, host in zip(facts, hosts, strict=True):
         kernels[host].add(rank_facts.kernel)
-    twice = [host for host, names in kernels.items() if len(names) > 1]
-    if not twice:
+    repeated_hosts = [host for host, names in kernels.items() if len(names) > 1]
+    if not repeated_hosts:
         return []
-    count = max(len(kernels[host]) for host in twice)
-    observed = f"{node_list(twice)} is the name of {count} machines"
+    count = max(len(kernels[host]) for host in repeated_hosts)
+    observed = f"{node_list(repeated_hosts)} is the name of {count} machines"
     return [Check("host names", "bad", f"{observed}: their ranks take each other for neighbours",
                   "give each machine, or container, its own hostname")]  # fmt: skip
 
 
 def odd_ranks(values: Sequence[str]) -> list[int]:
     """Return the ranks whose value is not the most frequent one; of equals, the first counts."""
-    usual = Counter(values).most_common(1)[0][0]
-    return [rank for rank, value in enumerate(values) if value != usual]
+    majority = Counter(values).most_common(1)[0][0]
+    return [rank for rank, value in enumerate(values) if value != majority]
 
 
 def merged(by_node: Mapping[str, Sequence[Check]]) -> list[Check]:
@@ -76,34 +82,37 @@ def merged(by_node: Mapping[str, Sequence[Check]]) -> list[Check]:
 
 
 def _row(checks: Mapping[str, Check], nodes: int) -> Check:
-    worst = max((check.verdict for check in checks.values()), key=VERDICTS.index)
+    worst_verdict = max((check.verdict for check in checks.values()), key=VERDICTS.index)
     groups: dict[tuple[str, str], list[str]] = {}
     for node, check in checks.items():
-        if check.verdict == worst:
+        if check.verdict == worst_verdict:
             groups.setdefault((check.seen, check.remedy), []).append(node)
     (first, remedy), *rest = groups
     name, blamed = next(iter(checks.values())).name, [n for g in groups.values() for n in g]
-    if worst in ("ok", "note") or (not rest and len(blamed) == nodes):
-        return Check(name, worst, first + f"; {len(rest)} more like it" * bool(rest), remedy)
+    if worst_verdict in ("ok", "note") or (not rest and len(blamed) == nodes):
+        return Check(
+            name, worst_verdict, first + f"; {len(rest)} more like it" * bool(rest), remedy
+        )
     observed = "; ".join(
-        f"{node_list(group)}: {observed}" for (observed, _), group in list(groups.items())[:SHOWN]
+        f"{node_list(group)}: {observed}"
+        for (observed, _), group in list(groups.items())[:MAX_GROUPS_SHOWN]
     )
-    observed += f"; and {len(groups) - SHOWN} more" * (len(groups) > SHOWN)
-    return Check(name, worst, observed, remedy, tuple(blamed))
+    observed += f"; and {len(groups) - MAX_GROUPS_SHOWN} more" * (len(groups) > MAX_GROUPS_SHOWN)
+    return Check(name, worst_verdict, observed, remedy, tuple(blamed))
 
 
 def _difference(values: Sequence[str], hosts: Sequence[str]) -> str:
-    odd = odd_ranks(values)
-    usual = next(value for rank, value in enumerate(values) if rank not in odd)
+    minority_ranks = odd_ranks(values)
+    majority = next(value for rank, value in enumerate(values) if rank not in minority_ranks)
     ranks_of: dict[str, list[int]] = {}
-    for rank in odd:
+    for rank in minority_ranks:
         ranks_of.setdefault(values[rank], []).append(rank)
-    differ = [f"{named(ranks)} on {node_list(hosts[r] for r in ranks)} {_has(ranks)} {value}"
-              for value, ranks in list(ranks_of.items())[:SHOWN]]  # fmt: skip
-    return f"{usual}, but {', '.join(differ)}"
+    differ = [f"{named(ranks)} on {node_list(hosts[r] for r in ranks)} {_verb_for(ranks)} {value}"
+              for value, ranks in list(ranks_of.items())[:MAX_GROUPS_SHOWN]]  # fmt: skip
+    return f"{majority}, but {', '.join(differ)}"
 
 
-def _has(ranks: Sequence[int]) -> str:
+def _verb_for(ranks: Sequence[int]) -> str:
     return "have" if len(ranks) > 1 else "has"
 
 
@@ -122,14 +131,15 @@ def clock_reading(world: World, kernels: Sequence[str]) -> Reading:
 
 def clocks(behind_s: Mapping[str, Reading]) -> Check:
     """Return the check of the nodes' clocks."""
-    worst = max(behind_s, key=lambda node: abs(behind_s[node].offset_s))
-    largest = behind_s[worst]
+    worst_verdict = max(behind_s, key=lambda node: abs(behind_s[node].offset_s))
+    largest = behind_s[worst_verdict]
     skew = abs(largest.offset_s)
-    if len(behind_s) == 1 or skew <= LITTLE_S:
+    if len(behind_s) == 1 or skew <= NOTE_SKEW_S:
         observed = f"apart by {skew * 1e3:.1f} ms at most (+- {largest.uncertainty_s * 1e3:.1f})"
         return Check("clocks", "ok", observed)
     word = "behind" if largest.offset_s > 0 else "ahead of"
-    observed = f"{worst} is {skew:.1f} s {word} rank 0's node"
-    wrong = tuple(node for node, clock in behind_s.items() if abs(clock.offset_s) > MUCH_S)
-    return Check("clocks", "slow" if wrong else "note", f"{observed}: logs and file times mislead",
-                 "ask the site for chrony or ntpd on it: timedatectl", wrong)  # fmt: skip
+    observed = f"{worst_verdict} is {skew:.1f} s {word} rank 0's node"
+    differing = tuple(node for node, clock in behind_s.items() if abs(clock.offset_s) > SLOW_SKEW_S)
+    remedy = "ask the site for chrony or ntpd on it: timedatectl"
+    observed += ": logs and file times mislead"
+    return Check("clocks", "slow" if differing else "note", observed, remedy, differing)

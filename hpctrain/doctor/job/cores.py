@@ -46,14 +46,14 @@ class CoreTiming:
 
 def assign(seats: Sequence[RankBinding], machines: Sequence[str]) -> list[list[int]]:
     """Return the cores that each rank measures: each of a machine once, as evenly as possible."""
-    out: list[list[int]] = [[] for _ in seats]
+    cores_of_ranks: list[list[int]] = [[] for _ in seats]
     for machine in dict.fromkeys(machines):
         ranks = [rank for rank, name in enumerate(machines) if name == machine]
         allowed = {rank: set(core_list(seats[rank].cores)) for rank in ranks}
         for core in sorted(set().union(*allowed.values())):
             candidates = [rank for rank in ranks if core in allowed[rank]]
-            out[min(candidates, key=lambda rank: len(out[rank]))].append(core)
-    return out
+            cores_of_ranks[min(candidates, key=lambda rank: len(cores_of_ranks[rank]))].append(core)
+    return cores_of_ranks
 
 
 def measure(rank: int, host: str, cores: Iterable[int]) -> list[CoreTiming]:
@@ -62,7 +62,7 @@ def measure(rank: int, host: str, cores: Iterable[int]) -> list[CoreTiming]:
     for core in cores:
         try:
             with on_core(core):
-                timings.append(CoreTiming(rank, host, core, *_best_of_two(), quota_cores))
+                timings.append(CoreTiming(rank, host, core, *_faster_timing(), quota_cores))
         except OSError:  # removed from the rank since
             continue
     return timings
@@ -74,18 +74,18 @@ def check(timings: Sequence[CoreTiming]) -> Check:
         return Check("speed of cores", "note", "none could be tried")
     stats = median_mad([core.seconds for core in timings])
     observed = f"{len(timings)} cores, median {stats.median * 1e3:.1f} ms for a short computation"
-    slow = [c for c in timings if c.seconds > stats.limit or c.share < MIN_SHARE]
-    slow.sort(key=lambda c: -c.seconds)
-    if not slow:
+    slow_cores = [c for c in timings if c.seconds > stats.limit or c.share < MIN_SHARE]
+    slow_cores.sort(key=lambda c: -c.seconds)
+    if not slow_cores:
         lowest = min(1.0, *(c.share for c in timings))
         observed += f", given {lowest:.0%} of their time or more"
         return Check("speed of cores", "ok", observed)
     words = [f"core {c.core} of {c.host} (rank {c.rank}): {stats.times(c.seconds)}{_reason(c)}"
-             for c in slow[:4]]  # fmt: skip
+             for c in slow_cores[:4]]  # fmt: skip
     observed += f", MAD {stats.mad * 1e3:.1f}; {'; '.join(words)}"
-    observed += f"; and {len(slow) - 4} more" * (len(slow) > 4)
-    nodes = tuple(dict.fromkeys(c.host for c in slow))
-    return Check("speed of cores", "slow", observed, _remedy(slow[0]), nodes)
+    observed += f"; and {len(slow_cores) - 4} more" * (len(slow_cores) > 4)
+    nodes = tuple(dict.fromkeys(c.host for c in slow_cores))
+    return Check("speed of cores", "slow", observed, _remedy(slow_cores[0]), nodes)
 
 
 def quotas(seats: Sequence[RankBinding], quota_of: Mapping[str, float | None]) -> list[Check]:
@@ -94,14 +94,16 @@ def quotas(seats: Sequence[RankBinding], quota_of: Mapping[str, float | None]) -
     for seat in seats:
         threads[seat.host] += seat.blas_threads
     limits = {host: limit for host, limit in quota_of.items() if limit is not None}
-    over = {host: limit for host, limit in limits.items() if threads[host] > max(1, limit)}
+    exceeded = {host: limit for host, limit in limits.items() if threads[host] > max(1, limit)}
     if not limits:
         return []
-    host = min(over or limits, key=limits.__getitem__)
+    host = min(exceeded or limits, key=limits.__getitem__)
     observed = f"{threads[host]} BLAS threads on {host}, quota: the time of {limits[host]:g} cores"
-    if not over:
+    if not exceeded:
         return [Check("CPU quota", "ok", observed)]
-    observed += f"{f', and {len(over) - 1} nodes like it' * (len(over) > 1)}: they are stopped"
+    observed += (
+        f"{f', and {len(exceeded) - 1} nodes like it' * (len(exceeded) > 1)}: they are stopped"
+    )
     return [Check("CPU quota", "bad", f"{observed} when it is used up",
                   f"{FEWER_THREADS}, or ask for more: {MORE_TIME}")]  # fmt: skip
 
@@ -128,7 +130,7 @@ def _reason(core: CoreTiming) -> str:
     return ", all of its time: a slow core, a hot one, or another model"
 
 
-def _best_of_two() -> tuple[float, float]:
+def _faster_timing() -> tuple[float, float]:
     """Return the result of `_compute`, of the better of two tries if the core was shared."""
     first = _compute()
     return first if first[1] >= MIN_SHARE else max(first, _compute(), key=lambda timing: timing[1])

@@ -37,8 +37,8 @@ from hpctrain.world import World, init
 
 #: How long a rank may keep others waiting before the report names it.
 LIMIT_S = 30.0
-SPEAK_FIRST_S = 3.0  # for rank 0 to print an error that all ranks have raised
-OUT = Path()
+RANK_0_HEAD_START_S = 3.0  # for rank 0 to print an error that all ranks have raised
+DEFAULT_OUT = Path()
 Answers = list[Any]  #: of all ranks, in their order
 
 
@@ -47,7 +47,7 @@ class Options:
     """Options of the command line."""
 
     json: Path | None = None
-    out: Path = OUT
+    out: Path = DEFAULT_OUT
     recipe: str | None = None
     device: gpus.Device = "auto"
 
@@ -93,10 +93,10 @@ def _check_folder(world: World, result: JobResult, place: Path) -> str:
     if of_nodes:
         nodes = {host: output_folder.FolderState(**table) for host, table in of_nodes.items()}
         result.checks += output_folder.checks(place, nodes)
-    shared = all(flag == "True" for flag in world.gather(str(state.shared)))
-    if not shared and world.rank == 0:
+    is_shared = all(flag == "True" for flag in world.gather(str(state.shared)))
+    if not is_shared and world.rank == 0:
         output_folder.remove(probe)
-    return probe if shared else ""
+    return probe if is_shared else ""
 
 
 def _run_stages(world: World, result: JobResult, options: Options, line: show.StageLine) -> None:
@@ -211,7 +211,7 @@ def _report_no_job(launched: launchers.Launched, reason: str, options: Options) 
         remedy = f"{start}, or the srun or mpiexec of that MPI"
         _publish(JobResult(checks=[Check("launcher", "bad", reason, remedy)]), options)
     else:
-        time.sleep(SPEAK_FIRST_S)  # some launchers kill all when one ends with an error
+        time.sleep(RANK_0_HEAD_START_S)  # some launchers kill all when one ends with an error
     return 1
 
 

@@ -21,8 +21,8 @@ PERIOD = 1009
 
 def names(world: World) -> list[str]:
     """Return the algorithms that can run on these nodes."""
-    unfit = {"null"} | ({"direct"} if len(world.main.nodes) > 1 else set())
-    return ["auto", *(name for name in collectives.ALLREDUCE if name not in unfit)]
+    excluded = {"null"} | ({"direct"} if len(world.main.nodes) > 1 else set())
+    return ["auto", *(name for name in collectives.ALLREDUCE if name not in excluded)]
 
 
 def failed_algorithms(world: World) -> list[str]:

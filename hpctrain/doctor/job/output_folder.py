@@ -73,7 +73,7 @@ def inspect(folder: Path, probe: str, word: str) -> FolderState:
     try:
         return FolderState(shutil.disk_usage(folder).free, _fsync_s(file), "", shared)
     except OSError as error:
-        return FolderState(_free(folder), None, error.strerror or str(error), shared)
+        return FolderState(_free_bytes(folder), None, error.strerror or str(error), shared)
     finally:
         with suppress(OSError):
             file.unlink(missing_ok=True)
@@ -90,16 +90,16 @@ def checks(folder: Path, states: Mapping[str, FolderState]) -> list[Check]:
 def _fsync_s(file: Path) -> float:
     """Return the median seconds of a write and an fsync."""
     seconds, block = [], os.urandom(BLOCK)
-    opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         for _ in range(TIMES):
             start = time.perf_counter()
-            if os.write(opened, block) < BLOCK:
-                os.write(opened, block)  # raises the reason of the short write
-            os.fsync(opened)
+            if os.write(handle, block) < BLOCK:
+                os.write(handle, block)  # raises the reason of the short write
+            os.fsync(handle)
             seconds.append(time.perf_counter() - start)
     finally:
-        os.close(opened)
+        os.close(handle)
     return median(seconds)
 
 
@@ -110,7 +110,7 @@ def _reads(file: Path, word: str) -> bool:
         return False
 
 
-def _free(folder: Path) -> int:
+def _free_bytes(folder: Path) -> int:
     try:
         return shutil.disk_usage(folder).free
     except OSError:
@@ -134,15 +134,15 @@ def _free_space(folder: Path, states: Mapping[str, FolderState]) -> Check:
 
 def _not_writable(folder: Path, states: Mapping[str, FolderState]) -> Check | None:
     """Return the fault of a folder that is not writable."""
-    wrong = {node: state.fault for node, state in states.items() if state.fault}
-    if not wrong:
+    faults_by_node = {node: state.fault for node, state in states.items() if state.fault}
+    if not faults_by_node:
         return None
-    fault = next(iter(wrong.values()))
-    blamed = () if len(wrong) == len(states) else tuple(wrong)
+    fault = next(iter(faults_by_node.values()))
+    blamed = () if len(faults_by_node) == len(states) else tuple(faults_by_node)
     return Check(
         "output folder",
         "bad",
-        f"{node_list(wrong)}: {folder}: {fault}",
+        f"{node_list(faults_by_node)}: {folder}: {fault}",
         "name a folder that can be written with --out, or make room in it",
         blamed,
     )
@@ -150,11 +150,11 @@ def _not_writable(folder: Path, states: Mapping[str, FolderState]) -> Check | No
 
 def _not_shared(folder: Path, states: Mapping[str, FolderState]) -> Check | None:
     """Return the fault of a folder that is not the same on all nodes."""
-    others = tuple(node for node, state in states.items() if not state.shared)
-    if not others:
+    blind_nodes = tuple(node for node, state in states.items() if not state.shared)
+    if not blind_nodes:
         return None
-    missing = f"{node_list(others)} does not see what rank 0 wrote in {folder}"
-    observed = f"{missing}: it is another folder there"
+    not_seen_text = f"{node_list(blind_nodes)} does not see what rank 0 wrote in {folder}"
+    observed = f"{not_seen_text}: it is another folder there"
     return Check(
         "output folder",
         "bad",
@@ -165,13 +165,14 @@ def _not_shared(folder: Path, states: Mapping[str, FolderState]) -> Check | None
 
 def _latency(times: Mapping[str, float]) -> Check:
     stats = median_mad(list(times.values()))
-    slow = {node: s for node, s in times.items() if s > min(max(stats.limit, FAST_S), SLOW_S)}
+    slow_nodes = {node: s for node, s in times.items() if s > min(max(stats.limit, FAST_S), SLOW_S)}
     observed = f"median {stats.median * 1e3:.1f} ms to write {BLOCK >> 10} KiB and fsync"
-    if not slow:
+    if not slow_nodes:
         return Check("file system", "ok", observed)
-    worst = max(slow, key=lambda node: slow[node])
-    observed += f" (MAD {stats.mad * 1e3:.1f}); {node_list(slow)}: up to {slow[worst] * 1e3:.0f} ms"
-    blamed = () if len(slow) == len(times) else tuple(slow)
+    slowest_node = max(slow_nodes, key=lambda node: slow_nodes[node])
+    max_ms = slow_nodes[slowest_node] * 1e3
+    observed += f" (MAD {stats.mad * 1e3:.1f}); {node_list(slow_nodes)}: up to {max_ms:.0f} ms"
+    blamed = () if len(slow_nodes) == len(times) else tuple(slow_nodes)
     return Check(
         "file system",
         "slow",

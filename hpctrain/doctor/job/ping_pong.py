@@ -35,7 +35,7 @@ from hpctrain.transport.link import Link
 from hpctrain.tuning.measure import rally
 from hpctrain.world import World
 
-SMALL, LARGE = 8, 1 << 20
+SMALL_BYTES, LARGE_BYTES = 8, 1 << 20
 MAX_TRIES, MAX_CALLS = 20, 10  # short tries: some of them fall between the time slices of others
 MIN_TRIES = 2  # beside the first: of one try alone, any hiccup would be a slow link
 TRY_S, TOTAL_S = 0.02, 10.0  # the time of one pair and size, and of all of them, if links allow it
@@ -43,7 +43,7 @@ SMALL_MARGIN = 1.0  # of the median more: one more switch on the way is no fault
 SEVERE_TIMES = 3.0  # slower than usual in long messages between nodes: worse than slow
 MIB = 1 << 20
 MIN_SHARE = 0.25  #: of an adapter's rate: with RDMA, 1 MiB takes more than half of it
-FALLEN_BACK = (
+TCP_FALLBACK_REMEDY = (
     "MPI seems to take another network, or TCP: look at UCX_TLS and UCX_NET_DEVICES, Open MPI's "
     "`--mca pml ucx`, libfabric's FI_PROVIDER, and memlock"
 )
@@ -77,30 +77,30 @@ def all_pairs(world: World) -> list[Ping]:
     return pings
 
 
-def partner(rank: int, round_: int, size: int) -> int | None:
+def partner(rank: int, round_number: int, size: int) -> int | None:
     """Return the partner of `rank` of `size` in round 0 .. size - 2 (size - 1 if odd), or None.
 
     The last place is fixed and the others rotate; an odd number of ranks is made even by an absent
     rank.
     """
     places = size + size % 2
-    turning = places - 1
-    if rank == turning:
-        other = round_ * (places // 2) % turning
+    rotating = places - 1
+    if rank == rotating:
+        other = round_number * (places // 2) % rotating
     else:
-        other = (round_ - rank) % turning
-        other = turning if other == rank else other
+        other = (round_number - rank) % rotating
+        other = rotating if other == rank else other
     return other if other < size else None
 
 
 def checks(pings: Sequence[Ping], hosts: Sequence[str], oversubscribed: bool) -> list[Check]:
     """Return the checks of all links; `oversubscribed`: ranks take turns on cores."""
-    out = []
+    pairs_of_round = []
     for inside, name in ((False, "links between nodes"), (True, "links inside nodes")):
         links = [ping for ping in pings if ping.inside is inside]
         if links:
-            out.append(_check(name, links, hosts, oversubscribed))
-    return out
+            pairs_of_round.append(_check(name, links, hosts, oversubscribed))
+    return pairs_of_round
 
 
 def check_rdma(pings: Sequence[Ping], adapters: Sequence[Sequence[Nic]]) -> list[Check]:
@@ -110,11 +110,11 @@ def check_rdma(pings: Sequence[Ping], adapters: Sequence[Sequence[Nic]]) -> list
     each node. Returns [] if one has no RDMA: sockets may reach any share of its rate.
     """
     seconds = [ping.large_s for ping in pings if not ping.inside]
-    best = [fastest(tuple(nic for nic in ports if nic.rdma)) for ports in adapters]
-    rates = [nic.gbit_s for nic in best if nic is not None and nic.gbit_s]
+    best_rates = [fastest(tuple(nic for nic in ports if nic.rdma)) for ports in adapters]
+    rates = [nic.gbit_s for nic in best_rates if nic is not None and nic.gbit_s]
     if not seconds or len(rates) < len(adapters):
         return []
-    bytes_per_s, rate = LARGE / min(seconds), min(rates)
+    bytes_per_s, rate = LARGE_BYTES / min(seconds), min(rates)
     share = bytes_per_s * 8e-9 / rate
     observed = (
         f"1 MiB at {bytes_per_s / MIB:,.0f} MiB/s at best, {share:.0%} of an adapter's "
@@ -122,16 +122,19 @@ def check_rdma(pings: Sequence[Ping], adapters: Sequence[Sequence[Nic]]) -> list
     )
     if share >= MIN_SHARE:
         return [Check("RDMA between nodes", "ok", observed)]
-    return [Check("RDMA between nodes", "slow", observed, FALLEN_BACK)]
+    return [Check("RDMA between nodes", "slow", observed, TCP_FALLBACK_REMEDY)]
 
 
 def _tournament(link: Link, ranks: Sequence[int], budget_s: float, *, inside: bool) -> list[Ping]:
     pings = []
-    for round_ in range(link.size - 1 + link.size % 2):
-        other = partner(link.rank, round_, link.size)
+    for round_number in range(link.size - 1 + link.size % 2):
+        other = partner(link.rank, round_number, link.size)
         if other is None:
             continue
-        seconds = [_one_way_s(link, other, np.zeros(n, np.uint8), budget_s) for n in (SMALL, LARGE)]
+        seconds = [
+            _one_way_s(link, other, np.zeros(n, np.uint8), budget_s)
+            for n in (SMALL_BYTES, LARGE_BYTES)
+        ]
         if link.rank < other:
             pings.append(Ping(ranks[link.rank], ranks[other], inside, *seconds))
     return pings
@@ -139,17 +142,19 @@ def _tournament(link: Link, ranks: Sequence[int], budget_s: float, *, inside: bo
 
 def _one_way_s(link: Link, peer: int, x: np.ndarray, budget_s: float) -> float:
     """Return the seconds of the fastest message, one way; the lower rank leads."""
-    leads, plan = link.rank < peer, np.zeros(2, np.int64)
-    rally(link, peer, x[:1], 1, leads)  # connects
-    first_s = _seconds(lambda: rally(link, peer, x, 1, leads))
-    if leads:
+    is_first, plan = link.rank < peer, np.zeros(2, np.int64)
+    rally(link, peer, x[:1], 1, is_first)  # connects
+    first_s = _seconds(lambda: rally(link, peer, x, 1, is_first))
+    if is_first:
         tries = min(MAX_TRIES, max(MIN_TRIES, int(budget_s / first_s)))
         plan[:] = tries, min(MAX_CALLS, max(1, int(budget_s / tries / first_s)))
         link.isend(plan, peer).wait()
     else:
         link.irecv(plan, peer).wait()
     tries, calls = map(int, plan)
-    seconds = [_seconds(lambda: rally(link, peer, x, calls, leads)) / calls for _ in range(tries)]
+    seconds = [
+        _seconds(lambda: rally(link, peer, x, calls, is_first)) / calls for _ in range(tries)
+    ]
     return min(first_s, *seconds) / 2
 
 
@@ -161,9 +166,9 @@ def _seconds(call: Callable[[], None]) -> float:
 
 def sleeping_barrier(link: Link) -> None:
     """Barrier whose waiting ranks sleep: they leave their cores to ranks that still measure."""
-    before, link.sleeps_while_waiting = link.sleeps_while_waiting, True
+    old_setting, link.sleeps_while_waiting = link.sleeps_while_waiting, True
     all_gather_short(link, np.zeros(1, np.uint8))
-    link.sleeps_while_waiting = before
+    link.sleeps_while_waiting = old_setting
 
 
 def _check(name: str, links: Sequence[Ping], hosts: Sequence[str], oversubscribed: bool) -> Check:
@@ -172,19 +177,22 @@ def _check(name: str, links: Sequence[Ping], hosts: Sequence[str], oversubscribe
         "1 MiB": SlowLinks.find({(p.a, p.b): p.large_s for p in links}),
     }
     observed = f"{len(links)} pair{'s' * (len(links) > 1)}: " + ", ".join(
-        f"{size} {_median_text(slow.statistics, size)}" for size, slow in by_size.items()
+        f"{size} {_median_text(slow_ranks.statistics, size)}"
+        for size, slow_ranks in by_size.items()
     )
-    words = [word for size, slow in by_size.items() for word in slow.words(size, hosts)]
+    words = [word for size, slow_ranks in by_size.items() for word in slow_ranks.words(size, hosts)]
     if not words:
         return Check(name, "ok", observed)
     if oversubscribed:
         observed += "; some differ, but ranks take turns on cores: not judged"
         return Check(name, "note", observed)
-    severe = links[0].inside is False and by_size["1 MiB"].worst > SEVERE_TIMES
-    verdict: Verdict = "bad" if severe else "slow"
-    nodes = tuple(dict.fromkeys(hosts[r] for slow in by_size.values() for r in slow.ranks))
-    single = sum(len(slow.links) for slow in by_size.values()) == 1
-    place = f"on {node_list(nodes)}" if nodes else f"between these{' two' * single}"
+    is_severe = links[0].inside is False and by_size["1 MiB"].worst > SEVERE_TIMES
+    verdict: Verdict = "bad" if is_severe else "slow"
+    nodes = tuple(
+        dict.fromkeys(hosts[r] for slow_ranks in by_size.values() for r in slow_ranks.ranks)
+    )
+    is_single = sum(len(slow_ranks.links) for slow_ranks in by_size.values()) == 1
+    place = f"on {node_list(nodes)}" if nodes else f"between these{' two' * is_single}"
     remedy = (
         f"look at adapter and cable {place} (ibstat, ethtool; are UCX_NET_DEVICES, "
         "OMPI_MCA_btl_tcp_if_include the fast ones?), or leave the node out"
@@ -197,7 +205,7 @@ def _check(name: str, links: Sequence[Ping], hosts: Sequence[str], oversubscribe
 def _median_text(stats: MedianMad, size: str) -> str:
     if size == "8 B":
         return f"median {stats.median * 1e6:.1f} us (MAD {stats.mad * 1e6:.1f})"
-    return f"median {LARGE / stats.median / MIB:,.0f} MiB/s"
+    return f"median {LARGE_BYTES / stats.median / MIB:,.0f} MiB/s"
 
 
 @dataclass(frozen=True)
@@ -214,16 +222,22 @@ class SlowLinks:
 
         One pass over the P (P - 1) / 2 links of P ranks: rank 0 makes it while the others wait.
         """
-        best: dict[int, float] = {}
+        best_rates: dict[int, float] = {}
         for pair, seconds in times.items():
             for rank in pair:
-                best[rank] = min(seconds, best.get(rank, seconds))
-        of_ranks = median_mad(list(best.values()), margin)
+                best_rates[rank] = min(seconds, best_rates.get(rank, seconds))
+        of_ranks = median_mad(list(best_rates.values()), margin)
         # Of two ranks either may be slow: only their link can be named.
-        slow = {rank: s for rank, s in sorted(best.items()) if s > of_ranks.limit and len(best) > 2}
-        remaining = {pair: s for pair, s in times.items() if not slow.keys() & set(pair)}
+        slow_ranks = {
+            rank: s
+            for rank, s in sorted(best_rates.items())
+            if s > of_ranks.limit and len(best_rates) > 2
+        }
+        remaining = {pair: s for pair, s in times.items() if not slow_ranks.keys() & set(pair)}
         of_links = median_mad(list((remaining or times).values()), margin)
-        return cls(of_links, slow, {pair: s for pair, s in remaining.items() if s > of_links.limit})
+        return cls(
+            of_links, slow_ranks, {pair: s for pair, s in remaining.items() if s > of_links.limit}
+        )
 
     @property
     def worst(self) -> float:

@@ -16,7 +16,7 @@ from hpctrain.training.timeline import kernel
 from hpctrain.transport.gpu_probe import verdicts
 from hpctrain.world import World
 
-REFUSED = "refused: "
+REFUSAL_PREFIX = "refused: "
 
 
 @dataclass(frozen=True)
@@ -69,4 +69,4 @@ def _recipe(name: str | None) -> str:
     try:
         return recipe.load(name).sha256 if name else ""
     except UsageError as error:
-        return f"{REFUSED}{error}"
+        return f"{REFUSAL_PREFIX}{error}"

@@ -31,8 +31,8 @@ from hpctrain.transport.placement.check import RankBinding
 from hpctrain.watch import Watch, write_report
 from hpctrain.world import World
 
-SPEAK_FIRST_S = 3.0  # for rank 0, before another rank reports a hang
-Tell = Callable[[str], None]  #: prints the report, on rank 0
+RANK_0_HEAD_START_S = 3.0  # for rank 0, before another rank reports a hang
+PrintReport = Callable[[str], None]  #: prints the report, on rank 0
 
 
 def gather_json(link: Link, answer: Any) -> list[Any]:
@@ -42,10 +42,10 @@ def gather_json(link: Link, answer: Any) -> list[Any]:
         link.isend(np.array([payload.size]), 0).wait()
         link.isend(payload, 0).wait()
         return []
-    return [answer, *(_from(link, rank) for rank in range(1, link.size))]
+    return [answer, *(_receive_json(link, rank) for rank in range(1, link.size))]
 
 
-def _from(link: Link, rank: int) -> Any:
+def _receive_json(link: Link, rank: int) -> Any:
     size = np.empty(1, np.int64)
     link.irecv(size, rank).wait()
     text = np.empty(int(size[0]), np.uint8)
@@ -54,9 +54,11 @@ def _from(link: Link, rank: int) -> Any:
 
 
 @contextmanager
-def watched(world: World, folder: Path | None, limit_s: float, tell: Tell) -> Iterator[None]:
+def watched(
+    world: World, folder: Path | None, limit_s: float, print_report: PrintReport
+) -> Iterator[None]:
     """End the job when a rank keeps others waiting; with `folder`, name it; collective."""
-    on_hang = partial(_hung, world.rank, folder, tell)
+    on_hang = partial(_hung, world.rank, folder, print_report)
     with ExitStack() as stack:
         try:
             if folder is None:
@@ -69,12 +71,12 @@ def watched(world: World, folder: Path | None, limit_s: float, tell: Tell) -> It
         yield
 
 
-def _hung(rank: int, folder: Path | None, tell: Tell, report: str) -> None:
+def _hung(rank: int, folder: Path | None, print_report: PrintReport, report: str) -> None:
     try:
         if rank == 0:
-            tell(report)
+            print_report(report)
         else:
-            time.sleep(SPEAK_FIRST_S)
+            time.sleep(RANK_0_HEAD_START_S)
             if folder is None or write_report(folder / "watch", report):
                 print(report, file=sys.stderr, flush=True)
     finally:

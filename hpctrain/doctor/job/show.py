@@ -56,10 +56,14 @@ def show(result: JobResult) -> None:
 
 def topology_lines(lines: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the topologies of all nodes as text; equal ones once."""
-    alike: dict[tuple[str, ...], list[str]] = {}
+    ranks_by_binding: dict[tuple[str, ...], list[str]] = {}
     for host, drawn in lines.items():
-        alike.setdefault(tuple(drawn[1:]), []).append(host)
-    return [line for drawn, hosts in alike.items() for line in (f"node {node_list(hosts)}", *drawn)]
+        ranks_by_binding.setdefault(tuple(drawn[1:]), []).append(host)
+    return [
+        line
+        for drawn, hosts in ranks_by_binding.items()
+        for line in (f"node {node_list(hosts)}", *drawn)
+    ]
 
 
 def binding_map(rows: Sequence[tuple[str, ...]]) -> Table:
@@ -81,10 +85,12 @@ def _kinds(rows: Sequence[tuple[str, ...]]) -> tuple[list[tuple[str, ...]], list
     of_hosts: dict[str, list[tuple[str, ...]]] = {}
     for row in rows:
         of_hosts.setdefault(row[1], []).append(row)
-    alike: dict[tuple[tuple[str, ...], ...], list[str]] = {}
+    ranks_by_binding: dict[tuple[tuple[str, ...], ...], list[str]] = {}
     for host, node_rows in of_hosts.items():
-        alike.setdefault(tuple(row[2:] for row in node_rows), []).append(host)
-    examples = [row for first, *_ in alike.values() for row in of_hosts[first]]
+        ranks_by_binding.setdefault(tuple(row[2:] for row in node_rows), []).append(host)
+    examples = [row for first, *_ in ranks_by_binding.values() for row in of_hosts[first]]
     return examples, [
-        f"{node_list(rest)} are bound as {first}" for first, *rest in alike.values() if rest
+        f"{node_list(rest)} are bound as {first}"
+        for first, *rest in ranks_by_binding.values()
+        if rest
     ]

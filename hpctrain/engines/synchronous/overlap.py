@@ -45,8 +45,10 @@ def uses_thread(world: World, options: WireOptions) -> bool:
     """Return whether to reduce in a communication thread, the same on all ranks; collective."""
     if world.size == 1 or not world.concurrent or options.overlap == "never":
         return False
-    spare = cores_to_spare(world)
-    return options.overlap == "always" or options.priority or len(world.main.nodes) > 1 or spare
+    spare_cores = cores_to_spare(world)
+    return (
+        options.overlap == "always" or options.priority or len(world.main.nodes) > 1 or spare_cores
+    )
 
 
 def sleep_while_waiting(group: Group, concurrent: bool) -> None:

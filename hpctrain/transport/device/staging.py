@@ -25,7 +25,7 @@ import numpy as np
 
 from hpctrain.core.xp import namespace, pinned
 
-SMALLEST_BYTES, LARGEST_BYTES, SEGMENTS = 256 << 10, 4 << 20, 32
+MIN_SEGMENT_BYTES, MAX_SEGMENT_BYTES, SEGMENTS = 256 << 10, 4 << 20, 32
 BUFFERS = 3  # one is filled while one is on the wire and one waits for it
 
 
@@ -57,7 +57,7 @@ class Segment(NamedTuple):
 def segment_bytes(nbytes: int) -> int:
     """Return the length of the segments in which a message of `nbytes` is staged."""
     ideal = 1 << max(nbytes // SEGMENTS - 1, 0).bit_length()
-    return min(max(ideal, SMALLEST_BYTES), LARGEST_BYTES)
+    return min(max(ideal, MIN_SEGMENT_BYTES), MAX_SEGMENT_BYTES)
 
 
 def segments(nbytes: int) -> Iterator[Segment]:
@@ -92,7 +92,7 @@ class Staging:
         """Return an unused buffer of at least `nbytes`."""
         while self._copying and self._copying[0][0].done:
             self.release(self._copying.popleft()[1])
-        size = max(SMALLEST_BYTES, 1 << max(nbytes - 1, 0).bit_length())
+        size = max(MIN_SEGMENT_BYTES, 1 << max(nbytes - 1, 0).bit_length())
         return self._free_buffers[size].pop() if self._free_buffers[size] else self._pinned(size)
 
     def release(self, buffer: PinnedBuffer) -> None:
