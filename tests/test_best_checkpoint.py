@@ -20,7 +20,7 @@ from hpctrain.core.signals import StopRequest
 from hpctrain.data import Dataset
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
-from hpctrain.training.recipe import CheckpointOptions
+from hpctrain.training.run_options import CheckpointOptions
 from hpctrain.training.trainer import Trainer
 from hpctrain.transport.threads.link import run_ranks
 

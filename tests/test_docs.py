@@ -29,7 +29,7 @@ from hpctrain.collectives import ALLREDUCE
 from hpctrain.commands.train import train
 from hpctrain.config import toml
 from hpctrain.gradients.reducer import WireOptions
-from hpctrain.training import recipe
+from hpctrain.training import run_options
 from hpctrain.training.callbacks import EarlyStop
 from hpctrain.training.faults import FaultsOptions
 from hpctrain.watch.trace import TraceOptions
@@ -198,9 +198,9 @@ def test_page_is_taken_apart():
 
 #: table of a recipe: options whose keys README shows there, or names in a comment
 SHOWN = {
-    "run": recipe.RunOptions, "model": nn.MlpOptions, "data": data.DigitsOptions,
+    "run": run_options.RunOptions, "model": nn.MlpOptions, "data": data.DigitsOptions,
     "optimizer": optim.SgdOptions, "schedule": optim.CosineOptions, "engine": engines.AllReduce,
-    "wire": WireOptions, "checkpoint": recipe.CheckpointOptions, "early_stop": EarlyStop,
+    "wire": WireOptions, "checkpoint": run_options.CheckpointOptions, "early_stop": EarlyStop,
     "trace": TraceOptions, "faults": FaultsOptions,
 }  # fmt: skip
 
@@ -212,7 +212,9 @@ def test_the_recipe_of_the_readme_has_every_key(table):
     names = [field.name for field in fields(SHOWN[table])]
     if table == "engine":  # which takes the keys of [wire] along
         names = [name for name in names if name not in {f.name for f in fields(WireOptions)}]
-    names += [field.name for field in fields(recipe.BatchOptions)] if table == "optimizer" else []
+    names += (
+        [field.name for field in fields(run_options.BatchOptions)] if table == "optimizer" else []
+    )
     assert [name for name in names if not re.search(rf"\b{name}\b", part)] == []
 
 

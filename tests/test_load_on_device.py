@@ -13,7 +13,6 @@ from click.testing import CliRunner
 from ranks import run_on_gpus
 
 from hpctrain import data, nn
-from hpctrain import world as worlds
 from hpctrain.commands.evaluate import evaluate
 from hpctrain.core import xp
 from hpctrain.core.errors import UsageError
@@ -41,7 +40,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_world(monkeypatch):
-    monkeypatch.setattr(worlds, "_world", None)  # which another test may have made
+    monkeypatch.setattr("hpctrain.world.process._world", None)  # which another test may have made
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -87,7 +86,7 @@ def test_auto_takes_what_there_is(made, monkeypatch, world, cuda, location):
     if world is not None:
         local = run_on_gpus(1, lambda w: w)[0]
         local.gpu = local.gpu if world == "gpu" else None
-        monkeypatch.setattr(worlds, "_world", local)
+        monkeypatch.setattr("hpctrain.world.process._world", local)
     result = CliRunner().invoke(evaluate, [str(run)])
     assert json.loads(result.output)["device"] == location
 

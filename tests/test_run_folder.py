@@ -83,7 +83,7 @@ def test_begin_drops_the_old_summary_and_tells_where(tmp_path, monkeypatch):
     run = tmp_path / "run"
     run.mkdir()
     run_folder.write_summary(run, {"status": "stopped"})
-    with open(os.memfd_create(run_folder.NOTE), "rb") as note:
+    with open(os.memfd_create(run_folder.ANNOUNCE_FILE), "rb") as note:
         monkeypatch.setenv(run_folder.ANNOUNCE, f"/proc/{os.getpid()}/fd/{note.fileno()}")
         run_folder.begin(run)
         assert note.read() == str(run).encode()

@@ -17,7 +17,7 @@ from ranks import run_on
 from hpctrain.commands.checkpoint import checkpoint as checkpoint_command
 from hpctrain.commands.evaluate import evaluate as evaluate_command
 from hpctrain.commands.report import report as report_command
-from hpctrain.config import usercode
+from hpctrain.config import code_ownership, usercode
 from hpctrain.core.errors import UsageError
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
@@ -281,10 +281,10 @@ def test_a_group_may_write_that_is_the_users_alone(trained, monkeypatch, members
     def entry(_):
         if members is None:
             raise KeyError
-        return usercode.grp.struct_group((group, "x", 1, members))
+        return code_ownership.grp.struct_group((group, "x", 1, members))
 
-    monkeypatch.setattr(usercode.grp, "getgrgid", entry)
-    monkeypatch.setattr(usercode, "_user", lambda _: "me")
+    monkeypatch.setattr(code_ownership.grp, "getgrgid", entry)
+    monkeypatch.setattr(code_ownership, "_user", lambda _: "me")
     if strange:
         with pytest.raises(UsageError, match=r"run: its group .* may write to it; chmod g-w"):
             runs.evaluate(run)

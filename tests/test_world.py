@@ -126,7 +126,7 @@ def test_who_says_what_went_wrong_before_mpi(case, monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
     for name, value in reported.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(worlds, "_world", None)
+    monkeypatch.setattr("hpctrain.world.process._world", None)
     waited = []
     monkeypatch.setattr(abort.time, "sleep", waited.append)
     worlds.fail_alone(error)

@@ -28,8 +28,8 @@ def _check(world: World, max_bytes: int, rivals: bool, root: Path) -> None:
         fitting = free_bytes // (ranks * (needed_bytes // max_bytes))
         raise UsageError(
             f"--sizes: {size_text(max_bytes)} needs {_gib(needed_bytes)} in each of {ranks} ranks "
-            f"on {world.host}, {_gib(ranks * needed_bytes)} in all, but only {_gib(free_bytes)} are "
-            f"available; take at most {size_text(fitting >> 20 << 20)}, or fewer ranks"
+            f"on {world.host}, {_gib(ranks * needed_bytes)} in all, but only {_gib(free_bytes)} "
+            f"are available; take at most {size_text(fitting >> 20 << 20)}, or fewer ranks"
         )
 
 

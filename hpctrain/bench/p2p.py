@@ -115,14 +115,14 @@ def measure(
         calls = max(LEAST_WINDOW, calls_per_round(size))
         plan = {f"{way}{_path_text(pair)}": (way, pair) for pair in pairs for way in METHODS}
         calls_by_name = {name: METHODS[way](pair, x, calls) for name, (way, pair) in plan.items()}
-        is_right = {
+        correct_by_name = {
             name: _is_correct(world, plan[name][1], x, call) for name, call in calls_by_name.items()
         }
         seconds = interleaved(world.link, calls_by_name, options.rounds, options.warm_up)
         per_message = {"ping-pong": 2 * calls, "one-way": calls}
         yield [
             _row(world, pair, name, size, np.array(seconds[name]) / per_message[way], rate)
-            | {"calls": calls, "rounds": options.rounds, "correct": is_right[name]}
+            | {"calls": calls, "rounds": options.rounds, "correct": correct_by_name[name]}
             for name, (way, pair) in plan.items()
         ]
 

@@ -92,10 +92,10 @@ def reduce_scatter(
         return chunk[rank]
     # By the longest of all chunks, so that sender and receiver agree: an empty chunk is one message
     # if uncut, and none if cut into segments.
-    whole_chunk_group = max(c.nbytes for c in chunk) <= segment_bytes
+    is_uncut = max(c.nbytes for c in chunk) <= segment_bytes
     for step in range(size - 1):
         outgoing, target = chunk[(rank - 1 - step) % size], chunk[(rank - 2 - step) % size]
-        if whole_chunk_group:
+        if is_uncut:
             _exchange(group, outgoing, target, op)
         else:
             _exchange_in_segments(group, outgoing, target, op, segment_bytes)
@@ -169,12 +169,10 @@ class _PostedReceive(NamedTuple):
 
 
 def _receive(
-    link: Link, source: int, received_segments: np.ndarray, inbox: np.ndarray | None
+    link: Link, source: int, segment: np.ndarray, inbox: np.ndarray | None
 ) -> _PostedReceive:
-    inbox = None if inbox is None else inbox[: received_segments.size]
-    return _PostedReceive(
-        link.irecv(received_segments if inbox is None else inbox, source), inbox, received_segments
-    )
+    inbox = None if inbox is None else inbox[: segment.size]
+    return _PostedReceive(link.irecv(segment if inbox is None else inbox, source), inbox, segment)
 
 
 def _exchange(group: Group, outgoing: np.ndarray, target: np.ndarray, op: Operation) -> None:
@@ -194,15 +192,15 @@ def _exchange_in_segments(
     sends: list[Request] = []
     posted_receives: deque[_PostedReceive] = deque()
     pairs = zip_longest(segments(outgoing, segment_bytes), segments(target, segment_bytes))
-    for k, (sent_segments, received_segments) in enumerate(pairs):
+    for k, (sent_segment, received_segment) in enumerate(pairs):
         if len(posted_receives) == RECEIVES_AHEAD:
             _add(posted_receives.popleft(), op)
-        if received_segments is not None:
+        if received_segment is not None:
             posted_receives.append(
-                _receive(link, left, received_segments, inboxes[k % RECEIVES_AHEAD])
+                _receive(link, left, received_segment, inboxes[k % RECEIVES_AHEAD])
             )
-        if sent_segments is not None:
-            sends.append(link.isend(sent_segments, right))
+        if sent_segment is not None:
+            sends.append(link.isend(sent_segment, right))
     for segment in posted_receives:
         _add(segment, op)
     for send in sends:

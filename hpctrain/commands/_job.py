@@ -92,8 +92,8 @@ def _must_be_text(options: dict[str, Any]) -> None:
     """Raise UsageError for an empty option, as from an unset variable, and for one with
     characters that a terminal would not show."""
     words = {"name": options["job_name"], "out": options["out"], "arguments": options["sets"]}
-    if changed_tables := text_faults(Job(options["name"], **words)):
-        raise UsageError("\n".join(changed_tables))
+    if faults := text_faults(Job(options["name"], **words)):
+        raise UsageError("\n".join(faults))
     for name in ("sizes", "site", "job_name", "out"):
         if options[name] == "":
             raise UsageError(f"--{name.replace('_', '-')}: expected a value, seen ''")

@@ -1,26 +1,22 @@
-"""User functions that a recipe names, `package.module:function`: import and ownership checks.
+"""User functions that a recipe names, `package.module:function`: lookup, import and call.
 
 Modules are imported as Python finds them, installed packages first, and then from the folder of the
 recipe: that is appended to sys.path, so a `queue.py` beside the recipe breaks nothing. Functions of
 the standard library, such as `os:system`, are no user functions and are refused.
 
-A run's recipe.toml keeps in [code] the folder and the SHA-256 of each module's file. Reading a run
-back executes its code: `must_be_own` therefore accepts only code that belongs to this user, that
-no other user can change, and that is unchanged since the run was trained.
+A run's recipe.toml records in [code] the folder and the SHA-256 of each module's file; see
+code_ownership.py.
 """
 
 from __future__ import annotations
 
-import grp
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import os
-import pwd
-import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -150,30 +146,6 @@ def source(name: str, folder: str) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
 
-def must_be_own(run: Path, recipe: Path, code: Code) -> None:
-    """Raise UsageError unless the code of the run is this user's and equals the recorded hashes.
-
-    Other users may write neither to `run` and its `recipe` nor to the folders and files of modules;
-    installed packages are trusted.
-    """
-    own_paths: dict[Path, None] = {run: None, recipe: None}
-    faults = []
-    for name in code.sha256:
-        file = source(name, code.folder)
-        assert file is not None  # it was hashed
-        own_paths |= dict.fromkeys(_code_paths(file, Path(os.path.abspath(code.folder))))
-        if (sha256 := code.recorded.get(name)) != code.sha256[name]:
-            expected = f"expected SHA-256 {sha256}" if sha256 else "no SHA-256 is recorded"
-            faults.append(f"module {name} ({file}): {expected}, seen {code.sha256[name]}")
-    faults = [*filter(None, map(_foreign_access, own_paths)), *faults]
-    if faults:
-        raise UsageError(
-            f"{run} names code of its own ({', '.join(code.sha256)}), which is not run:"
-            + "".join(f"\n  {fault}" for fault in faults)
-            + "\nRead it, then add --trust (in Python: trust=True) to run it anyway"
-        )
-
-
 def _hashes(targets: Sequence[tuple[str, str]], folder: str) -> dict[str, str]:
     """Return the SHA-256 of the file of each module that (place, target)s name."""
     hashes = {}
@@ -263,47 +235,3 @@ def _import(name: str, location: str, folder: str) -> ModuleType:
 
 def _sha256(file: Path) -> str:
     return hashlib.sha256(files.read_bytes(file, MODULE_BYTES)).hexdigest()
-
-
-def _code_paths(file: Path, folder: Path) -> Iterator[Path]:
-    """Yield the paths that determine the code of a module in `folder`; none if it is installed."""
-    if folder in file.parents:
-        yield from (path for path in (file, *file.parents) if path.is_relative_to(folder))
-        if (cache := file.parent / "__pycache__").is_dir():
-            yield cache
-
-
-def _foreign_access(path: Path) -> str:
-    """Return the way in which another user could have changed `path`; '' if no other user could."""
-    status = os.stat(path)
-    if status.st_uid != os.geteuid():
-        return f"{path}: expected your own, seen that of {_user(status.st_uid)}"
-    if status.st_mode & stat.S_IWOTH:
-        return f"{path}: every user may write to it; chmod o-w"
-    if status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid):
-        return f"{path}: its group {_group(status.st_gid)} may write to it; chmod g-w"
-    return ""
-
-
-def _user(number: int) -> str:
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return f"user {number}"
-
-
-def _group(number: int) -> str:
-    try:
-        return grp.getgrgid(number).gr_name
-    except KeyError:
-        return str(number)
-
-
-def _is_private(group: int) -> bool:
-    """Return whether a group is this user's private group, which has the user's name."""
-    try:
-        members = grp.getgrgid(group).gr_mem
-    except KeyError:
-        return False
-    name = _user(os.geteuid())
-    return _group(group) == name and set(members) <= {name}

@@ -44,7 +44,7 @@ class Wire:
     seconds_per_byte_duplex: float | None = None
 
     @property
-    def per_byte_both(self) -> float:
+    def seconds_per_byte_both(self) -> float:
         """G while the other way is in use too."""
         return (
             self.seconds_per_byte
@@ -134,7 +134,7 @@ class Clocks:
         inside, between = self.cluster.inside, self.cluster.between
         seconds_per_byte = np.where(
             duplex,
-            np.where(crosses, between.per_byte_both, inside.per_byte_both),
+            np.where(crosses, between.seconds_per_byte_both, inside.seconds_per_byte_both),
             np.where(crosses, between.seconds_per_byte, inside.seconds_per_byte),
         )
         return Route(

@@ -94,16 +94,14 @@ def environ(environment: Mapping[str, str], extra_environment: Mapping[str, str]
 
 def parse_output(output: str, code: int, errors: str) -> LaunchReport:
     """Parse the output of `python -m hpctrain.transport.mpi.hello`."""
-    launch_reports = [
-        json.loads(line) for line in output.splitlines() if line.startswith('{"size"')
-    ]
-    if code or not launch_reports:  # Hydra prints the signal that ended a rank on stdout
+    report_lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"size"')]
+    if code or not report_lines:  # Hydra prints the signal that ended a rank on stdout
         messages = [line for line in output.splitlines() if not line.startswith('{"size"')]
         words = " ".join(" ".join([*messages, errors]).split())
         return LaunchReport((), fault=f"exit code {code}: {words[-200:]}")
-    sizes = tuple(answer["size"] for answer in launch_reports)
+    sizes = tuple(answer["size"] for answer in report_lines)
     return LaunchReport(
-        sizes, launch_reports[0]["threads"], all(answer["ulfm"] for answer in launch_reports)
+        sizes, report_lines[0]["threads"], all(answer["ulfm"] for answer in report_lines)
     )
 
 

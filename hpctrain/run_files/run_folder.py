@@ -171,10 +171,10 @@ def write_recipe(run: Path, text: str) -> None:
     """Write the resolved recipe; warn of lines that a resumed run changes."""
     path = run / RECIPE
     try:
-        redone_before = set(files.read_text(path, RECIPE_BYTES).splitlines())
+        previous_lines = set(files.read_text(path, RECIPE_BYTES).splitlines())
     except MissingError:
-        redone_before = set(text.splitlines())
-    for changed in sorted(set(text.splitlines()) - redone_before):
+        previous_lines = set(text.splitlines())
+    for changed in sorted(set(text.splitlines()) - previous_lines):
         log.warning("the recipe of this run changes: %s", changed)
     atomic.replace(path, text)
 

@@ -42,11 +42,7 @@ LIKE = {"direct-shared": "direct", "native": "halving-doubling"}
 #: In how many buckets the gradient may leave; 0: after backward, in one.
 BUCKETS = (0, 1, 2, 4, 8, 16, 32)
 MIN_OVERLAP = 0.03  #: of the wire: where less is hidden behind compute, nothing overlaps
-MESSAGES, WIRE_TIMES, COMMON_NETWORKS = (
-    "single messages",
-    "wire times of several sizes",
-    "usual networks",
-)
+MESSAGES, WIRE_TIMES, NOMINAL = "single messages", "wire times of several sizes", "usual networks"
 FITTED_SIZES = 3  #: the number of sizes, the largest ones, that the model is fitted to
 
 
@@ -86,7 +82,7 @@ class StepModel:
     shrinking_s: float  #: compute that ranks share: compute(P) = shrinking_s / P + fixed_s
     fixed_s: float
     across: bool
-    origin: str  #: of alpha and beta: MESSAGES, WIRE_TIMES or GUESS
+    origin: str  #: of alpha and beta: MESSAGES, WIRE_TIMES or NOMINAL
     ranks: tuple[int, ...]  #: sizes that it was fitted to
     uneven_s: float = 0.0
     other_s: float = 0.0
@@ -112,7 +108,7 @@ class StepModel:
     @property
     def beta_s(self) -> float:
         """Seconds per byte."""
-        return self.wire.per_byte_both
+        return self.wire.seconds_per_byte_both
 
     def forecast(self, size: Size, share: float = 1.0) -> Forecast:
         """Return the predicted times of a step on `size` where `share` ranks share a core."""
@@ -166,9 +162,8 @@ def fit_model(
     """
     own_cores = [step for step in steps if step.share == 1.0]
     used_steps = own_cores if any(step.size.ranks > 1 for step in own_cores) else list(steps)
-    communicating = [step for step in used_steps if step.size.ranks > 1 and step.wire_s > 0][
-        -FITTED_SIZES:
-    ]
+    communicating = [step for step in used_steps if step.size.ranks > 1 and step.wire_s > 0]
+    communicating = communicating[-FITTED_SIZES:]
     if not communicating:
         return None
     largest_step = communicating[-1]
@@ -195,10 +190,8 @@ def fit_model(
         tuple(step.size.ranks for step in communicating),
     )
     exposed = model.forecast(largest_step.size, largest_step.share).wait_s
-    other_s_of_largest = max(
-        0.0, largest_step.step_s - largest_step.compute_s - largest_step.wait_s
-    )
-    return replace(model, uneven_s=largest_step.wait_s - exposed, other_s=other_s_of_largest)
+    other_s = max(0.0, largest_step.step_s - largest_step.compute_s - largest_step.wait_s)
+    return replace(model, uneven_s=largest_step.wait_s - exposed, other_s=other_s)
 
 
 def _compute_law(steps: Sequence[StepTimes], strong: bool) -> tuple[float, float]:
@@ -211,9 +204,8 @@ def _compute_law(steps: Sequence[StepTimes], strong: bool) -> tuple[float, float
         return 0.0, steps[-1].compute_s / steps[-1].share
     ranks = np.array([step.size.ranks for step in steps], float)
     compute_per_share = np.array([step.compute_s / step.share for step in steps])
-    b, a = fit.nonnegative(
-        np.stack([1 / ranks, np.ones_like(ranks)], 1), compute_per_share
-    ).tolist()
+    terms = np.stack([1 / ranks, np.ones_like(ranks)], 1)
+    b, a = fit.nonnegative(terms, compute_per_share).tolist()
     factor = compute_per_share[-1] / (b / ranks[-1] + a)
     return b * factor, a * factor
 
@@ -238,11 +230,7 @@ def _origin(measured: Wire | None, steps: Sequence[StepTimes], nbytes: int, acro
     """Return the origin of the wire of most bytes in `_cluster`."""
     if measured is not None:
         return MESSAGES
-    return (
-        WIRE_TIMES
-        if _from_wire_times(_sizes(steps, several_nodes=across), nbytes)
-        else COMMON_NETWORKS
-    )
+    return WIRE_TIMES if _from_wire_times(_sizes(steps, several_nodes=across), nbytes) else NOMINAL
 
 
 def _sizes(steps: Sequence[StepTimes], *, several_nodes: bool) -> list[StepTimes]:

@@ -96,8 +96,8 @@ class SizeTrials:
     def step_times(self) -> StepTimes:
         """The times a forecast is fitted to: medians, which one disturbed repeat does not move."""
         times = {name: self.median(name) for name in PARTS[:-1]}
-        largest_size = self.trials[max(self.trials)]
-        return StepTimes(self.size, **times, algorithm=largest_size.algorithm, share=self.share)
+        last_trial = self.trials[max(self.trials)]
+        return StepTimes(self.size, **times, algorithm=last_trial.algorithm, share=self.share)
 
 
 def trials_by_size(study: Study, outcomes: Outcomes) -> list[SizeTrials]:
@@ -211,10 +211,10 @@ def _predicted_rows(
     """Return the rows beyond the largest size whose ranks have cores of their own."""
     own_cores = [point for point in points if point.share == 1.0 and point.size.ranks > 1]
     largest_size = (own_cores or list(points))[-1].size
-    predicted_rows = [largest_size.scaled(factor) for factor in PREDICTED_FACTORS]
+    predicted_sizes = [largest_size.scaled(factor) for factor in PREDICTED_FACTORS]
     if study.mode == "strong":  # each rank needs a sample
-        predicted_rows = [size for size in predicted_rows if size.ranks <= study.batch]
-    return [_predicted_row(study, model, size, points[0], single) for size in predicted_rows]
+        predicted_sizes = [size for size in predicted_sizes if size.ranks <= study.batch]
+    return [_predicted_row(study, model, size, points[0], single) for size in predicted_sizes]
 
 
 def _predicted_row(

@@ -19,7 +19,7 @@ from hpctrain.gradients.replica import Replica
 from hpctrain.training import weights
 from hpctrain.training.callbacks import Row
 from hpctrain.training.journal import Journal
-from hpctrain.training.recipe import CheckpointOptions
+from hpctrain.training.run_options import CheckpointOptions
 from hpctrain.world import World
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 
 from hpctrain import checkpoint, config, engines, nn
-from hpctrain.config import usercode
+from hpctrain.config import code_ownership, usercode
 from hpctrain.core.errors import UsageError
 from hpctrain.core.launchers import launched
 from hpctrain.core.xp import on_device
@@ -170,7 +170,7 @@ def _recipe_of(run: Path, trust: bool) -> Recipe:
     file = run / run_folder.RECIPE
     spec = recipe.load(str(file))
     if spec.code.exists and not trust:
-        usercode.must_be_own(run, file, spec.code)
+        code_ownership.must_be_own(run, file, spec.code)
     return spec
 
 

@@ -13,7 +13,7 @@ from hpctrain.data import Prefetch, Sampler, Samples, share
 from hpctrain.engines import Engine, Flags, Task
 from hpctrain.gradients.replica import Batch
 from hpctrain.training.journal import Journal
-from hpctrain.training.recipe import CheckpointOptions
+from hpctrain.training.run_options import CheckpointOptions
 from hpctrain.world import World
 
 

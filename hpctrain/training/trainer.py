@@ -30,7 +30,8 @@ from hpctrain.training.exit_status import summary_on_exit
 from hpctrain.training.faults import FaultsOptions, Pace, SlowedReplica
 from hpctrain.training.journal import Journal
 from hpctrain.training.loop import Loop, evaluate
-from hpctrain.training.recipe import CheckpointOptions, NotFinite, Recipe, most_skipped
+from hpctrain.training.recipe import Recipe
+from hpctrain.training.run_options import CheckpointOptions, NotFinite, most_skipped
 from hpctrain.training.tasks import FitPlan
 from hpctrain.watch.trace import TraceOptions
 from hpctrain.world import World

@@ -189,7 +189,7 @@ def fingerprint_of(group: Group, mpi: bool, gpus: Gpus | None = None) -> Table |
 def fitting(table: Table, current: Fingerprint) -> Table:
     """Return `table` if machine and algorithms are the `current` ones; else raise TableError."""
     for item in fields(Fingerprint):
-        recorded, actual = (getattr(suffix, item.name) for suffix in (table.fingerprint, current))
+        recorded, actual = (getattr(facts, item.name) for facts in (table.fingerprint, current))
         if recorded != actual:
             raise TableError(
                 f"its {item.name} is {brief(recorded)}, here it is {brief(actual)}; "

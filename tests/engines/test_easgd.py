@@ -21,7 +21,7 @@ from hpctrain.engines.parameter_server.shard import Use
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.training import recipe
 from hpctrain.training.faults import FaultsOptions
-from hpctrain.training.recipe import CheckpointOptions
+from hpctrain.training.run_options import CheckpointOptions
 from hpctrain.training.trainer import Trainer
 
 RATE, MOMENTUM = 0.1, 0.9

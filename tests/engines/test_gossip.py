@@ -18,7 +18,7 @@ from hpctrain.engines.gossip.pairs import END, OWN, partner
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.training import recipe
 from hpctrain.training.faults import FaultsOptions
-from hpctrain.training.recipe import CheckpointOptions
+from hpctrain.training.run_options import CheckpointOptions
 from hpctrain.training.trainer import Trainer
 
 RATE, MOMENTUM = 0.02, 0.9

@@ -24,7 +24,7 @@ from hpctrain.engines.parameter_server.shard import Use
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.run_files import run_folder
 from hpctrain.training.faults import FaultsOptions
-from hpctrain.training.recipe import CheckpointOptions
+from hpctrain.training.run_options import CheckpointOptions
 from hpctrain.training.trainer import Trainer
 from hpctrain.watch.trace import TraceOptions
 

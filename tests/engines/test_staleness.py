@@ -13,7 +13,7 @@ from hpctrain import data, engines, nn, optim
 from hpctrain.engines.staleness import Staleness, metrics
 from hpctrain.engines.synchronous.allreduce import AllReduceEngine
 from hpctrain.run_files import run_folder
-from hpctrain.training.recipe import CheckpointOptions
+from hpctrain.training.run_options import CheckpointOptions
 from hpctrain.training.trainer import Trainer
 from hpctrain.watch.trace import TraceOptions
 

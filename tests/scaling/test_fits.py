@@ -14,8 +14,8 @@ from hpctrain.scaling import laws
 from hpctrain.scaling.collect import TrialResult
 from hpctrain.scaling.confidence import estimate, quantile
 from hpctrain.scaling.forecast import (
-    GUESS,
     MESSAGES,
+    NOMINAL,
     WIRE_TIMES,
     StepTimes,
     fit_model,
@@ -193,7 +193,7 @@ def test_wires_are_told_by_the_times_of_two_sizes():
 
 #: how many sizes communicate, and whether messages were measured: is there one to test the model?
 TESTED = {
-    (1, False): (GUESS, False),
+    (1, False): (NOMINAL, False),
     (2, False): (WIRE_TIMES, False),
     (3, False): (WIRE_TIMES, True),
     (1, True): (MESSAGES, False),

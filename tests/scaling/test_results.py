@@ -333,7 +333,7 @@ def test_a_pilot_tells_how_many_steps_to_time(step_s, steps, tmp_path, monkeypat
 
 @pytest.mark.parametrize("watched", [False, True])
 def test_a_trial_that_takes_too_long_is_ended(watched, tmp_path, monkeypatch):
-    monkeypatch.setattr(local_runner, "LOOK_S", 0.05)
+    monkeypatch.setattr(local_runner, "POLL_S", 0.05)
     looks = []
     look = partial(looks.append, 1) if watched else None
     assert local_runner.run(["sleep", "60"], tmp_path / "log", None, 0.2, look) == 1

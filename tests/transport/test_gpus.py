@@ -301,7 +301,7 @@ def test_a_gpu_that_serves_another_process_alone(gpu, monkeypatch):
 
 def test_another_device_than_before(monkeypatch):
     running = SimpleNamespace(gpu=None, device="cpu")
-    monkeypatch.setattr(worlds, "_world", running)
+    monkeypatch.setattr("hpctrain.world.process._world", running)
     assert worlds.init() is worlds.init("cpu") is running
     with pytest.raises(UsageError, match="MPI was started before, on device cpu"):
         worlds.init("gpu")

@@ -125,7 +125,9 @@ def test_where_tables_lie(location, tmp_path, monkeypatch, caplog):
 def test_where_ranks_have_different_tables_that_of_rank_0_is_taken(ranks, monkeypatch):
     def body(world):
         tables = {rank: made(world, "tree" if rank else "ring") for rank in range(RANKS)}
-        monkeypatch.setattr(table, "of_group", lambda group, mpi, gpus: tables[group.link.rank])
+        monkeypatch.setattr(
+            table, "fingerprint_of", lambda group, mpi, gpus: tables[group.link.rank]
+        )
         world.link.barrier()
         return told(world)
 

@@ -126,8 +126,8 @@ def _contenders(
     for name, rival in rivals.items():
         dense = _dense(plan, model)
         if TORCH not in contenders:
-            compute_seconds = rival.step(dense, alone=True)
-            contenders[TORCH] = StepContender(compute_seconds, shares, TORCH, unbound)
+            step_without_messages = rival.step(dense, alone=True)
+            contenders[TORCH] = StepContender(step_without_messages, shares, TORCH, unbound)
         with rival.awake():
             trainer = rival.step(dense, alone=False)
         contenders[name] = StepContender(trainer, shares, TORCH, rival.awake)

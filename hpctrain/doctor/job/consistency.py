@@ -131,15 +131,17 @@ def clock_reading(world: World, kernels: Sequence[str]) -> Reading:
 
 def clocks(behind_s: Mapping[str, Reading]) -> Check:
     """Return the check of the nodes' clocks."""
-    worst_verdict = max(behind_s, key=lambda node: abs(behind_s[node].offset_s))
-    largest = behind_s[worst_verdict]
+    worst_node = max(behind_s, key=lambda node: abs(behind_s[node].offset_s))
+    largest = behind_s[worst_node]
     skew = abs(largest.offset_s)
     if len(behind_s) == 1 or skew <= NOTE_SKEW_S:
         observed = f"apart by {skew * 1e3:.1f} ms at most (+- {largest.uncertainty_s * 1e3:.1f})"
         return Check("clocks", "ok", observed)
     word = "behind" if largest.offset_s > 0 else "ahead of"
-    observed = f"{worst_verdict} is {skew:.1f} s {word} rank 0's node"
-    differing = tuple(node for node, clock in behind_s.items() if abs(clock.offset_s) > SLOW_SKEW_S)
+    observed = f"{worst_node} is {skew:.1f} s {word} rank 0's node"
+    skewed_nodes = tuple(
+        node for node, clock in behind_s.items() if abs(clock.offset_s) > SLOW_SKEW_S
+    )
     remedy = "ask the site for chrony or ntpd on it: timedatectl"
     observed += ": logs and file times mislead"
-    return Check("clocks", "slow" if differing else "note", observed, remedy, differing)
+    return Check("clocks", "slow" if skewed_nodes else "note", observed, remedy, skewed_nodes)

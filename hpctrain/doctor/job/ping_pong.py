@@ -177,10 +177,10 @@ def _check(name: str, links: Sequence[Ping], hosts: Sequence[str], oversubscribe
         "1 MiB": SlowLinks.find({(p.a, p.b): p.large_s for p in links}),
     }
     observed = f"{len(links)} pair{'s' * (len(links) > 1)}: " + ", ".join(
-        f"{size} {_median_text(slow_ranks.statistics, size)}"
-        for size, slow_ranks in by_size.items()
+        f"{size} {_median_text(slow_links.statistics, size)}"
+        for size, slow_links in by_size.items()
     )
-    words = [word for size, slow_ranks in by_size.items() for word in slow_ranks.words(size, hosts)]
+    words = [word for size, slow_links in by_size.items() for word in slow_links.words(size, hosts)]
     if not words:
         return Check(name, "ok", observed)
     if oversubscribed:
@@ -189,9 +189,9 @@ def _check(name: str, links: Sequence[Ping], hosts: Sequence[str], oversubscribe
     is_severe = links[0].inside is False and by_size["1 MiB"].worst > SEVERE_TIMES
     verdict: Verdict = "bad" if is_severe else "slow"
     nodes = tuple(
-        dict.fromkeys(hosts[r] for slow_ranks in by_size.values() for r in slow_ranks.ranks)
+        dict.fromkeys(hosts[r] for slow_links in by_size.values() for r in slow_links.ranks)
     )
-    is_single = sum(len(slow_ranks.links) for slow_ranks in by_size.values()) == 1
+    is_single = sum(len(slow_links.links) for slow_links in by_size.values()) == 1
     place = f"on {node_list(nodes)}" if nodes else f"between these{' two' * is_single}"
     remedy = (
         f"look at adapter and cable {place} (ibstat, ethtool; are UCX_NET_DEVICES, "
@@ -222,16 +222,16 @@ class SlowLinks:
 
         One pass over the P (P - 1) / 2 links of P ranks: rank 0 makes it while the others wait.
         """
-        best_rates: dict[int, float] = {}
+        best_times: dict[int, float] = {}
         for pair, seconds in times.items():
             for rank in pair:
-                best_rates[rank] = min(seconds, best_rates.get(rank, seconds))
-        of_ranks = median_mad(list(best_rates.values()), margin)
+                best_times[rank] = min(seconds, best_times.get(rank, seconds))
+        of_ranks = median_mad(list(best_times.values()), margin)
         # Of two ranks either may be slow: only their link can be named.
         slow_ranks = {
             rank: s
-            for rank, s in sorted(best_rates.items())
-            if s > of_ranks.limit and len(best_rates) > 2
+            for rank, s in sorted(best_times.items())
+            if s > of_ranks.limit and len(best_times) > 2
         }
         remaining = {pair: s for pair, s in times.items() if not slow_ranks.keys() & set(pair)}
         of_links = median_mad(list((remaining or times).values()), margin)

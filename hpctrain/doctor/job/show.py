@@ -85,12 +85,10 @@ def _kinds(rows: Sequence[tuple[str, ...]]) -> tuple[list[tuple[str, ...]], list
     of_hosts: dict[str, list[tuple[str, ...]]] = {}
     for row in rows:
         of_hosts.setdefault(row[1], []).append(row)
-    ranks_by_binding: dict[tuple[tuple[str, ...], ...], list[str]] = {}
+    hosts_by_kind: dict[tuple[tuple[str, ...], ...], list[str]] = {}
     for host, node_rows in of_hosts.items():
-        ranks_by_binding.setdefault(tuple(row[2:] for row in node_rows), []).append(host)
-    examples = [row for first, *_ in ranks_by_binding.values() for row in of_hosts[first]]
+        hosts_by_kind.setdefault(tuple(row[2:] for row in node_rows), []).append(host)
+    examples = [row for first, *_ in hosts_by_kind.values() for row in of_hosts[first]]
     return examples, [
-        f"{node_list(rest)} are bound as {first}"
-        for first, *rest in ranks_by_binding.values()
-        if rest
+        f"{node_list(rest)} are bound as {first}" for first, *rest in hosts_by_kind.values() if rest
     ]

@@ -253,12 +253,12 @@ class LocalSgdEngine:
 
     def state(self) -> list[Piece]:
         """Return this rank's 1/P of the common state, and this worker's own arrays."""
-        link, worker_plane = self._group.link, dict(zip(("param", "buffer"), self._own_planes))  # noqa: B905
+        link, own_planes = self._group.link, dict(zip(("param", "buffer"), self._own_planes))  # noqa: B905
         state = self._update.state
         if self._states_differ:
-            worker_plane |= {f"optimizer.{name}": x for name, x in state.items()}
+            own_planes |= {f"optimizer.{name}": x for name, x in state.items()}
         pieces = [
-            Piece(f"worker.{link.rank}.{name}", 0, x.size, x) for name, x in worker_plane.items()
+            Piece(f"worker.{link.rank}.{name}", 0, x.size, x) for name, x in own_planes.items()
         ]
         pieces += pieces_of(
             self.replica.arena, {} if self._states_differ else state, link.rank, link.size
@@ -275,19 +275,17 @@ class LocalSgdEngine:
         saved = count_workers(arrays)
         if saved == self.workers:
             prefix = f"worker.{self._group.link.rank}."
-            worker_plane = {
+            own_planes = {
                 n.removeprefix(prefix): x for n, x in arrays.items() if n.startswith(prefix)
             }
         else:
-            worker_plane = mean_states(arrays, self._update.state, saved)
+            own_planes = mean_states(arrays, self._update.state, saved)
         planes = dict(zip(("param", "buffer"), self._planes))  # noqa: B905
-        moments = {name: x for name, x in worker_plane.items() if name not in planes}
+        moments = {name: x for name, x in own_planes.items() if name not in planes}
         load_into(self.replica.arena, self._update.state, {**arrays, **moments})
-        self._params_differ, self._states_differ = "param" in worker_plane, saved == self.workers
+        self._params_differ, self._states_differ = "param" in own_planes, saved == self.workers
         named = planes.items() if self._params_differ else ()
-        self._own_planes = [
-            like(x, fitting(worker_plane, name, x.size)).copy() for name, x in named
-        ]
+        self._own_planes = [like(x, fitting(own_planes, name, x.size)).copy() for name, x in named]
         for method in (self._outer, self._delayed):
             if method is not None:
                 method.load(arrays)

@@ -59,7 +59,7 @@ class PartwiseUpdate:
         """`slots` have offsets that count from the first element of `param`."""
         self._optimizer, self._step = optimizer, state["step"]
         self._count = self._step.copy()  # the optimizer counts a step in each part
-        self._parts = [self._part(state, param, slots, own_slice) for own_slice in parts]
+        self._parts = [self._part(state, param, slots, part) for part in parts]
 
     def __call__(self, number: int, gradient: np.ndarray) -> None:
         """Update part `number` with its gradient."""
@@ -186,14 +186,14 @@ def range_pieces(
 def load_range(
     arena: Arena,
     state: Mapping[str, np.ndarray],
-    own_state: slice,
+    own_range: slice,
     arrays: Mapping[str, np.ndarray],
 ) -> None:
     """Load the parameters and this rank's range of the optimizer's state from full `arrays`."""
     load_into(arena, {}, arrays)
     for name, x in state.items():
-        size, own_slice = (1, slice(1)) if name == "step" else (arena.param.size, own_state)
-        copy(x, fitting(arrays, f"optimizer.{name}", size)[own_slice])
+        size, source_slice = (1, slice(1)) if name == "step" else (arena.param.size, own_range)
+        copy(x, fitting(arrays, f"optimizer.{name}", size)[source_slice])
 
 
 def gather_rows_waiting(link: Link, rows: np.ndarray, times: Times, trace: Trace) -> np.ndarray:

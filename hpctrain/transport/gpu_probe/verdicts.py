@@ -81,9 +81,8 @@ def apply_override(override: str, cached: ProbeResult) -> ProbeResult:
         }
         for of in ("by_size", "seconds")
     }
-    reason = f"{OVERRIDE}={override}" + (
-        f", refused for {', '.join(failed_trials)}" if failed_trials else ""
-    )
+    refused = f", refused for {', '.join(failed_trials)}" if failed_trials else ""
+    reason = f"{OVERRIDE}={override}{refused}"
     verdict = replace(cached.verdict, **chosen, **remaining, reason=reason)
     unproven = (*failed_trials, *(name for name in cached.unproven if name not in chosen))
     return ProbeResult(verdict, UNTRIED if failed_trials else "", cached.trials, unproven)
@@ -194,9 +193,7 @@ def judge(
     }
     reason += "".join(f"; {_description(name, steps)}" for name, steps in by_size.items())
     seconds = {
-        name: shortest
-        for name, trial in results.items()
-        if (shortest := _shortest_times(chosen[name], trial))
+        name: times for name, trial in results.items() if (times := _shortest(chosen[name], trial))
     }
     ipc_rates = {name: trial.ipc_gb_s for name, trial in results.items() if trial.ipc_gb_s}
     return ProbeResult(Verdict(**chosen, reason=reason, by_size=by_size, seconds=seconds,
@@ -207,9 +204,7 @@ def _steps(path: paths.Path, trial: ProbeTrial) -> Thresholds:
     """Return the size thresholds between staged and pointer; () where there is no choice."""
     if not _timed(path, trial):
         return ()
-    times = {
-        n: {paths.POINTER: pointer_s, paths.HOST: staged} for n, staged, pointer_s in trial.sizes
-    }
+    times = {n: {paths.POINTER: direct, paths.HOST: staged} for n, staged, direct in trial.sizes}
     steps = thresholds.thresholds_from(times, paths.POINTER)
     return () if steps == ((0, paths.POINTER),) else steps
 
@@ -219,7 +214,7 @@ def _timed(path: paths.Path, trial: ProbeTrial) -> bool:
     return path in paths.BY_POINTER and bool(trial.sizes)
 
 
-def _shortest_times(path: paths.Path, trial: ProbeTrial) -> paths.Seconds:
+def _shortest(path: paths.Path, trial: ProbeTrial) -> paths.Seconds:
     """Return the seconds of messages on the faster path, or on the only one."""
     if _timed(path, trial):
         return tuple((n, min(seconds)) for n, *seconds in trial.sizes)
@@ -227,9 +222,7 @@ def _shortest_times(path: paths.Path, trial: ProbeTrial) -> paths.Seconds:
 
 
 def _description(name: str, steps: Thresholds) -> str:
-    text = ", ".join(
-        f"from {start:,} bytes on {path_name}" if start else path_name for start, path_name in steps
-    )
+    text = ", ".join(f"from {n:,} bytes on {path}" if n else path for n, path in steps)
     return f"{name.replace('_', ' ')} by size: {text}"
 
 
@@ -245,8 +238,8 @@ def _explanation(trial: ProbeTrial, environ: Mapping[str, str]) -> tuple[str, st
     if trial.claims is None:
         return f"no trial could be made: {trial.ended}", "run `hpctrain doctor` in the job itself"
     reason, remedy = mpi_claims.fault(trial.claims, environ)
-    failed_trials = f"; CUDA IPC: {trial.ipc_fault}" if trial.ipc_fault else ""
-    return f"{reason}; a device pointer given to MPI: {trial.ended}{failed_trials}", remedy
+    ipc_text = f"; CUDA IPC: {trial.ipc_fault}" if trial.ipc_fault else ""
+    return f"{reason}; a device pointer given to MPI: {trial.ended}{ipc_text}", remedy
 
 
 def cache_file(environ: Mapping[str, str], root: Path = pci.ROOT) -> Path:

@@ -209,14 +209,14 @@ def _gpus(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[Plac
 
 def _cores(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[PlacementFault]:
     """Yield the ranks that outnumber their cores while other cores of the node are idle."""
-    used_gpus = {core for rank in node for core in core_list(bindings[rank].cores)}
-    idle_gpu_count = max(bindings[rank].offered for rank in node) - len(used_gpus)
+    used_cores = {core for rank in node for core in core_list(bindings[rank].cores)}
+    idle_core_count = max(bindings[rank].offered for rank in node) - len(used_cores)
     for ranks in _groups(bindings, node, "cores"):
         binding = bindings[ranks[0]]
         count = len(core_list(binding.cores))
-        if len(ranks) > count and idle_gpu_count > 0:
+        if len(ranks) > count and idle_core_count > 0:
             shared = f"core{'s' * (count > 1)} {binding.cores}"
-            idle_cores = f"{idle_gpu_count} others are" if idle_gpu_count > 1 else "another is"
+            idle_cores = f"{idle_core_count} others are" if idle_core_count > 1 else "another is"
             text = f"{named(ranks)} of {binding.host} all run on {shared}, and {idle_cores} idle"
             yield PlacementFault("cores shared", ranks, text, unbind(binding.launcher))
 
@@ -242,11 +242,11 @@ def _blas(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[Plac
 def _nics(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[PlacementFault]:
     """Yield the ranks whose UCX_NET_DEVICES names missing ports, one shared by all, or far ones."""
     host = bindings[node[0]].host
-    ranks_by_count = {
+    faults_by_rank = {
         rank: bindings[rank].nics.faults for rank in node if bindings[rank].nics.faults
     }
-    for problems in dict.fromkeys(ranks_by_count.values()):
-        ranks = tuple(rank for rank in ranks_by_count if ranks_by_count[rank] == problems)
+    for problems in dict.fromkeys(faults_by_rank.values()):
+        ranks = tuple(rank for rank in faults_by_rank if faults_by_rank[rank] == problems)
         text = f"{named(ranks)} of {host}: of what {UCX_DEVICES} names, {' and '.join(problems)}"
         yield PlacementFault("NICs named", ranks, text, EXISTING_PORTS)
     yield from _one_nic(bindings, node)
@@ -264,11 +264,11 @@ def _nics(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[Plac
 def _one_nic(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[PlacementFault]:
     """Yield the ranks of a node if all name the same port while others are idle."""
     nics = [bindings[rank].nics for rank in node]
-    idle_gpu_count = set(nics[0].ports) - set(nics[0].named)
-    if len(node) > 1 and nics[0].named and idle_gpu_count and len({r.named for r in nics}) == 1:
+    unnamed_ports = set(nics[0].ports) - set(nics[0].named)
+    if len(node) > 1 and nics[0].named and unnamed_ports and len({r.named for r in nics}) == 1:
         names = ", ".join(nics[0].named)
         text = f"{named(node)} of {bindings[node[0]].host} all name {names} in {UCX_DEVICES}, and "
         text += (
-            f"{', '.join(sorted(idle_gpu_count))} {'are' if len(idle_gpu_count) > 1 else 'is'} idle"
+            f"{', '.join(sorted(unnamed_ports))} {'are' if len(unnamed_ports) > 1 else 'is'} idle"
         )
         yield PlacementFault("NICs shared", tuple(node), text, OWN_NIC)

@@ -169,9 +169,9 @@ class Memory:
                 os.unlink(file.path)
         return [x for x in arrays if x is not None] if opened_on_all else None
 
-    def _unanimous(self, all_opened: bool) -> bool:
-        """Return whether this kind is `all_opened` on all ranks."""
-        return all(vote == b"y" for vote in self._gather(b"y" if all_opened else b"n"))
+    def _unanimous(self, condition: bool) -> bool:
+        """Return whether this kind is `condition` on all ranks."""
+        return all(vote == b"y" for vote in self._gather(b"y" if condition else b"n"))
 
 
 def aligned_zeros(length: int, dtype: np.typing.DTypeLike) -> np.ndarray:

@@ -1,14 +1,8 @@
-"""The World that `init()` returns: ranks, hosts, device, the main thread's link, MPI's abilities.
-
-Order of start, see `init`: bind cores and BLAS, make the GPU current, initialise MPI.
-"""
+"""The World that `init()` returns: ranks, hosts, device, links, node memory, the watch."""
 
 from __future__ import annotations
 
-import atexit
-import os
 import socket
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,13 +15,10 @@ import numpy.typing
 
 from hpctrain import abort, collectives
 from hpctrain.collectives import Group, over_nodes
-from hpctrain.core import launchers
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.transport.device import gpus
 from hpctrain.transport.link import Link
-from hpctrain.transport.mpi import segments
 from hpctrain.transport.paths import STAGED, RankPlace, Verdict
-from hpctrain.transport.placement import rank_placement, shm_warning
 from hpctrain.transport.placement.check import RankBinding
 from hpctrain.transport.shared_memory.cuda_ipc import shared_gpu_memory
 from hpctrain.transport.shared_memory.host import Memory
@@ -37,7 +28,6 @@ from hpctrain.watch import Watch, WatchRecord, record_path
 from hpctrain.watch.trace import Trace
 
 T = TypeVar("T")
-DEFAULT_TIMEOUT_S = 300.0
 Report = Callable[[str], None]  #: called with the text that names the ranks of a hung job
 
 
@@ -145,7 +135,13 @@ class World:
                 self.on_failure(error)
         finally:
             if not self.link.interrupt_others():
-                fail_alone(error)
+                self.abort(error)
+
+    def abort(self, error: BaseException) -> None:
+        """Print this rank's error, and abort the job: the other ranks wait for this one."""
+        abort.report(error, f"rank {self.rank} on {self.host}", self.rank, self.size)
+        if self.size > 1:
+            abort.abort(error.exit_code if isinstance(error, HpctrainError) else 1)
 
     def _register(self, purpose: str, *links: Link) -> list[Link]:
         """Return `links` of another thread, whose waiting calls are recorded from now on."""
@@ -222,31 +218,6 @@ class World:
                 link.record_in(record.entry(thread))
 
 
-_world: World | None = None
-
-
-def init(device: gpus.Device = "auto", timeout_s: float = DEFAULT_TIMEOUT_S) -> World:
-    """Bind cores and GPU, start MPI and return the World; a second call returns the same one.
-
-    `device`: "cpu", "gpu", or "auto", a GPU where CuPy and CUDA find one. `timeout_s`: limit of a
-    wait for other ranks, at the start and outside of a training run. Without a launcher this is a
-    world of one rank. Raises UsageError if the launcher belongs to another MPI than the one
-    that mpi4py loads, or if a "gpu" is not available.
-    """
-    global _world
-    if _world is None:
-        try:
-            _world = _over_mpi(device, timeout_s)
-        except UsageError as error:  # most likely on all ranks: one reports it
-            sys.excepthook = partial(_uncaught, refused=error)
-            raise
-        atexit.register(finish)
-        sys.excepthook = _uncaught
-    elif device not in ("auto", _world.device[:3]):
-        raise UsageError(f"init('{device}'): MPI was started before, on device {_world.device}")
-    return _world
-
-
 def over_threads(link: Link, hosts: Sequence[str] = ()) -> World:
     """Return the World of a rank that is a thread, see transport/threads/link.py; collective.
 
@@ -254,88 +225,3 @@ def over_threads(link: Link, hosts: Sequence[str] = ()) -> World:
     """
     hosts = tuple(hosts) or (socket.gethostname(),) * link.size
     return World(link, hosts, hosts[: link.rank].count(hosts[link.rank]))
-
-
-def current() -> World | None:
-    """Return the World of `init()`, None before that call."""
-    return _world
-
-
-def finish() -> None:
-    """Finalize MPI once every rank has called this; a script that called `init` does so at exit."""
-    if _world is None:
-        return
-    from hpctrain.transport.mpi import link as mpi_link
-
-    if mpi_link.running():
-        _world.link.barrier()  # on our own link: the watch names the missing ranks
-        mpi_link.finalize()
-
-
-def fail_alone(error: BaseException) -> None:
-    """Print this rank's error, and abort the job: the other ranks wait for this one."""
-    if _world is None:
-        abort.report_before_mpi(error)
-        return
-    abort.report(error, f"rank {_world.rank} on {_world.host}", _world.rank, _world.size)
-    if _world.size > 1:
-        abort.abort(error.exit_code if isinstance(error, HpctrainError) else 1)
-
-
-def _uncaught(
-    kind: type[BaseException],
-    error: BaseException,
-    trace: object,
-    refused: BaseException | None = None,
-) -> None:
-    """Print an uncaught error; exit with its code, also in a world of one rank.
-
-    An error that `init` has `refused` needs no traceback: the script is not at fault.
-    """
-    if error is refused:
-        abort.refuse(error, str(error))
-    else:
-        fail_alone(error)
-    if isinstance(error, HpctrainError):
-        sys.exit(error.exit_code)
-
-
-def _over_mpi(device: gpus.Device, timeout_s: float) -> World:
-    from hpctrain.transport.mpi.installation import knows_pmix, loaded_mpi
-
-    launched = launchers.launched(os.environ)
-    placement = rank_placement.place_rank(launched, device)
-    mpi_is = loaded_mpi()  # its error names what is missing without MPI
-    no_pmix = launchers.only_pmix(os.environ) and not knows_pmix(mpi_is)
-    daemons = launchers.pmix_of_daemons(os.environ)
-    if fault := launchers.unstartable(launched, mpi_is.vendor, mpi_is.libmpi, no_pmix, daemons):
-        raise UsageError(fault)
-    shm_warning.warn(launched)
-    from hpctrain.transport.mpi import link as mpi_link
-
-    record = WatchRecord(None, launched.rank, launched.size)
-    link = mpi_link.start(record.entry("main"), timeout_s)
-    segments.announce()
-    if fault := launchers.mismatch(launched, link.size, mpi_is.vendor, mpi_is.libmpi):
-        if link.size == 1:  # several ranks of different jobs would wait for each other for ever
-            mpi_link.finalize()
-        raise UsageError(fault)
-    gather = partial(collectives.all_gather_bytes, link)
-    host = rank_placement.node_name(gather, link.rank)
-    places, verdict, bindings = rank_placement.exchange(link, gather, host, placement)
-    hosts = tuple(binding.host for binding in bindings)
-    world = World(
-        link,
-        hosts,
-        local_rank=hosts[: link.rank].count(host),
-        concurrent=mpi_link.concurrent(),
-        transport="mpi",
-        record=record,
-        gpu=placement.gpu,
-        places=places,
-        verdict=verdict,
-        bindings=bindings,
-    )
-    on_hang = partial(abort.report_hang, link.rank, None)
-    Watch(record, None, timeout_s, on_hang, first_step_factor=1)  # no steps are recorded yet
-    return world
