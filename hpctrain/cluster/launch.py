@@ -21,13 +21,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from hpctrain.cluster import gpu_probe, guard
+from hpctrain.cluster import guard
 from hpctrain.cluster.slurm.job_end import STOPPED, LauncherExit, exit_code, print_line
 from hpctrain.core import launchers
 from hpctrain.core.errors import StoppedError, UsageError
 from hpctrain.core.interpreter import module_command
 from hpctrain.core.progress import TERMINAL
 from hpctrain.run_files import last_lines, run_folder
+from hpctrain.transport.gpu_probe import probe_process
 
 _STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 #: Open MPI sends so much over TCP unasked: a segment of the ring, and MPI's header.
@@ -52,8 +53,8 @@ def launch(n: int, arguments: Sequence[str]) -> int:
     Raises UsageError when n < 1, inside a rank of another job, or without an mpiexec.
     """
     _refuse(n, launchers.launched(os.environ))
-    if gpu_probe.may_use_gpu(arguments):
-        gpu_probe.verdict()
+    if probe_process.may_use_gpu(arguments):
+        probe_process.verdict()
     return launch_argv(n, [*module_command("hpctrain"), *arguments])
 
 

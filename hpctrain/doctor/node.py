@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.doctor.check import Check
-from hpctrain.hardware import shm
-from hpctrain.hardware.shm import GIB, MIB, SHM
 from hpctrain.transport.placement.check import FEWER_THREADS
+from hpctrain.transport.shared_memory import dev_shm
+from hpctrain.transport.shared_memory.dev_shm import GIB, MIB, SHM
 
 #: Files of MPI libraries and of hpctrain; those of a dead job stay until they are removed.
 LEFTOVERS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*", "hpctrain-*")
@@ -36,7 +36,7 @@ def blas(threads: int, cores: int, quota: float | None = None) -> Check:
 def shared_memory(folder: Path = SHM, in_use: Collection[str] | None = None) -> list[Check]:
     """Return the checks of the memory that ranks of a node share; `in_use` are files mapped now."""
     try:
-        free_bytes = shm.free(folder)
+        free_bytes = dev_shm.free(folder)
     except OSError as error:
         remedy = "mount a tmpfs there; containers: --shm-size=8g or --ipc=host"
         return [Check("shared memory", "bad", f"{folder}: {error.strerror}", remedy)]
@@ -63,11 +63,11 @@ def memlock(limit: int, rdma: bool) -> Check:
 
 def free_memory(folder: Path, free_bytes: int) -> Check:
     """Return the check of `free_bytes` bytes of shared memory in `folder`."""
-    observed = shm.free_text(free_bytes, folder)
-    if free_bytes >= shm.AMPLE_BYTES:
+    observed = dev_shm.free_text(free_bytes, folder)
+    if free_bytes >= dev_shm.AMPLE_BYTES:
         return Check("shared memory", "ok", observed)
     return Check(
-        "shared memory", "bad" if free_bytes < shm.MIN_BYTES else "slow", observed, shm.GROW
+        "shared memory", "bad" if free_bytes < dev_shm.MIN_BYTES else "slow", observed, dev_shm.GROW
     )
 
 

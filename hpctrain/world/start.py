@@ -13,7 +13,8 @@ from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.device import gpus
 from hpctrain.transport.mpi import segments
-from hpctrain.transport.placement import rank_placement, shm_warning
+from hpctrain.transport.placement import rank_placement
+from hpctrain.transport.shared_memory import dev_shm
 from hpctrain.watch import Watch, WatchRecord
 from hpctrain.world.world import World
 
@@ -33,7 +34,7 @@ def over_mpi(device: gpus.Device, timeout_s: float) -> World:
     daemons = launchers.pmix_of_daemons(os.environ)
     if fault := launchers.unstartable(launched, mpi_is.vendor, mpi_is.libmpi, no_pmix, daemons):
         raise UsageError(fault)
-    shm_warning.warn(launched)
+    dev_shm.warn(launched)
     from hpctrain.transport.mpi import link as mpi_link
 
     record = WatchRecord(None, launched.rank, launched.size)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from ranks import run_on_gpus
 
-from hpctrain.cluster import gpu_probe
+from hpctrain.transport.gpu_probe import probe_process
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -162,11 +162,11 @@ def test_a_run_on_the_cpu_tries_no_way_between_gpus(script, monkeypatch, tmp_pat
         return SimpleNamespace(returncode=1, stderr="Error")
 
     monkeypatch.setattr(equal, "subprocess", SimpleNamespace(run=run))
-    monkeypatch.setattr(gpu_probe.nvidia, "driver", lambda: "580.1")
-    monkeypatch.setattr(gpu_probe, "find_spec", lambda name: name)
+    monkeypatch.setattr(probe_process.nvidia, "driver", lambda: "580.1")
+    monkeypatch.setattr(probe_process, "find_spec", lambda name: name)
     for device in ("cpu", "gpu"):
         equal.trained(tmp_path / "run", 1, device, ())
-    assert [gpu_probe.may_use_gpu(line) for line in lines] == [False, True]
+    assert [probe_process.may_use_gpu(line) for line in lines] == [False, True]
 
 
 def test_plots(script, monkeypatch, tmp_path):

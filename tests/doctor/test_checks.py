@@ -107,7 +107,7 @@ def test_blas_under_a_quota(quota, verdict):
 
 @pytest.mark.parametrize("free, verdict", [(64 << 20, "bad"), (500 << 20, "slow"), (8 << 30, "ok")])
 def test_room_in_shared_memory(free, verdict, tmp_path, monkeypatch):
-    monkeypatch.setattr(node.shm, "free", lambda folder: free)
+    monkeypatch.setattr(node.dev_shm, "free", lambda folder: free)
     message = result(node.shared_memory(tmp_path, ()), "shared memory")
     assert message[0] == verdict
     assert (verdict == "ok") or "--shm-size" in message[2]

@@ -14,13 +14,12 @@ import pytest
 from conftest import BIN, LAUNCHER
 from ranks import on_ranks
 
-from hpctrain.cluster import gpu_probe
 from hpctrain.core.errors import UsageError
 from hpctrain.core.interpreter import module_command
 from hpctrain.hardware.gdr import Gdr
 from hpctrain.transport.device import gpus
 from hpctrain.transport.gpu_probe import child as probe_child
-from hpctrain.transport.gpu_probe import jobs, mpi_claims, verdicts
+from hpctrain.transport.gpu_probe import jobs, mpi_claims, probe_process, verdicts
 from hpctrain.transport.gpu_probe.jobs import ProbeTrial
 from hpctrain.transport.gpu_probe.mpi_claims import Claims
 from hpctrain.transport.paths import STAGED, Verdict
@@ -346,7 +345,7 @@ def test_launch_ends_trials_that_take_too_long(monkeypatch, tmp_path, caplog):
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     interrupted(monkeypatch, up, subprocess.TimeoutExpired("child", 1))
-    assert gpu_probe.verdict() == "" and ended.exists()
+    assert probe_process.verdict() == "" and ended.exists()
     assert "did not end within 240 s" in caplog.text
 
 

@@ -27,11 +27,11 @@ from hpctrain.doctor.job import (
 )
 from hpctrain.doctor.job.result import JobResult, gather_json, watched
 from hpctrain.doctor.node import free_memory
-from hpctrain.hardware import shm
 from hpctrain.hardware.nics import Nic
 from hpctrain.training.timeline import kernel
 from hpctrain.transport.device import gpus
 from hpctrain.transport.placement.check import RankBinding
+from hpctrain.transport.shared_memory import dev_shm
 from hpctrain.watch.trace import Reading
 from hpctrain.world import World, init
 
@@ -199,7 +199,7 @@ def _seats(result: JobResult) -> tuple[RankBinding, ...]:
 def _before_mpi(launched: launchers.Launched, options: Options) -> None:
     """Save the check of /dev/shm before MPI_Init, which may crash; `world` prints the warning."""
     with suppress(OSError):
-        check = free_memory(shm.SHM, shm.free())
+        check = free_memory(dev_shm.SHM, dev_shm.free())
         if launched.rank == 0 and options.json and check.verdict == "bad":
             _save(JobResult(checks=[check]), options.json)
 

@@ -21,7 +21,7 @@ from statistics import median
 
 from hpctrain.doctor.check import Check, Verdict, node_list
 from hpctrain.doctor.job.outliers import median_mad
-from hpctrain.hardware.shm import GIB, MIB
+from hpctrain.transport.shared_memory.dev_shm import GIB, MIB
 
 NAME, WORD = ".hpctrain-doctor-", "word"
 BLOCK, TIMES = 1 << 16, 5

@@ -1,18 +1,29 @@
-"""Room in /dev/shm, where MPIs keep their queues: tens of MiB per rank, claimed when they start.
+"""Free bytes of /dev/shm, and a warning before MPI_Init if they are few.
 
-Too little of it ends a rank by a bus error (MPICH), or makes messages slow (Open MPI); neither says
-why. Docker gives 64 MiB.
+MPIs keep their queues there: tens of MiB per rank, allocated when MPI starts. With too few bytes
+MPICH ends a rank by a bus error, and Open MPI sends slowly; neither reports the cause. Docker gives
+64 MiB.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
+import socket
+import time
 from pathlib import Path
+
+from hpctrain.core.launchers import Launched
+
+logger = logging.getLogger("hpctrain")
 
 SHM = Path("/dev/shm")
 MIB, GIB = 1 << 20, 1 << 30
 MIN_BYTES, AMPLE_BYTES = 128 * MIB, GIB
 GROW = "containers: --shm-size=8g or --ipc=host; else mount -o remount,size=50% /dev/shm"
+#: For the launcher, to forward the warning; and for the rank that warns, to do so before another
+#: rank of the node dies and takes all with it.
+FORWARD_S, WARN_FIRST_S = 0.2, 2.0
 
 
 def free(folder: Path = SHM) -> int:
@@ -36,3 +47,14 @@ def free_text(free_bytes: int, folder: Path = SHM) -> str:
     """Return the bytes `free_bytes` in `folder` as text."""
     size = f"{free_bytes / MIB:,.0f} MiB" if free_bytes >= MIB else f"{free_bytes >> 10} KiB"
     return f"{size} free in {folder}"
+
+
+def warn(launched: Launched) -> None:
+    """Warn, once on each node, that its ranks may be lost as soon as MPI starts."""
+    message = too_little() if launched.size > 1 else ""
+    if not message:
+        return
+    warns = launched.local_rank in (0, None)
+    if warns:
+        logger.warning("%s: %s", socket.gethostname(), message)
+    time.sleep(FORWARD_S if warns else WARN_FIRST_S)
