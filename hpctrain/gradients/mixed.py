@@ -128,7 +128,7 @@ class MixedReplica:
             if lost or not bad or self.scale <= SMALLEST:
                 break  # the engine handles a gradient that is still not finite
             self.scale, self._good = self.scale / 2, 0
-            key = key._replace(again=True)
+            key = key._replace(recomputed=True)
         for name in order:
             take(name)
         self._good += 1

@@ -83,7 +83,7 @@ class ModelReplica:
             piece_key = key._replace(first=key.first + first)
             ready = on_ready if i == self.micro_batches - 1 else ignore_ready
             piece_sums = self.model.gradient(
-                self._params, self._grads, *piece, scale, piece_key, ready, more=i > 0
+                self._params, self._grads, *piece, scale, piece_key, ready, accumulate=i > 0
             )
             sums = nn.add(sums, piece_sums)
         return sums

@@ -80,7 +80,7 @@ def test_a_pass_made_again_moves_nothing_and_a_first_layer_has_no_dx(compiled):
     import cupy
 
     x, dy, p = drawn(6, (2, 3), "float32")
-    found = passed(cupy.asarray, x, dy, p, nn.Key(0, 0, 0, again=True), want_dx=False)
+    found = passed(cupy.asarray, x, dy, p, nn.Key(0, 0, 0, recomputed=True), want_dx=False)
     assert "dx" not in found
     assert (found["mean"] == p["mean"]).all() and (found["variance"] == p["variance"]).all()
     once = passed(cupy.asarray, x, dy, p, nn.Key(0, 0, 0))

@@ -196,7 +196,7 @@ class AllReduceEngine:
         The sum was written over the gradients, so all ranks compute theirs once more.
         """
         ready = self.check.begin(ignore_ready)
-        key = task.key._replace(again=True)
+        key = task.key._replace(recomputed=True)
         sums = self.replica.gradient(task.batch, task.scale, key, ready)
         own = flags._replace(failed=0)
         own = self._vote(own if self.check.passes(sums) else own.with_failure(self.worker))
