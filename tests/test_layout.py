@@ -48,7 +48,7 @@ ROOMS = {
     "hardware": (8, 650),
     "nn": (19, 2200),
     "nn/cuda": (6, 700),
-    "optim": (8, 1200),
+    "optim": (8, 1250),
     "report": (4, 500),
     "run_files": (5, 550),
     "scaling": (10, 1550),

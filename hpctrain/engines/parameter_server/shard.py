@@ -29,7 +29,7 @@ from hpctrain.core.xp import to_host
 from hpctrain.engines.engine import BLOCK, fitting
 from hpctrain.gradients.arena import Arena, relative_to
 from hpctrain.optim import Optimizer
-from hpctrain.optim.optimizer import State, Total
+from hpctrain.optim.optimizer import GatherRows, State
 from hpctrain.transport.link import Link, Request
 
 AHEAD = 2  #: slices whose receives are posted before they are needed
@@ -76,7 +76,7 @@ class Shard:
         own: slice,
         optimizer: Optimizer,
         *,
-        total: Total,
+        total: GatherRows,
         push: Link,
         pull: Link,
         workers: Sequence[int],
