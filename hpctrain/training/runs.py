@@ -15,7 +15,7 @@ from hpctrain.config import usercode
 from hpctrain.core.errors import UsageError
 from hpctrain.core.launchers import launched
 from hpctrain.core.xp import on_device
-from hpctrain.data import Samples, Split, resized
+from hpctrain.data import Samples, Split, resize_training_set
 from hpctrain.engines.engine import load_into
 from hpctrain.gradients.mixed import MixedReplica
 from hpctrain.gradients.precision import Precision, to_read
@@ -42,7 +42,9 @@ def train(
     """
     world.together(lambda: spec.must_fit(world.size, len(world.main.nodes)))
     _agree_on_code(spec, world)
-    split = world.together(lambda: resized(spec.data.load(spec.run.seed), spec.run.epoch_samples))
+    split = world.together(
+        lambda: resize_training_set(spec.data.load(spec.run.seed), spec.run.epoch_samples)
+    )
     world.must_agree(_fingerprint(split.train), "training data (by the hash of a few samples)")
     model = world.together(lambda: build_model(spec, split))
     batch = spec.batch.size(engines.workers_of(spec.engine, world.size))

@@ -16,7 +16,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.metrics import Metric
 from hpctrain.core.signals import StopRequest
 from hpctrain.core.xp import shortage_raised
-from hpctrain.data import Sampler, Samples, worth_reading_ahead
+from hpctrain.data import Sampler, Samples, batches_to_read_ahead
 from hpctrain.engines import Engine
 from hpctrain.gradients.arena import params_sha256
 from hpctrain.gradients.precision import Precision, replica_of
@@ -142,7 +142,7 @@ class Trainer:
                 blocks=self._blocks,
                 interval=interval_steps or sampler.steps_per_epoch,
                 evaluate_every=evaluate_steps or (evaluate_epochs or 1) * sampler.steps_per_epoch,
-                prefetch=worth_reading_ahead(train) if prefetch is None else prefetch,
+                prefetch=batches_to_read_ahead(train) if prefetch is None else prefetch,
                 timeout_s=timeout_s,
                 checkpoints=checkpoints,
                 max_skipped=most_skipped(not_finite, max_skipped),
