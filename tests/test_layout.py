@@ -44,7 +44,7 @@ ROOMS = {
     "engines/parameter_server": (12, 1800),
     "engines/synchronous": (9, 1100),
     "gradients": (9, 1200),
-    "gradients/compress": (7, 850),
+    "gradients/compress": (7, 900),
     "hardware": (8, 650),
     "nn": (19, 2200),
     "nn/cuda": (6, 700),

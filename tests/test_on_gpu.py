@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 from hpctrain.collectives import OPERATIONS, operation
 from hpctrain.collectives.reductions import cuda_sum
 from hpctrain.collectives.reductions.operations import ufunc_of
-from hpctrain.gradients.precision import replica_of
+from hpctrain.gradients.precision import make_replica
 from hpctrain.run_files import run_folder
 
 HERE = Path(__file__).parent
@@ -76,14 +76,14 @@ def test_gradients(name, samples):
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", MIXED.MODELS)
 def test_gradients_with_fewer_digits(name, precision):
-    batch, wanted = MIXED.batch(name), replica_of(MIXED.built(name), 3, "float32", False)
-    found = replica_of(MIXED.built(name), 3, precision, True)
+    batch, wanted = MIXED.batch(name), make_replica(MIXED.built(name), 3, "float32", False)
+    found = make_replica(MIXED.built(name), 3, precision, True)
     told = wanted.gradient(batch, 1 / 6, MIXED.KEY, MIXED.nobody)
     sums = found.gradient(batch, 1 / 6, MIXED.KEY, MIXED.nobody)
     close = MIXED.CLOSE.get(precision, 0.005)
     assert away(sums.loss, told.loss) <= close
     assert away(found.arena.grad.get(), wanted.arena.grad) <= 6 * close
-    again = replica_of(MIXED.built(name), 3, "float32", True)  # with all digits, as ever after
+    again = make_replica(MIXED.built(name), 3, "float32", True)  # with all digits, as ever after
     again.gradient(batch, 1 / 6, MIXED.KEY, MIXED.nobody)
     assert away(again.arena.grad.get(), wanted.arena.grad) <= 1e-4
 
@@ -95,7 +95,7 @@ def test_products_have_the_digits_of_the_precision():
     there, wanted, model = cupy.asarray(x), x.astype(np.float64) @ x, MIXED.built("mlp")
     for precision, least, most in (("float32", 0, 1e-5), ("tf32", 1e-5, 1e-2),
                                    ("float32", 0, 1e-5)):  # fmt: skip
-        replica_of(model, 3, precision, True)
+        make_replica(model, 3, precision, True)
         if int(there.device.compute_capability) < 80:  # no TF32 there
             least = 0
         assert least <= away((there @ there).get(), wanted) <= most, precision

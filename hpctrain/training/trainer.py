@@ -19,7 +19,7 @@ from hpctrain.core.xp import shortage_raised
 from hpctrain.data import Sampler, Samples, batches_to_read_ahead
 from hpctrain.engines import Engine
 from hpctrain.gradients.arena import params_sha256
-from hpctrain.gradients.precision import Precision, replica_of
+from hpctrain.gradients.precision import Precision, make_replica
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
 from hpctrain.run_files import run_folder
@@ -65,7 +65,7 @@ class Trainer:
         self.world = world or hpctrain.world.init()
         self.seed, self.rate, self.callbacks = seed, optimizer.rate, callbacks
         on_gpu = self.world.gpu is not None
-        self.replica = self.world.together(lambda: replica_of(model, seed, precision, on_gpu))
+        self.replica = self.world.together(lambda: make_replica(model, seed, precision, on_gpu))
         if init is not None:
             self._warm_start(Path(init))
         replica = self.world.together(lambda: self._slowed(faults))
