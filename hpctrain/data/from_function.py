@@ -27,8 +27,8 @@ class FunctionData:
         `train` and `test` are Datasets, other Samples or pairs (x, y). Raises UsageError for a
         missing function or an invalid return value. Errors inside the function are not caught.
         """
-        returned = usercode.call(self.target, "[data] kind", self.folder, **self.arguments)
-        return _as_split(returned, self.target)
+        result = usercode.call(self.target, "[data] kind", self.folder, **self.arguments)
+        return _as_split(result, self.target)
 
 
 def _as_split(value: Any, target: str) -> Split:

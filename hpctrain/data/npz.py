@@ -80,8 +80,10 @@ def _required_keys(path: Path, names: list[str]) -> list[str]:
 
 
 def _missing_array_message(path: Path, key: str, names: list[str]) -> str:
-    casefolded = {name.casefold(): name for name in names if name not in _KEYS}
-    nearest = difflib.get_close_matches(key, casefolded, n=1, cutoff=0.2)
-    hint = f"is it '{casefolded[nearest[0]]}'? then rename it" if nearest else _HINT
+    names_by_casefold = {name.casefold(): name for name in names if name not in _KEYS}
+    nearest_names = difflib.get_close_matches(key, names_by_casefold, n=1, cutoff=0.2)
+    hint = (
+        f"is it '{names_by_casefold[nearest_names[0]]}'? then rename it" if nearest_names else _HINT
+    )
     listing = ", ".join(names[:10]) + f" and {len(names) - 10} more" * (len(names) > 10)
     return f"{path}: expected an array '{key}', seen: {listing or 'none'}; {hint}"

@@ -56,19 +56,19 @@ class Sampler:
         self.steps_per_epoch = -(-n // batch)
         self._epoch, self._order = -1, np.empty(0, np.int64)
 
-    def place(self, step: int) -> tuple[int, int]:
+    def locate_step(self, step: int) -> tuple[int, int]:
         """Return (epoch, position in the order of the epoch) of the first sample of `step`."""
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         return epoch, step_in_epoch * self.batch
 
     def samples_before(self, step: int) -> int:
         """Return the number of samples in the first `step` steps, with the short batches."""
-        epoch, index = self.place(step)
+        epoch, index = self.locate_step(step)
         return epoch * self.n + index
 
     def batch_indexes(self, step: int) -> np.ndarray:
         """Return the global indexes of the samples of `step`, int64."""
-        epoch, first = self.place(step)
+        epoch, first = self.locate_step(step)
         if epoch != self._epoch:  # sorting a large set takes longer than a step
             self._epoch, self._order = epoch, order(self.seed, epoch, self.n)
         return self._order[first : first + self.batch]

@@ -67,7 +67,7 @@ class GradientCheck:
         limit = float(np.finfo(arena.grad.dtype).max) / (2 * ranks if ranks > 1 else 1)
         self._limit, self._limit_of_sums = map(arena.grad.dtype.type, (limit, limit * ranks))
         self._slots = {slot.name: slice(slot.offset, slot.stop) for slot in arena.slots}
-        self._unchecked: set[str] = set()  # slots
+        self._unchecked_slots: set[str] = set()
         self.has_own_steps = False  #: whether this rank applies or drops its gradients alone
         self._drops_in_a_row = 0
         self._statistics = arena.buffer.copy()
@@ -83,24 +83,24 @@ class GradientCheck:
 
         Without `check_slots` the gradient is not checked: the caller checks the sum, on the host.
         """
-        self.fault, self._has_checked_buckets, self._unchecked = "", False, set()
+        self.fault, self._has_checked_buckets, self._unchecked_slots = "", False, set()
         if self._statistics.size:
             self._statistics[...] = self._replica.arena.buffer
         if self._first_fault is not None or not check_slots:
             return on_ready
-        self._unchecked = set(self._slots)
+        self._unchecked_slots = set(self._slots)
 
-        def check(name: str) -> None:
+        def check_slot(name: str) -> None:
             self._check_slot(name)
             on_ready(name)
 
-        return check
+        return check_slot
 
     def on_bucket(self, start: int, stop: int) -> None:
         """Check a bucket that is sent from a device during backward."""
         if self._first_fault is not None:
             self._has_checked_buckets = True
-            self._launch(slice(start, stop))
+            self._launch_kernel(slice(start, stop))
 
     def passes(self, sums: Sums) -> bool:
         """Return whether loss and gradient are valid; if not, restore the running statistics.
@@ -110,7 +110,7 @@ class GradientCheck:
         if self._first_fault is not None:
             self._check_on_device(self._first_fault)
         else:
-            for name in tuple(self._unchecked):
+            for name in tuple(self._unchecked_slots):
                 self._check_slot(name)
         if not isfinite(sums.loss):
             self.fault = "the loss is not finite"
@@ -128,23 +128,23 @@ class GradientCheck:
         if self._statistics.size:
             self._replica.arena.buffer[...] = self._statistics
 
-    def may_continue(self, applied: bool, limit: int, count: int = 1) -> bool:
+    def may_continue(self, is_applied: bool, limit: int, count: int = 1) -> bool:
         """Return whether a worker that steps independently of others may continue.
 
-        A gradient that is not `applied` counts as `count` dropped gradients. The worker must stop
+        A gradient that is not applied counts as `count` dropped gradients. The worker must stop
         after more than `limit` drops in a row.
         """
         self.has_own_steps = True
-        self._drops_in_a_row = 0 if applied else self._drops_in_a_row + 1
+        self._drops_in_a_row = 0 if is_applied else self._drops_in_a_row + 1
         if self._drops_in_a_row > limit:
             return False
-        self.dropped += 0 if applied else count
+        self.dropped += 0 if is_applied else count
         return True
 
     @np.errstate(over="ignore")
     def _check_slot(self, name: str) -> None:
         """Check slot `name`, on the host."""
-        self._unchecked.discard(name)
+        self._unchecked_slots.discard(name)
         for x in self._parts(self._slots[name]):
             # x . x is one pass over x in the cache; elements are checked only if it is not finite.
             if not isfinite(x.dot(x)) and not (abs(x) <= self._limit).all():
@@ -152,14 +152,14 @@ class GradientCheck:
 
     def _check_on_device(self, first_fault: Array) -> None:
         if not self._has_checked_buckets:
-            self._launch(slice(0, self._replica.arena.grad.size))
-        index, finite = divmod(int(fetch(first_fault)()[0]), 2)
-        if 2 * index + finite != NO_FAULT:
+            self._launch_kernel(slice(0, self._replica.arena.grad.size))
+        index, is_finite = divmod(int(fetch(first_fault)()[0]), 2)
+        if 2 * index + is_finite != NO_FAULT:
             first_fault[...] = NO_FAULT
             names = (name for name, s in self._slots.items() if s.start <= index < s.stop)
-            self._set_fault(next(names, "?"), bool(finite))
+            self._set_fault(next(names, "?"), bool(is_finite))
 
-    def _launch(self, elements: slice) -> None:
+    def _launch_kernel(self, elements: slice) -> None:
         for x in self._parts(elements):
             if x.size:
                 source = written(SOURCE, x.dtype.name)

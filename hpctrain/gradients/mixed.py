@@ -80,9 +80,10 @@ class MixedReplica:
         """The loss scale, and the gradients since its last change, float64 (2,); None for bf16."""
         return np.array([self.scale, self._finite_count]) if self._scales_loss else None
 
-    def restore_scaling(self, saved: np.ndarray) -> None:
+    def restore_scaling(self, saved_scaling: np.ndarray) -> None:
         """Restore a saved `scaling`, or a mean of several: the scale becomes a power of two."""
-        self.scale, self._finite_count = 2.0 ** np.floor(np.log2(saved[0])), int(saved[1])
+        self.scale = 2.0 ** np.floor(np.log2(saved_scaling[0]))
+        self._finite_count = int(saved_scaling[1])
 
     def gradient(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
@@ -92,8 +93,8 @@ class MixedReplica:
         for i, (piece, first) in enumerate(split_batch(batch, self.micro_batches)):
             is_last = i == self.micro_batches - 1
 
-            def take_slot(name: str, add: bool = i > 0, is_last: bool = is_last) -> None:
-                self._widen_slot(name, add)
+            def take_slot(name: str, accumulate: bool = i > 0, is_last: bool = is_last) -> None:
+                self._widen_slot(name, accumulate)
                 if is_last:
                     on_ready(name)
 
@@ -104,18 +105,18 @@ class MixedReplica:
 
     def evaluate(self, batch: Batch) -> nn.Sums:
         """Return the sums over `batch`; see Replica."""
-        self._round_all()
+        self._round_all_params()
         return self.model.evaluate(self._params, *batch)
 
     def outputs(self, x: np.ndarray) -> np.ndarray:
         """Return the model's outputs for samples `x` (n, ...), float32, on the host."""
-        self._round_all()
+        self._round_all_params()
         return xp.to_host(xp.wide(self.model.outputs(self._params, x)))
 
     def _compute_gradient(
-        self, batch: Batch, scale: float, key: nn.Key, ready: Callable[[str], None]
+        self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
-        return self.model.gradient(self._params, self._grads, *batch, scale, key, ready)
+        return self.model.gradient(self._params, self._grads, *batch, scale, key, on_ready)
 
     def _compute_until_finite(
         self, batch: Batch, scale: float, key: nn.Key, take_slot: Callable[[str], None]
@@ -153,11 +154,11 @@ class MixedReplica:
             flags = key.sum_over_ranks(flags)
         return bool(flags[0]), bool(flags[1])
 
-    def _widen_slot(self, name: str, add: bool) -> None:
+    def _widen_slot(self, name: str, accumulate: bool) -> None:
         """Write the gradient of slot `name` into the arena in 32 bits, or add it there."""
         slot_grad, g = self._grad_views[name], self._grads[name]
         g = g if self.scale == 1 else xp.wide(g) * (1 / self.scale)
-        if add:
+        if accumulate:
             slot_grad += g
         else:
             slot_grad[...] = g
@@ -166,7 +167,7 @@ class MixedReplica:
         """Round all parameters now, or each in the `on_need` of the returned key."""
         on_need = key.on_need
         if on_need is None:
-            self._round_all()
+            self._round_all_params()
             return key
 
         def round_slot(name: str) -> None:
@@ -178,7 +179,7 @@ class MixedReplica:
 
         return key._replace(on_need=round_slot)
 
-    def _round_all(self) -> None:
+    def _round_all_params(self) -> None:
         self._half_params[...] = self.arena.param
 
     def _bind_views(self) -> None:

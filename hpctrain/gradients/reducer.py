@@ -186,9 +186,9 @@ class Reducer:
         """Wait for one of `candidates`; return `preferred` if it is complete, else the last."""
         while not self._result_queue.empty():
             self._receive_next()
-        while not (complete := self._complete_buckets & candidates):
+        while not (complete_candidates := self._complete_buckets & candidates):
             self._receive_next()
-        return preferred if preferred in complete else max(complete)
+        return preferred if preferred in complete_candidates else max(complete_candidates)
 
     def _receive_next(self) -> None:
         """Wait for the next bucket; raise its error if it failed."""
@@ -220,8 +220,8 @@ class Reducer:
             self._reduce_queued()
 
     def _reduce_queued(self) -> None:
-        in_order = iter(self._send_queue.get, None)
-        numbers = self._iterate_by_priority() if self._priority else in_order
+        send_order = iter(self._send_queue.get, None)
+        numbers = self._iterate_by_priority() if self._priority else send_order
         number = -1
         while True:
             try:

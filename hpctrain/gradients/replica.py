@@ -131,11 +131,15 @@ def require_memory(model: nn.Model, itemsize: int) -> None:
     other ranks and of the optimizer is not counted, so a model refused here cannot fit.
     """
     element_count = sum(prod(p.shape) for p in model.parameters.values())
-    needed, available = element_count * (INITIAL_VALUE_BYTES + 2 * itemsize), available_bytes()
-    if available is not None and needed > available:
+    needed_bytes, available = (
+        element_count * (INITIAL_VALUE_BYTES + 2 * itemsize),
+        available_bytes(),
+    )
+    if available is not None and needed_bytes > available:
         raise UsageError(
-            f"[model] the model has {element_count:,} parameters, which need {needed:,} bytes, but "
-            f"only {available:,} bytes of memory are available here; expected a smaller model"
+            f"[model] the model has {element_count:,} parameters, which need "
+            f"{needed_bytes:,} bytes, but only {available:,} bytes of memory are available here; "
+            "expected a smaller model"
         )
 
 

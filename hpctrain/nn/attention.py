@@ -111,10 +111,10 @@ class CausalAttention:
             (q, k, v), (dq, dk, dv) = _split_heads(saved.qkv[i]), _split_heads(dqkv[i])
             a, dc = saved.weights[i], dcontext[i].swapaxes(-3, -2)
             _matmul(a.swapaxes(-1, -2), dc, out=dv)
-            ds, a_wide = wide(dc) @ wide(v).swapaxes(-1, -2), wide(a)
+            ds, weights_wide = wide(dc) @ wide(v).swapaxes(-1, -2), wide(a)
             # Backward of softmax: ds = a (da - sum(a da)). Masked positions have a = 0, so ds = 0.
-            ds -= _sum_of_products(a_wide, ds)
-            ds *= a_wide
+            ds -= _sum_of_products(weights_wide, ds)
+            ds *= weights_wide
             ds *= 1 / sqrt(d)
             _matmul(ds, k, out=dq)
             _matmul(ds.swapaxes(-1, -2), q, out=dk)

@@ -63,8 +63,8 @@ class BatchNorm:
         return {
             "weight": Parameter(size, ones, wide=True),
             "bias": Parameter(size, zeros, wide=True),
-            "mean": Parameter(size, zeros, trained=False),
-            "variance": Parameter(size, ones, trained=False),
+            "mean": Parameter(size, zeros, trainable=False),
+            "variance": Parameter(size, ones, trainable=False),
         }
 
     def forward(

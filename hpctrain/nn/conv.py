@@ -138,6 +138,6 @@ class Conv2d:
 
 def _pad_images(x: np.ndarray, padding: int) -> np.ndarray:
     n, h, w, c = x.shape
-    padded = np.zeros((n, h + 2 * padding, w + 2 * padding, c), x.dtype)
-    padded[:, padding : padding + h, padding : padding + w] = x
-    return padded
+    padded_images = np.zeros((n, h + 2 * padding, w + 2 * padding, c), x.dtype)
+    padded_images[:, padding : padding + h, padding : padding + w] = x
+    return padded_images

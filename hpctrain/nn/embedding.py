@@ -112,7 +112,7 @@ class Unembedding:
     def parameters(self, shape: Shape) -> dict[str, Parameter]:
         table_shape = (self.entries, shape[-1])
         return {
-            "table": Parameter(table_shape, normal(INIT_STD), same_as=f"{self.embedding}.table")
+            "table": Parameter(table_shape, normal(INIT_STD), shared_with=f"{self.embedding}.table")
         }
 
     def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Array]:

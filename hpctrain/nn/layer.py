@@ -45,15 +45,15 @@ class Key(NamedTuple):
 class Parameter:
     """One array of a layer: its shape, and `init(generator, shape)`, which returns float64 values.
 
-    An array that is not `trained` is a buffer: `forward` writes it, and it has no gradient.
-    `same_as` is the full name of a parameter of an earlier layer whose array this layer shares.
+    An array that is not `trainable` is a buffer: `forward` writes it, and it has no gradient.
+    `shared_with` is the full name of a parameter of an earlier layer whose array this layer shares.
     `wide` parameters and all buffers keep 32 bits where other parameters and samples have 16.
     """
 
     shape: Shape
     init: Init
-    trained: bool = True
-    same_as: str | None = None
+    trainable: bool = True
+    shared_with: str | None = None
     wide: bool = False
 
 

@@ -34,8 +34,8 @@ class PendingSums(NamedTuple):
 
     def wait(self) -> Sums:
         """Wait for the sums and return them; raise UsageError for invalid labels."""
-        loss, correct, invalid = self.fetch_numbers().tolist()
-        if invalid:
+        loss, correct, invalid_count = self.fetch_numbers().tolist()
+        if invalid_count:
             self.raise_invalid_label()
         return Sums(loss, int(correct), self.count)
 
@@ -72,18 +72,18 @@ def cross_entropy(
     logits, labels = logits.reshape(labels.size, shape[-1]), labels.reshape(-1)
     raise_invalid_label = partial(_raise_invalid_label, labels, shape[-1])
     if on_device(logits):
-        numbers, gradient = fused_cross_entropy(logits, labels, scale)
-        pending = PendingSums(fetch(numbers), len(logits), raise_invalid_label)
-        return pending, gradient if gradient is None else gradient.reshape(shape)
+        device_sums, gradient = fused_cross_entropy(logits, labels, scale)
+        pending_sums = PendingSums(fetch(device_sums), len(logits), raise_invalid_label)
+        return pending_sums, gradient if gradient is None else gradient.reshape(shape)
     # NumPy would index with a negative label from the end, and so train a wrong class.
     if ((labels < 0) | (labels >= shape[-1])).any():
         raise_invalid_label()
     rows = np.arange(len(logits))
     correct = (logits.argmax(axis=1) == labels).sum()
     # exp of numbers <= 0 cannot overflow, and the shift cancels in the softmax.
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    label_logits = shifted[rows, labels]
-    exponentials = np.exp(shifted, out=shifted)
+    shifted_logits = logits - logits.max(axis=1, keepdims=True)
+    label_logits = shifted_logits[rows, labels]
+    exponentials = np.exp(shifted_logits, out=shifted_logits)
     totals = exponentials.sum(axis=1)
     losses = np.log(totals) - label_logits
     sums = Sums(float(losses.sum(dtype="float64")), int(correct), len(logits))
@@ -125,9 +125,9 @@ def _make_sums(loss: Array, count: int) -> Sums | PendingSums:
     if not on_device(loss):
         return Sums(float(loss), 0, count)
     xp = namespace(loss)
-    numbers = xp.zeros(3, np.float64)
-    numbers[0] = loss
-    return PendingSums(fetch(numbers), count, lambda: None)
+    device_sums = xp.zeros(3, np.float64)
+    device_sums[0] = loss
+    return PendingSums(fetch(device_sums), count, lambda: None)
 
 
 def _raise_invalid_label(labels: Array, classes: int) -> None:

@@ -123,12 +123,14 @@ class Model:
         # Layers before the first one with parameters need no gradient.
         lowest_layer = next(i for i, names in enumerate(self._names) if names)
         layers, uses_left = list(self.layers.values()), Counter(self._use_counts)
-        written = set(self.parameters) if accumulate else set()
+        written_names = set(self.parameters) if accumulate else set()
         for i in range(len(layers) - 1, lowest_layer - 1, -1):
             names = {own: name for own, name in self._names[i].items() if name in self.parameters}
             # Layers overwrite arrays: a further contribution is written elsewhere, then added.
             contributions = {
-                own: _empty_like(grads[name]) for own, name in names.items() if name in written
+                own: _empty_like(grads[name])
+                for own, name in names.items()
+                if name in written_names
             }
             g = {own: grads[name] for own, name in names.items()} | contributions
             dy = layers[i].backward(
@@ -137,7 +139,7 @@ class Model:
             for own, name in reversed(names.items()):
                 if own in contributions:
                     grads[name][...] += contributions[own]
-                written.add(name)
+                written_names.add(name)
                 uses_left[name] -= 1
                 if not uses_left[name]:
                     on_ready(name)
@@ -148,12 +150,12 @@ class Model:
         """Add the parameters and buffers of a layer; return {name in the layer: full name}."""
         names = {}
         for name, parameter in qualify_names(layer, parameters).items():
-            full_name = parameter.same_as or name
+            full_name = parameter.shared_with or name
             names[name.removeprefix(f"{layer}.")] = full_name
-            if parameter.same_as:
+            if parameter.shared_with:
                 self._check_shared_shape(layer, full_name, parameter)
             else:
-                (self.parameters if parameter.trained else self.buffers)[name] = parameter
+                (self.parameters if parameter.trainable else self.buffers)[name] = parameter
         return names
 
     def _check_shared_shape(self, layer: str, name: str, parameter: Parameter) -> None:

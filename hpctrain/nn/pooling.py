@@ -51,11 +51,11 @@ class MaxPool2d:
     ) -> Array | None:
         x, y = saved
         dx = namespace(x).zeros(x.shape, x.dtype)
-        unassigned = namespace(x).ones(y.shape, bool)
+        is_unassigned = namespace(x).ones(y.shape, bool)
         # All values of a window may be equal, such as 0 after a ReLU: only one gets the gradient.
         for _, _, index in self._window_pixels(x):
-            is_max = (x[index] == y) & unassigned
-            unassigned ^= is_max
+            is_max = (x[index] == y) & is_unassigned
+            is_unassigned ^= is_max
             dx[index] += dy * is_max
         return dx
 

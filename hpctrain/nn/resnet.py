@@ -55,12 +55,12 @@ class ResNetOptions:
             raise UsageError(
                 f"[model] resnet20: expected images (h, w) or (h, w, channels), seen {shape}"
             )
-        to_channels: dict[str, Layer] = {"channel": AddChannel()} if len(shape) == 2 else {}
+        channel_layers: dict[str, Layer] = {"channel": AddChannel()} if len(shape) == 2 else {}
         head: dict[str, Layer] = {"pool": MeanPool(), "linear": Linear(classes)}
         stem = {**_conv_and_norm("", self.channels[0], 1), "relu": ReLU()}
-        return Model(to_channels | stem | self._groups() | head, shape)
+        return Model(channel_layers | stem | self._group_layers() | head, shape)
 
-    def _groups(self) -> dict[str, Layer]:
+    def _group_layers(self) -> dict[str, Layer]:
         layers: dict[str, Layer] = {}
         input_channels = self.channels[0]
         for i, channels in enumerate(self.channels, 1):

@@ -101,21 +101,21 @@ def _update(
     v_correction = 1 / math.sqrt(1 - const.beta2 ** (updates + 1))
     state["step"] += 1
     if on_device(param):
-        moments = moment_factors(clip, const.beta1, const.beta2)
+        beta_factors = moment_factors(clip, const.beta1, const.beta2)
         per_slot = const.exempt_vectors and const.weight_decay > 0
         for elements, decays in kernel_slices(param.size, slots, per_slot):
             decay_factor = 1 - rate * const.weight_decay * decays
             m, v = state["mean"][elements], state["square"][elements]
             arrays = (param[elements], m, v, grad[elements])
-            factors = (*moments, decay_factor, step_size, v_correction, const.epsilon)
+            factors = (*beta_factors, decay_factor, step_size, v_correction, const.epsilon)
             fused(_adamw_kernel, param)(*arrays, *factors)
         return
     scratch = namespace(param).empty(min(BLOCK_ELEMENTS, param.size), param.dtype)
     decaying_slices = find_decaying(param.size, slots, const.exempt_vectors)
-    for block, decaying in zip(blocks(param.size), decaying_slices, strict=True):
+    for block, decaying_parts in zip(blocks(param.size), decaying_slices, strict=True):
         m, v, t = state["mean"][block], state["square"][block], scratch[: block.stop - block.start]
         update_moments(m, v, grad[block], clip, const.beta1, const.beta2, t)
-        for part in decaying if const.weight_decay else ():
+        for part in decaying_parts if const.weight_decay else ():
             param[part] *= 1 - rate * const.weight_decay
         write_direction(m, v, step_size, v_correction, const.epsilon, t)
         param[block] -= t

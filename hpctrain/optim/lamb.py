@@ -174,7 +174,8 @@ def _update_on_device(
     updates = int(state["step"][0])
     step_size = 1 / (1 - const.beta1**updates)
     v_correction = 1 / math.sqrt(1 - const.beta2**updates)
-    u, moments = namespace(param).zeros_like(param), moment_factors(clip, const.beta1, const.beta2)
+    u = namespace(param).zeros_like(param)
+    moments = moment_factors(clip, const.beta1, const.beta2)
     for elements, decays in kernel_slices(param.size, slots, const.exempt_vectors):
         m, v = state["mean"][elements], state["square"][elements]
         arrays = (u[elements], param[elements], m, v, grad[elements])

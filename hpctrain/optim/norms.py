@@ -82,15 +82,15 @@ def safe_ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
     return np.divide(numerator, denominator, out=np.ones_like(numerator), where=is_positive)
 
 
-def clip_factor(grad: Array, limit: float | None, gather_rows: GatherRows) -> float:
-    """Return the factor that reduces the norm of all gradients to `limit`; 1 if it is not above.
+def clip_factor(grad: Array, max_norm: float | None, gather_rows: GatherRows) -> float:
+    """Return the factor that reduces the norm of all gradients to `max_norm`; 1 if it is not above.
 
     `grad` is not written. Source: Pascanu, Mikolov and Bengio (2013), algorithm 1.
     """
-    if limit is None:
+    if max_norm is None:
         return 1.0
     norm = math.sqrt(gather_rows(sum_squares_by_piece([grad], list(blocks(grad.size)))).sum())
-    return limit / norm if norm > limit else 1.0
+    return max_norm / norm if norm > max_norm else 1.0
 
 
 def is_vector(slot: TensorSlot) -> bool:
@@ -104,11 +104,11 @@ def find_decaying(
     """Return the slices of each block that decay: all of it, or all but vectors."""
     if not exempt_vectors:
         return [[s] for s in blocks(size)]
-    decaying: list[list[slice]] = [[] for _ in blocks(size)]
+    decaying_parts: list[list[slice]] = [[] for _ in blocks(size)]
     for i, elements in pieces(size, slots):
         if not is_vector(slots[i]):
-            decaying[elements.start // BLOCK_ELEMENTS].append(elements)
-    return decaying
+            decaying_parts[elements.start // BLOCK_ELEMENTS].append(elements)
+    return decaying_parts
 
 
 def kernel_slices(

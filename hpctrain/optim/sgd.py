@@ -88,16 +88,16 @@ def _update(
     decaying_slices = find_decaying(param.size, slots, const.exempt_vectors)
     # Allocated in each call: ranks that are threads would share a scratch kept between calls.
     scratch = namespace(param).empty(min(BLOCK_ELEMENTS, param.size), param.dtype)
-    for block, decaying in zip(blocks(param.size), decaying_slices, strict=True):
+    for block, decaying_parts in zip(blocks(param.size), decaying_slices, strict=True):
         g, w, t = grad[block], param[block], scratch[: block.stop - block.start]
         if const.momentum:
             v = state["momentum"][block]
             v *= const.momentum
             _add_scaled(v, g, clip, t)
-            for part in decaying if const.weight_decay else ():
+            for part in decaying_parts if const.weight_decay else ():
                 _add_scaled(state["momentum"][part], param[part], const.weight_decay, scratch)
         if const.nesterov or not const.momentum:
-            for part in decaying if const.weight_decay else ():
+            for part in decaying_parts if const.weight_decay else ():
                 param[part] *= 1 - rate * const.weight_decay
             _add_scaled(w, g, -rate * clip, t)
         if const.momentum:

@@ -161,7 +161,7 @@ class Journal:
 
     def about_now(self, step: int) -> dict[str, Any]:
         """Return the facts beside the arrays of a checkpoint after `step` steps; collective."""
-        epoch, index = self.sampler.place(step)
+        epoch, index = self.sampler.locate_step(step)
         return {
             "step": step,
             "epoch": epoch,

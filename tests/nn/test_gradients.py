@@ -30,7 +30,7 @@ def layer_case(layer, shape, batch=3) -> Case:
         name: one + 0.1 * generator.standard_normal(one.shape)
         for name, one in nn.initial_values(every, 0).items()
     }
-    trained = {name: one for name, one in p.items() if every[name].trained}
+    trained = {name: one for name, one in p.items() if every[name].trainable}
     x = generator.standard_normal((batch, *shape))
     weights = generator.standard_normal((batch, *layer.output_shape(shape)))
 

@@ -112,8 +112,8 @@ class Compressor:
 
         All ranks hold the same sums, so they get the same result without communication.
         """
-        pending, self._pending_extremes = self._pending_extremes, []
-        return all(np.isfinite(fetch_extremes()).all() for fetch_extremes in pending)
+        pending_fetches, self._pending_extremes = self._pending_extremes, []
+        return all(np.isfinite(fetch_extremes()).all() for fetch_extremes in pending_fetches)
 
 
 def build(

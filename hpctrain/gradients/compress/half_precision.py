@@ -61,10 +61,10 @@ class Bfloat16:
 
     def __call__(self, group: Group, x: Array) -> None:
         """Sum flat `x` in place."""
-        rounded = self._half_plane.view_bucket(x)
-        bf16.narrow(x, rounded)
-        self._allreduce(group, rounded, bf16.add)
-        bf16.widen(rounded, x)
+        rounded_bucket = self._half_plane.view_bucket(x)
+        bf16.narrow(x, rounded_bucket)
+        self._allreduce(group, rounded_bucket, bf16.add)
+        bf16.widen(rounded_bucket, x)
 
 
 class Float16:
@@ -85,10 +85,10 @@ class Float16:
         if scale is None:  # on all ranks, since they agree on the magnitude
             x[:1] = np.nan  # one element is enough, and gaps between slots stay zero
             return
-        rounded, xp = self._half_plane.view_bucket(x), namespace(x)
-        xp.multiply(x, scale, out=rounded)
-        self._allreduce(group, rounded, self._add)
-        xp.multiply(rounded, 1 / scale, out=x, dtype=x.dtype)
+        rounded_bucket, xp = self._half_plane.view_bucket(x), namespace(x)
+        xp.multiply(x, scale, out=rounded_bucket)
+        self._allreduce(group, rounded_bucket, self._add)
+        xp.multiply(rounded_bucket, 1 / scale, out=x, dtype=x.dtype)
 
 
 def _find_max_magnitude(group: Group, x: Array) -> float:

@@ -75,15 +75,15 @@ class PowerSgd:
         bucket, xp = self._slots_cache.find(x), namespace(x)
         rows = [fold_shape(slot.shape)[0] for slot in bucket.matrices]
         p_sizes = [n * self._rank for n in rows]
-        packed = bucket.pack(x, sum(p_sizes))
-        stacked_p = packed[packed.size - sum(p_sizes) :]
+        packed_slots = bucket.pack(x, sum(p_sizes))
+        stacked_p = packed_slots[packed_slots.size - sum(p_sizes) :]
         p_parts = [stacked_p[part] for part in consecutive_slices(p_sizes)]
         matrices = self._matrices(bucket, x, p_parts)
         for m, p, q, _ in matrices:
             xp.matmul(m, q, out=p)
-        if packed.size:
-            self._allreduce(group, packed, np.add)
-        bucket.unpack(packed, x)
+        if packed_slots.size:
+            self._allreduce(group, packed_slots, np.add)
+        bucket.unpack(packed_slots, x)
         if bucket.start not in self._orthonormal:
             self._orthonormal[bucket.start] = Orthonormalizer(x, self._rank, rows)
         self._orthonormal[bucket.start](stacked_p)

@@ -78,20 +78,20 @@ class TopK:
     def __call__(self, group: Group, x: Array) -> None:
         """Sum flat `x`, a slice of the gradient plane, in place."""
         bucket = self._slots_cache.find(x)
-        packed = bucket.pack(x)
-        if packed.size:
-            self._allreduce(group, packed, np.add)
+        packed_slots = bucket.pack(x)
+        if packed_slots.size:
+            self._allreduce(group, packed_slots, np.add)
         if bucket.matrices:
             counts = [ceil(self._ratio * slot.size) for slot in bucket.matrices]
             rows = self._pair_buffer(group, x, sum(counts))
-            local = _view_pairs(rows[group.link.rank], sum(counts), x.dtype)
+            local_pairs = _view_pairs(rows[group.link.rank], sum(counts), x.dtype)
             select = self._select_pairs_on_device if on_device(x) else self._select_pairs
-            select(bucket, counts, x, *local)
+            select(bucket, counts, x, *local_pairs)
             all_gather(group, rows.reshape(-1))
             x[...] = 0
             for row in rows:
                 add_at(x, *_view_pairs(row, sum(counts), x.dtype))
-        bucket.unpack(packed, x)
+        bucket.unpack(packed_slots, x)
 
     def _select_pairs(
         self, bucket: BucketSlots, counts: list[int], x: Array, indices: Array, values: Array
@@ -100,12 +100,12 @@ class TopK:
         for slot, part, k in zip(bucket.matrices, consecutive_slices(counts), counts, strict=True):
             grad, residual = bucket.view_slot(x, slot), self._residual[slot.offset : slot.stop]
             residual += grad
-            largest = _largest_indices(residual, k)
+            largest_indices = _largest_indices(residual, k)
             indices[part], values[part] = (
-                largest + (slot.offset - bucket.start),
-                residual[largest],
+                largest_indices + (slot.offset - bucket.start),
+                residual[largest_indices],
             )
-            residual[largest] = 0
+            residual[largest_indices] = 0
 
     def _select_pairs_on_device(
         self, bucket: BucketSlots, counts: list[int], x: Array, indices: Array, values: Array
