@@ -131,10 +131,8 @@ def require_memory(model: nn.Model, itemsize: int) -> None:
     other ranks and of the optimizer is not counted, so a model refused here cannot fit.
     """
     element_count = sum(prod(p.shape) for p in model.parameters.values())
-    needed_bytes, available = (
-        element_count * (INITIAL_VALUE_BYTES + 2 * itemsize),
-        available_bytes(),
-    )
+    needed_bytes = element_count * (INITIAL_VALUE_BYTES + 2 * itemsize)
+    available = available_bytes()
     if available is not None and needed_bytes > available:
         raise UsageError(
             f"[model] the model has {element_count:,} parameters, which need "
