@@ -1,4 +1,4 @@
-"""An ideal machine that keeps time: links on which messages take what LogGP says they do.
+"""An ideal machine with clocks: links on which messages take the time that LogGP predicts.
 
 Every rank runs the real algorithm on real data, in a thread; only its clock is not real. A rank
 sends one message and receives one at a time, both at once.
@@ -97,11 +97,13 @@ class Part:
 
 def over_hosts(link, hosts):
     """Return the group of all ranks of a clocked link, of which rank r is on `hosts[r]`."""
-    nodes = tuple(tuple(r for r, h in enumerate(hosts) if h == one) for one in dict.fromkeys(hosts))
-    mine = next(node for node in nodes if link.rank in node)
-    local = mine.index(link.rank)
+    nodes = tuple(
+        tuple(r for r, h in enumerate(hosts) if h == item) for item in dict.fromkeys(hosts)
+    )
+    own = next(node for node in nodes if link.rank in node)
+    local = own.index(link.rank)
     rail = tuple(node[local] for node in nodes if len(node) > local)
-    return Group(link, nodes=nodes, node=Part(link, mine), across=Part(link, rail))
+    return Group(link, nodes=nodes, node=Part(link, own), across=Part(link, rail))
 
 
 class Until:

@@ -128,7 +128,7 @@ def test_a_room_keeps_to_its_size(room):
 
 
 def test_files_are_short():
-    limits = {ROOT / name: most for name, most in LONG.items()}
+    limits = {ROOT / name: maximum for name, maximum in LONG.items()}
     assert [p for p in ROOT.rglob("*.py") if lines(p) > limits.get(p, MOST_LINES)] == []
 
 

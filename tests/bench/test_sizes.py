@@ -1,4 +1,4 @@
-"""Sizes as people type them, and what is said where they do not."""
+"""Sizes as users type them, and the errors for invalid ones."""
 
 from __future__ import annotations
 

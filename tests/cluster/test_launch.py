@@ -1,4 +1,4 @@
-"""launch: the command as a table; the launcher itself with real ranks and real signals."""
+"""launch: its command lines as a table; the launcher with real ranks and real signals."""
 
 from __future__ import annotations
 
@@ -71,26 +71,26 @@ def test_inside_a_rank_it_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "given, ranks, passed",
+    "arguments, ranks, passed",
     [
         ("-n 4 train digits --epochs 3", 4, ["train", "digits", "--epochs", "3"]),
         ("--ranks 2 bench allreduce -n 5 --help", 2, ["bench", "allreduce", "-n", "5", "--help"]),
         ("-n 1 -- train -v", 1, ["train", "-v"]),
     ],
 )
-def test_arguments_are_passed_on_untouched(monkeypatch, given, ranks, passed):
-    seen = []
-    monkeypatch.setattr(module, "launch", lambda *call: seen.append(call) or 75)
-    result = CliRunner().invoke(launch_command, given.split())
-    assert seen == [(ranks, passed)]
+def test_arguments_are_passed_on_untouched(monkeypatch, arguments, ranks, passed):
+    observed = []
+    monkeypatch.setattr(module, "launch", lambda *call: observed.append(call) or 75)
+    result = CliRunner().invoke(launch_command, arguments.split())
+    assert observed == [(ranks, passed)]
     assert result.exit_code == 75
 
 
 def test_what_stands_before_launch_is_for_the_ranks(monkeypatch):
-    seen = []
-    monkeypatch.setattr(module, "launch", lambda *call: seen.append(call) or 0)
+    observed = []
+    monkeypatch.setattr(module, "launch", lambda *call: observed.append(call) or 0)
     assert CliRunner().invoke(whole_command, ["-q", "launch", "-n", "2", "train"]).exit_code == 0
-    assert seen == [(2, ["--quiet", "train"])]
+    assert observed == [(2, ["--quiet", "train"])]
 
 
 def test_help_shows_examples():
@@ -140,11 +140,11 @@ def test_what_this_job_did_not_end_with_is_no_outcome(tmp_path, capsys, age_s, s
     (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-00000007" / "manifest.json").touch()
     assert exit_code(LauncherExit(-9, ()), os.fsencode(tmp_path), time.time() - 1) == 1
-    told = {"status": "failed", "exit_code": 1, "launcher_exit_code": -9, "steps": 7}
-    told["reason"] = "a rank was lost: mpiexec ended with SIGKILL"
-    assert run_folder.read_summary(tmp_path) == told
-    said = capsys.readouterr().err
-    assert said == (
+    reported = {"status": "failed", "exit_code": 1, "launcher_exit_code": -9, "steps": 7}
+    reported["reason"] = "a rank was lost: mpiexec ended with SIGKILL"
+    assert run_folder.read_summary(tmp_path) == reported
+    message = capsys.readouterr().err
+    assert message == (
         "hpctrain: a rank was lost: mpiexec ended with SIGKILL\n"
         f"hpctrain: results: {tmp_path}\n"
         f"hpctrain: resume: fit(..., out='{tmp_path}', resume=True)\n"
@@ -157,10 +157,10 @@ def test_ranks_learn_whether_somebody_watches(monkeypatch, watched):
     monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((97, 40)))
     monkeypatch.setattr(sys, "argv", ["/opt/hpctrain", "launch", "-n", "2", "train", "a b.toml"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    told = {"HPCTRAIN_ANNOUNCE": "/proc/7/fd/3"}
-    told |= {"HPCTRAIN_TERMINAL": "97"} if watched else {}
-    told["HPCTRAIN_COMMAND"] = "/opt/hpctrain launch -n 2 train 'a b.toml'"
-    assert module._for_ranks("/proc/7/fd/3") == told
+    reported = {"HPCTRAIN_ANNOUNCE": "/proc/7/fd/3"}
+    reported |= {"HPCTRAIN_TERMINAL": "97"} if watched else {}
+    reported["HPCTRAIN_COMMAND"] = "/opt/hpctrain launch -n 2 train 'a b.toml'"
+    assert module._for_ranks("/proc/7/fd/3") == reported
 
 
 # ---- with real ranks ----
@@ -214,10 +214,10 @@ def job(start, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     yield lambda mode, out=run: start("-c", LAUNCH, 3, program, mode, out), run
-    left = [
+    remaining = [
         p for p in psutil.process_iter(["cmdline"]) if str(program) in (p.info["cmdline"] or [])
     ]
-    assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
+    assert not [p for p in remaining if p.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.processes
@@ -305,11 +305,11 @@ def test_a_killed_launch_takes_its_ranks_along(job, mode):
         running.ranks()[-1].suspend()
     running.process.kill()
     deadline = time.monotonic() + LIMIT_S
-    while left := [pid for pid in of_job if alive(pid)]:
-        assert time.monotonic() < deadline, [psutil.Process(pid).cmdline() for pid in left]
+    while remaining := [pid for pid in of_job if alive(pid)]:
+        assert time.monotonic() < deadline, [psutil.Process(pid).cmdline() for pid in remaining]
         time.sleep(0.05)
-    asked = [f"rank {rank} of 3 was asked" in running.output() for rank in range(3)]
-    assert asked == [mode == "polite"] * 3
+    requested = [f"rank {rank} of 3 was asked" in running.output() for rank in range(3)]
+    assert requested == [mode == "polite"] * 3
     assert "launch was killed: its ranks are stopped" in running.output()
 
 
@@ -370,7 +370,7 @@ def test_a_stop_while_launch_looks_for_the_mpi(number):
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.01)
         process.send_signal(number)
-        said = process.communicate(timeout=60)[1]
+        message = process.communicate(timeout=60)[1]
     assert process.returncode == 75
-    assert said == f"hpctrain: stopped by {number.name} before a run began\n"
+    assert message == f"hpctrain: stopped by {number.name} before a run began\n"
     assert not psutil.wait_procs(children, timeout=60)[1]  # a probe that begins ends by itself

@@ -1,4 +1,4 @@
-"""Matching of collective calls: whoever calls otherwise, or cannot, all ranks raise one text."""
+"""Matching of collective calls: if one rank calls differently, or cannot call, all ranks raise."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def everything(group):
     for culprit in range(size):
         must_match(group, CALL)
         assert matched(group, CALL, lambda: "done")() == "done"
-        told = refused(group, OTHER if rank == culprit else CALL)
-        assert told.startswith("shape, dtype and call must be the same on all ranks; ")
-        assert f"rank {culprit} has another" in told
-        told = refused(group, FAULT if rank == culprit else CALL)
-        assert told == f"rank {culprit}: no array"
+        reported = refused(group, OTHER if rank == culprit else CALL)
+        assert reported.startswith("shape, dtype and call must be the same on all ranks; ")
+        assert f"rank {culprit} has another" in reported
+        reported = refused(group, FAULT if rank == culprit else CALL)
+        assert reported == f"rank {culprit}: no array"
         calls = [signature(f"call {r}") for r in range(size)]
         if size > 2:
             assert f"rank {size - 1} has call {size - 1}" in refused(group, calls[rank])
@@ -56,9 +56,9 @@ def test_on_nodes(hosts, shares):
         if not shares:
             group = replace(group, memory=Memory(group.node, None, kinds=()))
         must_match(group, CALL)
-        before = [one.messages_sent for one in group.links], group.bytes_sent
+        before = [item.messages_sent for item in group.links], group.bytes_sent
         must_match(group, CALL)
-        sent = [one.messages_sent - n for one, n in zip(group.links, before[0], strict=True)]
+        sent = [item.messages_sent - n for item, n in zip(group.links, before[0], strict=True)]
         leads = nodes > 1 and group.node.rank == 0
         if shares:
             assert sum(sent) == (math.ceil(math.log2(nodes)) if leads else 0)

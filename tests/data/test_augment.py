@@ -1,4 +1,4 @@
-"""Images changed by chance: a function of (seed, epoch, index), whoever reads them and when."""
+"""Augmentation: a function of (seed, epoch, index), independent of the reading rank."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def moved(image: np.ndarray, down: int, right: int) -> np.ndarray:
     return out
 
 
-def found(seen: np.ndarray, image: np.ndarray, shift: int) -> tuple[int, int, bool]:
+def result(observed: np.ndarray, image: np.ndarray, shift: int) -> tuple[int, int, bool]:
     """Return the one way in which `image` became `seen`."""
     ways = [
         (down, right, flip)
         for down in range(-shift, shift + 1)
         for right in range(-shift, shift + 1)
         for flip in (False, True)
-        if np.array_equal(moved(image, down, right)[:, :: -1 if flip else 1], seen)
+        if np.array_equal(moved(image, down, right)[:, :: -1 if flip else 1], observed)
     ]
     (way,) = ways
     return way
@@ -45,9 +45,9 @@ def found(seen: np.ndarray, image: np.ndarray, shift: int) -> tuple[int, int, bo
 def test_each_image_is_moved_and_mirrored_its_own_way(x, shift, flip):
     samples = AugmentedSamples(data.Dataset(x, Y), seed=3, shift=shift, flip=flip)
     assert (len(samples), samples.sample_shape) == (N, x.shape[1:])
-    seen, y = samples.rows(np.arange(N), epoch=5)
-    ways = [found(seen[i], x[i], shift) for i in range(N)]
-    assert np.array_equal(y, Y) and seen.dtype == x.dtype
+    observed, y = samples.rows(np.arange(N), epoch=5)
+    ways = [result(observed[i], x[i], shift) for i in range(N)]
+    assert np.array_equal(y, Y) and observed.dtype == x.dtype
     downs, rights, flips = (np.array(column) for column in zip(*ways, strict=True))
     for moves in (downs, rights):
         expected = N / (2 * shift + 1)

@@ -1,4 +1,4 @@
-"""Headers of arrays where the interpreter fails for no fault of theirs."""
+"""Headers of arrays: interpreter failures are not reported as faults of the file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hpctrain.data import npy
 def test_a_header_is_parsed_again(monkeypatch, failures, read):
     """CPython 3.11 raises this where two threads parse at once."""
     layout, parse = npy._FORMATS[(1, 0)]
-    left = [failures]
+    remaining = [failures]
 
     def now_and_then(file):
-        left[0] -= 1
-        if left[0] >= 0:
+        remaining[0] -= 1
+        if remaining[0] >= 0:
             raise SystemError("AST constructor recursion depth mismatch")
         return parse(file)
 

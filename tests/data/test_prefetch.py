@@ -1,4 +1,4 @@
-"""Reading ahead changes nothing but the time: order, number of reads, errors, the end."""
+"""Prefetch changes only the time: order, number of reads, errors, end of the data."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_no_more_batches_are_made_than_allowed(ahead):
     read: list[int] = []
     with Prefetch(lambda step: read.append(step) or step, range(100), ahead) as batches:
         for used in range(6):
-            until(lambda most=used + ahead: len(read) >= most)
+            until(lambda maximum=used + ahead: len(read) >= maximum)
             time.sleep(0.01)  # time to do wrong
             assert len(read) == used + ahead
             assert batches.next() == used

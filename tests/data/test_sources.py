@@ -1,4 +1,4 @@
-"""Data sets that come in, and faulty ones that are refused with a message that helps."""
+"""The built-in data sets; faulty ones are refused with a remedy."""
 
 from __future__ import annotations
 
@@ -176,10 +176,10 @@ def test_files_that_are_no_npz_are_refused(tmp_path, name):
 def test_whatever_byte_of_an_npz_is_wrong_nothing_but_a_refusal_comes(tmp_path):
     path, rng = tmp_path / "d.npz", np.random.default_rng(0)
     np.savez_compressed(path, x=X, y=Y)
-    whole = path.read_bytes()
+    complete = path.read_bytes()
     refused = 0
-    for at in range(len(whole)):
-        data_ = bytearray(whole)
+    for at in range(len(complete)):
+        data_ = bytearray(complete)
         data_[at] ^= int(rng.integers(1, 256))
         path.write_bytes(data_)
         try:
@@ -188,7 +188,7 @@ def test_whatever_byte_of_an_npz_is_wrong_nothing_but_a_refusal_comes(tmp_path):
             refused += 1
         else:  # a byte that tells of a date, say
             assert np.array_equal(train.x, X) and np.array_equal(train.y, Y)
-    assert refused > len(whole) / 2
+    assert refused > len(complete) / 2
 
 
 # --- a user's function ---------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Where tensors lie, and that hashes see them alone."""
+"""The arena: places of tensors, and hashes without the gaps."""
 
 from __future__ import annotations
 

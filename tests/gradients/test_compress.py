@@ -1,4 +1,4 @@
-"""Compressed sums: the same bytes on all ranks, near the sum or owed, and as few as is said."""
+"""Compressed sums: the same bytes on all ranks, within the error bound, in the stated bytes."""
 
 from __future__ import annotations
 
@@ -101,14 +101,14 @@ def test_what_is_not_sent_is_owed(ranks, method, dtype):
     """After each step: all sums so far and all residuals are all gradients so far."""
 
     def body(world):
-        side, sums, given = Side(world, method, dtype), 0.0, 0.0
+        side, sums, arguments = Side(world, method, dtype), 0.0, 0.0
         for step in range(4):
             total = side.sum(gradients(world.rank, step))
             assert alike(world, total)
-            sums, given = sums + total, given + everyones(world, step).sum(axis=0)
+            sums, arguments = sums + total, arguments + everyones(world, step).sum(axis=0)
             owed = everyones_owed(side)
             assert 0.1 < abs(owed).max() < 40  # something is, and it does not grow without end
-            assert abs(sums + owed - given).max() < PRECISION[dtype] * abs(given).max() * 10
+            assert abs(sums + owed - arguments).max() < PRECISION[dtype] * abs(arguments).max() * 10
         vectors = [s for s in side.arena.slots if len(s.shape) == 1]
         residual = side.compressor.local_state["residual"]
         assert not any(residual[s.offset : s.stop].any() for s in vectors)
@@ -119,21 +119,21 @@ def test_what_is_not_sent_is_owed(ranks, method, dtype):
 
 def everyones_owed(side: Side) -> np.ndarray:
     """Return the sum of all ranks' residuals."""
-    mine = side.flat(side.compressor.local_state["residual"])
-    rows = [np.frombuffer(b, mine.dtype) for b in all_gather_bytes(side.world.link, mine.tobytes())]
+    own = side.flat(side.compressor.local_state["residual"])
+    rows = [np.frombuffer(b, own.dtype) for b in all_gather_bytes(side.world.link, own.tobytes())]
     return np.sum(rows, axis=0, dtype=np.float64)
 
 
 def test_top_k_sends_the_largest_of_each_matrix():
     def body(world):
         side = Side(world, "top-k")
-        mine = gradients(world.rank, 0)
-        side.sum(mine)
-        kept = side.arena.views(side.compressor.local_state["residual"])
+        own = gradients(world.rank, 0)
+        side.sum(own)
+        saved = side.arena.views(side.compressor.local_state["residual"])
         for name, count in {"conv": 29, "small": 1, "wide": 62}.items():  # a tenth, rounded up
-            sent = kept[name] == 0
+            sent = saved[name] == 0
             assert sent.sum() == count
-            assert abs(mine[name][sent]).min() >= abs(mine[name][~sent]).max()
+            assert abs(own[name][sent]).min() >= abs(own[name][~sent]).max()
 
     run_on("threads", 2, body)
 
@@ -151,9 +151,9 @@ def test_powersgd_finds_a_matrix_of_its_rank():
 
     def body(world):
         side, rng = Side(world, "powersgd", "float64"), np.random.default_rng(world.rank)
-        mine = gradients(world.rank, 0)
-        mine["wide"] = np.outer(rng.standard_normal(20), rng.standard_normal(31))
-        side.sum(mine)
+        own = gradients(world.rank, 0)
+        own["wide"] = np.outer(rng.standard_normal(20), rng.standard_normal(31))
+        side.sum(own)
         assert abs(side.arena.views(side.compressor.local_state["residual"])["wide"]).max() < 1e-12
         assert abs(side.arena.views(side.compressor.local_state["residual"])["conv"]).max() > 0.1
 
@@ -164,19 +164,19 @@ def test_powersgd_improves_from_step_to_step():
     """The same matrix again and again: the warm start comes ever nearer to its best directions."""
 
     def body(world):
-        side, mine = Side(world, "powersgd", "float64"), gradients(world.rank, 0)
+        side, own = Side(world, "powersgd", "float64"), gradients(world.rank, 0)
         rng = np.random.default_rng(7)
-        mine["wide"] = sum(
+        own["wide"] = sum(
             s * np.outer(*(np.linalg.qr(rng.standard_normal((n, 1)))[0][:, 0] for n in (20, 31)))
             for s in (8, 4, 2, 1)
         )
         errors = []
         for _ in range(4):
             side.compressor.local_state["residual"][...] = 0
-            side.sum(mine)
+            side.sum(own)
             total = side.arena.views(side.arena.grad)["wide"]
-            errors.append(np.linalg.norm(total - world.size * mine["wide"]))
-        best = world.size * np.linalg.svd(mine["wide"])[1][2:]
+            errors.append(np.linalg.norm(total - world.size * own["wide"]))
+        best = world.size * np.linalg.svd(own["wide"])[1][2:]
         assert errors[0] > 1.1 * errors[-1]
         assert errors[-1] < 1.05 * np.linalg.norm(best)
 
@@ -213,10 +213,10 @@ def test_sums_of_nothing_are_nothing(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_all_ranks_see_what_is_not_finite_on_one(method, name, value):
     def body(world):
-        side, mine = Side(world, method), gradients(world.rank, 0)
+        side, own = Side(world, method), gradients(world.rank, 0)
         if world.rank == 1:
-            mine[name].flat[3] = value
-        side.sum(mine)
+            own[name].flat[3] = value
+        side.sum(own)
         assert not side.compressor.sums_are_finite()
 
     run_on("threads", 3, body)
@@ -280,12 +280,12 @@ def test_bfloat16_rounds_as_ml_dtypes_does():
     small, wide = np.empty(x.size, np.uint16), np.empty(x.size, np.float32)
     bfloat16.narrow(x, small)
     with np.errstate(invalid="ignore"):
-        theirs = x.astype(ml_dtypes.bfloat16)
+        remote = x.astype(ml_dtypes.bfloat16)
     numbers = ~np.isnan(x)
-    assert (small[numbers] == theirs.view(np.uint16)[numbers]).all()
+    assert (small[numbers] == remote.view(np.uint16)[numbers]).all()
     bfloat16.widen(small, wide)
     assert (np.isnan(wide) == np.isnan(x)).all()
-    assert (wide[numbers] == theirs.astype(np.float32)[numbers]).all()
+    assert (wide[numbers] == remote.astype(np.float32)[numbers]).all()
 
 
 REFUSED = [

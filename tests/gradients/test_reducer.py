@@ -1,4 +1,4 @@
-"""Buckets leave in one order while gradients still arrive, and every fault comes out at wait()."""
+"""The reducer: buckets are sent in one order during backward; faults are raised in wait()."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def test_with_priority_the_last_bucket_that_is_ready_everywhere_goes_first(late,
 
     def body(world):
         sent: list[int] = []
-        first, more, second = (threading.Semaphore(0) for _ in range(3))
+        first, extra, second = (threading.Semaphore(0) for _ in range(3))
 
         def allreduce(group, x, op):
             ring(group, x, op)
             sent.append(int(x[0]) // 2)
             if len(sent) == 1:
                 first.release()
-                more.acquire(timeout=10)
+                extra.acquire(timeout=10)
             elif len(sent) == 2:
                 second.release()
 
@@ -92,11 +92,11 @@ def test_with_priority_the_last_bucket_that_is_ready_everywhere_goes_first(late,
                 if name == "d":
                     first.acquire(timeout=10)
                 if name == "b" and world.rank in late:
-                    more.release()
+                    extra.release()
                     second.acquire(timeout=10)
                 reducer.mark_ready(name)
             if world.rank not in late:
-                more.release()
+                extra.release()
                 second.acquire(timeout=10)
             total = arena.views(reducer.wait())
             assert [int(total[name][0]) for name in "fedcba"] == [0, 0, 2, 2, 4, 4]
@@ -114,12 +114,12 @@ def test_who_needs_a_bucket_is_given_those_that_are_in_before_it(concurrent):
         for name in "fedcba":
             reducer.mark_ready(name)
         reducer.finish_backward()
-        due, taken = {0, 1, 2}, []
+        due, chosen = {0, 1, 2}, []
         while 2 in due:
-            taken.append(reducer.wait_for_any(due, 2))
-            due.discard(taken[-1])
-        assert taken[-1] == 2
-        assert sorted([*taken, *due]) == [0, 1, 2]
+            chosen.append(reducer.wait_for_any(due, 2))
+            due.discard(chosen[-1])
+        assert chosen[-1] == 2
+        assert sorted([*chosen, *due]) == [0, 1, 2]
         assert all((reducer.wait_for(number) == world.size).all() for number in range(3))
         assert reducer.wait_for_any({0, 1}, 0) == 0, "the one that is needed"
         assert reducer.wait_for_any({0, 1}, 2) == 1, "else the one that is needed next"

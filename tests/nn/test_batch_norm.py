@@ -1,4 +1,4 @@
-"""Batch normalization: running statistics, and shares of a batch that meet in its sums."""
+"""Batch normalization: running statistics, and sums over the shares of a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every gradient against central differences, in float64: layers, loss and whole models."""
+"""Every gradient against central differences, in float64: layers, losses and whole models."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def layer_case(layer, shape, batch=3) -> Case:
     generator = np.random.default_rng(0)
     every = layer.parameters(shape)
     p = {
-        name: one + 0.1 * generator.standard_normal(one.shape)
-        for name, one in nn.initial_values(every, 0).items()
+        name: item + 0.1 * generator.standard_normal(item.shape)
+        for name, item in nn.initial_values(every, 0).items()
     }
-    trained = {name: one for name, one in p.items() if every[name].trainable}
+    trained = {name: item for name, item in p.items() if every[name].trainable}
     x = generator.standard_normal((batch, *shape))
     weights = generator.standard_normal((batch, *layer.output_shape(shape)))
 
     def gradient() -> Arrays:
-        g = {name: np.full_like(one, np.nan) for name, one in trained.items()}
+        g = {name: np.full_like(item, np.nan) for name, item in trained.items()}
         return {**g, "x": layer.backward(p, g, layer.forward(p, x, KEY)[1], weights, True)}
 
     return Case(
@@ -65,7 +65,7 @@ def loss_case(loss, y, shape=(5, 4)) -> Case:
 def model_case(model, x=None, y=None, noise=0.0) -> Case:
     generator = np.random.default_rng(0)
     p = nn.initial_values(model.parameters, 1)
-    p = {name: one + noise * generator.standard_normal(one.shape) for name, one in p.items()}
+    p = {name: item + noise * generator.standard_normal(item.shape) for name, item in p.items()}
     buffers = nn.initial_values(model.buffers, 1)
     x = generator.standard_normal((4, *model.input_shape)) if x is None else x
     y = np.array([2, 0, 1, 2]) if y is None else y
@@ -74,18 +74,18 @@ def model_case(model, x=None, y=None, noise=0.0) -> Case:
         return 0.3 * model.gradient(p | buffers, g, x, y, 0.3, KEY, lambda name: None).loss
 
     def gradient() -> Arrays:
-        g = {name: np.full_like(one, np.nan) for name, one in p.items()}
+        g = {name: np.full_like(item, np.nan) for name, item in p.items()}
         run(g)
         return g
 
-    return Case(p, lambda: run({name: np.empty_like(one) for name, one in p.items()}), gradient)
+    return Case(p, lambda: run({name: np.empty_like(item) for name, item in p.items()}), gradient)
 
 
 def text_case(layers=2, **options) -> Case:
-    made = nn.TransformerOptions(layers=layers, width=4, heads=2, **options).build((5,), None)
+    created = nn.TransformerOptions(layers=layers, width=4, heads=2, **options).build((5,), None)
     bytes_ = np.random.default_rng(0).integers(0, 256, (2, 6)).astype(np.uint8)
     # Norms of values as small as at the start bend too much for differences to follow.
-    return model_case(made, bytes_[:, :-1], bytes_[:, 1:], noise=1.0)
+    return model_case(created, bytes_[:, :-1], bytes_[:, 1:], noise=1.0)
 
 
 RESNET = {"blocks": 1, "channels": [2, 3]}

@@ -1,4 +1,4 @@
-"""One shard or several: the same bytes, also for methods that need norms."""
+"""Norms over shards: the same bytes for one shard or several."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def trained(world, method: str, dtype: str) -> np.ndarray:
     slots, w, grads = problem(dtype)
     cut = bounds(w.size, world.size, BLOCK_ELEMENTS)
     own = slice(cut[world.rank], cut[world.rank + 1])
-    here = [replace(slot, offset=slot.offset - own.start) for slot in slots]
+    local = [replace(slot, offset=slot.offset - own.start) for slot in slots]
     w, optimizer = w[own].copy(), METHODS[method]
     state = optimizer.init(w)
     for g in grads:
-        optimizer.update(g[own], state, w, here, total_over(world))
+        optimizer.update(g[own], state, w, local, total_over(world))
     return w
 
 
@@ -73,10 +73,10 @@ def total_over(world):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("method", METHODS)
 def test_shards_make_the_bytes_of_the_whole(method, dtype, size):
-    (whole,) = run_on("threads", 1, lambda world: trained(world, method, dtype))
+    (complete,) = run_on("threads", 1, lambda world: trained(world, method, dtype))
     shards = run_on("threads", size, lambda world: trained(world, method, dtype))
-    assert len(whole) > 6 * BLOCK_ELEMENTS and not np.array_equal(whole, problem(dtype)[1])
-    assert np.concatenate(shards).tobytes() == whole.tobytes()
+    assert len(complete) > 6 * BLOCK_ELEMENTS and not np.array_equal(complete, problem(dtype)[1])
+    assert np.concatenate(shards).tobytes() == complete.tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -91,9 +91,9 @@ def test_norms_are_those_of_the_tensors(dtype):
 
 def test_pieces_cover_each_tensor_and_no_gap():
     slots, w, _ = problem("float32")
-    seen = np.zeros(w.size, int)
+    observed = np.zeros(w.size, int)
     for i, at in norms.pieces(w.size, slots):
-        seen[at] += 1
+        observed[at] += 1
         assert (
             at.start // BLOCK_ELEMENTS == (at.stop - 1) // BLOCK_ELEMENTS
             and slots[i].offset <= at.start
@@ -101,7 +101,7 @@ def test_pieces_cover_each_tensor_and_no_gap():
     inside = np.zeros(w.size, int)
     for slot in slots:
         inside[slot.offset : slot.stop] = 1
-    assert np.array_equal(seen, inside) and inside.sum() < w.size
+    assert np.array_equal(observed, inside) and inside.sum() < w.size
 
 
 def test_squares_of_float32_do_not_overflow():

@@ -1,4 +1,4 @@
-"""The choice of a rank's GPU, the cores near it, refusals: with a made-up CuPy and driver."""
+"""The choice of a rank's GPU, the cores near it, refusals: with simulated CuPy and driver."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ def test_no_gpu_to_choose():
         gpu_for(ALONE, 0, ("-1",))
 
 
-LEFT, RIGHT = frozenset(range(4)), frozenset(range(4, 8))
+REMAINING, RIGHT = frozenset(range(4)), frozenset(range(4, 8))
 # launched, number of the GPU, cores near each visible GPU -> what is near
-NEAR = {
-    "two sockets": (rank(3, 4), 3, [LEFT, LEFT, RIGHT, RIGHT], GpuCores(RIGHT, 1, 2)),
-    "shared GPUs": (rank(2, 4), 0, [LEFT, RIGHT], GpuCores(LEFT, 1, 2)),
+NEARBY = {
+    "two sockets": (rank(3, 4), 3, [REMAINING, REMAINING, RIGHT, RIGHT], GpuCores(RIGHT, 1, 2)),
+    "shared GPUs": (rank(2, 4), 0, [REMAINING, RIGHT], GpuCores(REMAINING, 1, 2)),
     "narrowed": (rank(2, 4), 0, [RIGHT], GpuCores(RIGHT, None, 4)),
     "not told": (rank(1, 2), 1, [frozenset(), frozenset()], None),
-    "local rank unknown": (rank(None, None), 0, [LEFT, RIGHT], None),
+    "local rank unknown": (rank(None, None), 0, [REMAINING, RIGHT], None),
 }
 
 
-@pytest.mark.parametrize("case", NEAR)
+@pytest.mark.parametrize("case", NEARBY)
 def test_near(case):
-    launched, ordinal, cores, expected = NEAR[case]
+    launched, ordinal, cores, expected = NEARBY[case]
     assert gpu_cores(launched, ordinal, cores) == expected
 
 

@@ -1,4 +1,4 @@
-"""Shared memory that MPI would leave behind: listed for launch by ranks, removed after the job.
+"""Shared memory that MPI leaves behind: listed per rank, removed after the job.
 
 That real libraries leave nothing where ranks or launch are killed, tests/campaign looks at.
 """

@@ -1,4 +1,4 @@
-"""Clocks of measurements: in turn, as often as asked, and the slowest rank counts."""
+"""Timing loops: interleaved, as often as requested; the slowest rank counts."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def test_rivals_are_taken_in_turn(ranks):
 
     for order, seconds in ranks(body):
         assert "".join(order) == "aabb" * 3
-        assert {name: len(taken) for name, taken in seconds.items()} == {"a": 2, "b": 2}
+        assert {name: len(chosen) for name, chosen in seconds.items()} == {"a": 2, "b": 2}
 
 
 def test_the_slowest_rank_counts_for_all():
     def body(world):
         return timed(world.link, lambda: time.sleep(0.05 * world.rank), calls=2)
 
-    first, *others = run_on("threads", 3, body)
-    assert first >= 0.1 and all(one == first for one in others)
+    first, *rest = run_on("threads", 3, body)
+    assert first >= 0.1 and all(item == first for item in rest)
 
 
 def test_spread_and_ratio():
