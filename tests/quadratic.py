@@ -26,7 +26,7 @@ class Quadratic:
     """A Replica whose batch is b, and whose parameters begin with 0, 1, 2, ..."""
 
     def __init__(self, dtype: np.typing.DTypeLike = np.float64):
-        self.arena = arenas.make({"w": (LENGTH,)}, dtype, {"b": (8,)})
+        self.arena = arenas.make_arena({"w": (LENGTH,)}, dtype, {"b": (8,)})
         self.arena.param[:] = np.arange(LENGTH)
 
     def gradient(self, batch, scale, key, on_ready):

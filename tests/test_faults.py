@@ -38,7 +38,7 @@ class Timed:
     """A Replica that takes COMPUTE, and whatever its callbacks take."""
 
     def __init__(self, clock: Clock):
-        self.arena, self.clock = arenas.make({"a": (3,), "b": (2,)}, "float64"), clock
+        self.arena, self.clock = arenas.make_arena({"a": (3,), "b": (2,)}, "float64"), clock
 
     def gradient(self, batch, scale, key, on_ready):
         outside = [lambda: on_ready("b"), lambda: key.sum_over_ranks(np.ones(2)),

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 from hpctrain.collectives import OPERATIONS, operation
 from hpctrain.collectives.reductions import cuda_sum
 from hpctrain.collectives.reductions.operations import ufunc_of
-from hpctrain.gradients.precision import replica_of
+from hpctrain.gradients.precision import make_replica
 from hpctrain.run_files import run_folder
 
 LOCAL = Path(__file__).parent
@@ -76,14 +76,14 @@ def test_gradients(name, samples):
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", MIXED.MODELS)
 def test_gradients_with_fewer_digits(name, precision):
-    batch, expected = MIXED.batch(name), replica_of(MIXED.built(name), 3, "float32", False)
-    result = replica_of(MIXED.built(name), 3, precision, True)
+    batch, expected = MIXED.batch(name), make_replica(MIXED.built(name), 3, "float32", False)
+    result = make_replica(MIXED.built(name), 3, precision, True)
     reported = expected.gradient(batch, 1 / 6, MIXED.KEY, MIXED.nobody)
     sums = result.gradient(batch, 1 / 6, MIXED.KEY, MIXED.nobody)
     close = MIXED.CLOSE.get(precision, 0.005)
     assert away(sums.loss, reported.loss) <= close
     assert away(result.arena.grad.get(), expected.arena.grad) <= 6 * close
-    again = replica_of(MIXED.built(name), 3, "float32", True)  # with all digits, as ever after
+    again = make_replica(MIXED.built(name), 3, "float32", True)  # with all digits, as ever after
     again.gradient(batch, 1 / 6, MIXED.KEY, MIXED.nobody)
     assert away(again.arena.grad.get(), expected.arena.grad) <= 1e-4
 
@@ -95,7 +95,7 @@ def test_products_have_the_digits_of_the_precision():
     target, expected, model = cupy.asarray(x), x.astype(np.float64) @ x, MIXED.built("mlp")
     for precision, minimum, maximum in (("float32", 0, 1e-5), ("tf32", 1e-5, 1e-2),
                                    ("float32", 0, 1e-5)):  # fmt: skip
-        replica_of(model, 3, precision, True)
+        make_replica(model, 3, precision, True)
         if int(target.device.compute_capability) < 80:  # no TF32 there
             minimum = 0
         assert minimum <= away((target @ target).get(), expected) <= maximum, precision

@@ -177,7 +177,7 @@ REFUSED = {
     ),
     "ordered and compressed": (
         ["wire.reduction=ordered", "wire.compression=bf16"],
-        "adds gradients as they are; expected compression = 'none' beside it, seen 'bf16'",
+        "adds exact gradients; expected compression = 'none' beside it, seen 'bf16'",
     ),
     "ordered and shared": (
         ["wire.reduction=ordered", "engine.share_parameters=true"],

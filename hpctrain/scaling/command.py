@@ -18,7 +18,7 @@ from hpctrain import machine
 from hpctrain.cluster.launch import Mpi
 from hpctrain.core import progress
 from hpctrain.core.errors import UsageError
-from hpctrain.gradients.precision import master
+from hpctrain.gradients.precision import master_dtype
 from hpctrain.run_files import run_folder
 from hpctrain.scaling import trial_recipe, world_sizes
 from hpctrain.scaling.collect import Gap, TrialResult
@@ -135,7 +135,7 @@ def _gradient_bytes(spec: Recipe) -> int:
     """Return the bytes of a gradient, as it is summed."""
     model = runs.build_model(spec, spec.data.load(spec.run.seed))
     count = sum(math.prod(parameter.shape) for parameter in model.parameters.values())
-    return int(count * master(spec.run.precision).itemsize)
+    return int(count * master_dtype(spec.run.precision).itemsize)
 
 
 def _threads(cores: int | None, largest: int) -> int | None:

@@ -62,7 +62,7 @@ class Checkpointer:
         """
         names = [name for name in (self._scale_name, SCALE) if name in arrays]
         if self._scaled is not None and self._scaled.scaling is not None and names:
-            self._scaled.scale_as(arrays[names[0]])
+            self._scaled.restore_scaling(arrays[names[0]])
 
     def must_fit(self, loaded: checkpoint.Loaded) -> None:
         """Raise UsageError if the facts of a checkpoint differ from this model and engine."""

@@ -21,7 +21,7 @@ from hpctrain.engines import Engine, staleness
 from hpctrain.engines.staleness import Staleness
 from hpctrain.machine import versions
 from hpctrain.nn import Sums, add
-from hpctrain.optim.optimizer import Schedule, rate_curve, rate_of
+from hpctrain.optim.optimizer import Schedule, rate_at, rate_curve
 from hpctrain.run_files.writer import RunFiles
 from hpctrain.training import run_facts
 from hpctrain.training.recipe import Recipe
@@ -142,7 +142,7 @@ class Journal:
             **means("train", *sums),
             **self._test_metrics,
             "skipped_steps": self.skips.skipped_steps,
-            "rate": None if self.rate is None else rate_of(self.rate, self._updates(step)),
+            "rate": None if self.rate is None else rate_at(self.rate, self._updates(step)),
             "rates": rate_curve(self.rate, self._row_step + 1, step, self._updates),
             "samples_per_s": samples / max(now - self._row_s, 1e-9),
             "wall_s": now,
@@ -161,7 +161,7 @@ class Journal:
 
     def about_now(self, step: int) -> dict[str, Any]:
         """Return the facts beside the arrays of a checkpoint after `step` steps; collective."""
-        epoch, index = self.sampler.place(step)
+        epoch, index = self.sampler.locate_step(step)
         return {
             "step": step,
             "epoch": epoch,

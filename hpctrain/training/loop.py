@@ -23,7 +23,7 @@ from hpctrain.core.xp import finish
 from hpctrain.data import Samples, in_pieces, share
 from hpctrain.engines import Engine, replay
 from hpctrain.engines.worker_state import common_arrays
-from hpctrain.gradients.blocks import NOTHING, in_order
+from hpctrain.gradients.blocks import ZERO_SUMS, add_in_order
 from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.run_files import run_folder
 from hpctrain.training.callbacks import Callbacks, Row
@@ -41,19 +41,19 @@ def evaluate(engine: Engine, samples: Samples, blocks: int) -> nn.Sums:
     They are added block by block: the number of workers only decides the owner of each block.
     """
     engine.settle()
-    table = np.zeros((blocks, len(NOTHING)))
+    table = np.zeros((blocks, len(ZERO_SUMS)))
     if engine.worker is not None:
         _, own_blocks = share(np.arange(blocks), engine.worker, engine.workers)
         for block in own_blocks:
             _, indexes = share(np.arange(len(samples)), block, blocks)
             table[block] = list(sums_over(engine.replica, samples, indexes))
-    return in_order(engine.sum(table.ravel()).reshape(table.shape))
+    return add_in_order(engine.sum(table.ravel()).reshape(table.shape))
 
 
 def sums_over(replica: Replica, samples: Samples, indexes: np.ndarray) -> nn.Sums:
     """Return the sums over the samples at `indexes`, read a few at a time."""
     pieces = (Batch(*rows) for rows in in_pieces(samples, indexes))
-    return reduce(nn.add, map(replica.evaluate, pieces), NOTHING)
+    return reduce(nn.add, map(replica.evaluate, pieces), ZERO_SUMS)
 
 
 class Loop:

@@ -20,7 +20,7 @@ from hpctrain.config import overrides, toml, usercode
 from hpctrain.config.usercode import Code
 from hpctrain.core import files
 from hpctrain.core.errors import UsageError
-from hpctrain.gradients.reducer import ALLREDUCE_ONLY, WireOptions
+from hpctrain.gradients.reducer import ALLREDUCE_ONLY_DEFAULTS, WireOptions
 from hpctrain.training.callbacks import EarlyStop
 from hpctrain.training.faults import FaultsOptions
 from hpctrain.training.run_options import BatchOptions, CheckpointOptions, RunOptions, most_skipped
@@ -190,7 +190,7 @@ def _engine(table: Table, wire: Table) -> Any:
     kind = config.pick(engines.ENGINES, table["kind"], "[engine] kind")
     _must_belong(table, kind)
     options = {option.name for option in fields(kind)}
-    wire_options.must_have_defaults(table["kind"], ALLREDUCE_ONLY.keys() - options)
+    wire_options.must_have_defaults(table["kind"], ALLREDUCE_ONLY_DEFAULTS.keys() - options)
     keys = {key: value for key, value in wire.items() if key in options}
     return config.read_kind(engines.ENGINES, table | keys, "engine")
 

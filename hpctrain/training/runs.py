@@ -15,10 +15,10 @@ from hpctrain.config import code_ownership, usercode
 from hpctrain.core.errors import UsageError
 from hpctrain.core.launchers import launched
 from hpctrain.core.xp import on_device
-from hpctrain.data import Samples, Split, resized
+from hpctrain.data import Samples, Split, resize_training_set
 from hpctrain.engines.engine import load_into
 from hpctrain.gradients.mixed import MixedReplica
-from hpctrain.gradients.precision import Precision, to_read
+from hpctrain.gradients.precision import Precision, make_reading_replica
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.optim import Optimizer
 from hpctrain.run_files import run_folder
@@ -43,7 +43,7 @@ def train(
     world.on_all_ranks(lambda: spec.must_fit(world.size, len(world.main.nodes)))
     _agree_on_code(spec, world)
     split = world.on_all_ranks(
-        lambda: resized(spec.data.load(spec.run.seed), spec.run.epoch_samples)
+        lambda: resize_training_set(spec.data.load(spec.run.seed), spec.run.epoch_samples)
     )
     world.must_agree(_fingerprint(split.train), "training data (by the hash of a few samples)")
     model = world.on_all_ranks(lambda: build_model(spec, split))
@@ -160,7 +160,7 @@ def load(
     if model is not None:
         loaded = weights.checkpoint_of(folder, best)
         precision: Precision = "float64" if loaded.arrays["param"].itemsize == 8 else "float32"
-        return _fill(to_read(model, 0, precision, _on_gpu(device)), loaded)
+        return _fill(make_reading_replica(model, 0, precision, _on_gpu(device)), loaded)
     spec = _recipe_of(folder, trust)
     return with_weights(spec, weights.checkpoint_of(folder, best), _on_gpu(device))
 
@@ -186,7 +186,7 @@ def with_weights(
         model = build_model(spec, spec.data.load(spec.run.seed))
     else:
         model = spec.model.build(tuple(facts["input_shape"]), facts["classes"])
-    return _fill(to_read(model, spec.run.seed, spec.run.precision, on_gpu), loaded)
+    return _fill(make_reading_replica(model, spec.run.seed, spec.run.precision, on_gpu), loaded)
 
 
 def _on_gpu(device: Device) -> bool:

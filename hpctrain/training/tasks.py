@@ -105,5 +105,5 @@ class Tasks:
         assert engine.worker is not None  # a server has no tasks
         indexes = sampler.batch_indexes(step)
         first, own_indexes = share(indexes, engine.worker, engine.workers, self._plan.blocks)
-        epoch, _ = sampler.place(step)
+        epoch, _ = sampler.locate_step(step)
         return _Share(step, first, Batch(*self._plan.train.rows(own_indexes, epoch)), len(indexes))

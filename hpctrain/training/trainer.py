@@ -16,10 +16,10 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.metrics import Metric
 from hpctrain.core.signals import StopRequest
 from hpctrain.core.xp import shortage_raised
-from hpctrain.data import Sampler, Samples, worth_reading_ahead
+from hpctrain.data import Sampler, Samples, batches_to_read_ahead
 from hpctrain.engines import Engine
 from hpctrain.gradients.arena import params_sha256
-from hpctrain.gradients.precision import Precision, replica_of
+from hpctrain.gradients.precision import Precision, make_replica
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
 from hpctrain.run_files import run_folder
@@ -66,7 +66,7 @@ class Trainer:
         self.world = world or hpctrain.world.init()
         self.seed, self.rate, self.callbacks = seed, optimizer.rate, callbacks
         on_gpu = self.world.gpu is not None
-        self.replica = self.world.on_all_ranks(lambda: replica_of(model, seed, precision, on_gpu))
+        self.replica = self.world.on_all_ranks(lambda: make_replica(model, seed, precision, on_gpu))
         if init is not None:
             self._warm_start(Path(init))
         replica = self.world.on_all_ranks(lambda: self._slowed(faults))
@@ -143,7 +143,7 @@ class Trainer:
                 blocks=self._blocks,
                 interval=interval_steps or sampler.steps_per_epoch,
                 evaluate_every=evaluate_steps or (evaluate_epochs or 1) * sampler.steps_per_epoch,
-                prefetch=worth_reading_ahead(train) if prefetch is None else prefetch,
+                prefetch=batches_to_read_ahead(train) if prefetch is None else prefetch,
                 timeout_s=timeout_s,
                 checkpoints=checkpoints,
                 max_skipped=most_skipped(not_finite, max_skipped),

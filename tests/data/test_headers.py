@@ -28,7 +28,7 @@ def test_a_header_is_parsed_again(monkeypatch, failures, read):
     np.save(file, np.ones((2, 3)))
     file.seek(0)
     if read:
-        assert npy.header(file, "x", "y") == ((2, 3), False, np.dtype("f8"))
+        assert npy.read_header(file, "x", "y") == ((2, 3), False, np.dtype("f8"))
     else:
         with pytest.raises(UsageError, match="depth mismatch"):
-            npy.header(file, "x", "y")
+            npy.read_header(file, "x", "y")

@@ -70,7 +70,7 @@ def test_an_error_is_raised_where_its_batch_would_be_used(ahead):
 
 
 def test_a_read_that_does_not_return_is_given_up(monkeypatch):
-    monkeypatch.setattr(prefetch, "JOIN_S", 0.05)
+    monkeypatch.setattr(prefetch, "JOIN_TIMEOUT_S", 0.05)
     answer = threading.Event()
     start = time.monotonic()
     with (

@@ -13,7 +13,7 @@ from ranks import run_on
 from hpctrain import data, nn, optim
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.data import Dataset, Sampler, share
-from hpctrain.data.augment import Augmented
+from hpctrain.data.augment import AugmentedSamples
 from hpctrain.training.trainer import Trainer
 
 N, BATCH, EPOCHS = 103, 20, 3
@@ -112,7 +112,7 @@ def test_augmented_samples_are_the_same_on_any_number_of_ranks():
         model = nn.MlpOptions(widths=[4, 8, 3]).build((2, 2), 3)
         trainer = Trainer(model, optim.sgd(0.1, 0.9), precision="float64", world=world)
         start = trainer.replica.arena.param.copy()
-        trainer.fit(Augmented(images, 0, 1, True), batch=BATCH, epochs=EPOCHS)
+        trainer.fit(AugmentedSamples(images, 0, 1, True), batch=BATCH, epochs=EPOCHS)
         trainer.close()
         return start, trainer.replica.arena.param
 
@@ -140,6 +140,6 @@ def test_a_fault_found_while_reading_ends_the_run_with_its_message(prefetch):
 
 def test_where_all_lies_in_memory_no_thread_reads_ahead(tmp_path):
     split = data.read({"kind": "text", "length": 64}).load(0)
-    assert data.worth_reading_ahead(split.train) == 2
+    assert data.batches_to_read_ahead(split.train) == 2
     images = data.read({"kind": "digits", "shift": 1}).load(0)
-    assert [data.worth_reading_ahead(item) for item in (images.train, images.test)] == [0, 0]
+    assert [data.batches_to_read_ahead(item) for item in (images.train, images.test)] == [0, 0]

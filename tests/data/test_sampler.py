@@ -42,7 +42,7 @@ def test_an_epoch_has_each_sample_once_and_only_its_last_batch_is_short(n, batch
         batches = [sampler.batch_indexes(step) for step in steps]
         assert all(len(item) == batch for item in batches[:-1])
         assert np.array_equal(np.concatenate(batches), order(4, epoch, n))
-        firsts = [sampler.place(step) for step in steps]
+        firsts = [sampler.locate_step(step) for step in steps]
         assert firsts == [(epoch, i * batch) for i in range(len(batches))]
 
 

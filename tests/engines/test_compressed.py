@@ -181,7 +181,7 @@ def test_all_ranks_together_owe_the_same_whatever_their_number(
 
         def loaded(arrays):
             load(arrays)
-            owed[world.rank] = engine._compressor.own["residual"].copy()
+            owed[world.rank] = engine._compressor.local_state["residual"].copy()
             saved.append(arrays["compression.residual"])
 
         engine.load = loaded
@@ -233,8 +233,8 @@ REFUSED = [
     ("engine.kind=gossip", "engine 'allreduce'.*seen 'gossip'"),
     ("engine.shard_optimizer=true", "shard_optimizer.*expected .* none, seen bf16"),
     ("engine.share_parameters=true", "share_parameters.*expected .* none, seen bf16"),
-    ("wire.algorithm=null", "carry 'bf16', seen 'null'"),
-    ("wire.algorithm=native", "carry 'bf16', seen 'native'"),
+    ("wire.algorithm=null", "supports 'bf16', seen 'null'"),
+    ("wire.algorithm=native", "supports 'bf16', seen 'native'"),
     ("wire.compression_rank=3", "expected compression = 'powersgd' beside it, seen 'bf16'"),
     ("wire.compression=top_k", "compression"),
 ]

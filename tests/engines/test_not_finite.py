@@ -503,7 +503,7 @@ def test_the_kernel_finds_the_first(gpu, monkeypatch, dtype):
             check.begin(lambda name: None)
             assert check.passes(nn.Sums(1.0, 1, 1)) == (not fault)
             assert check.fault == (fault and f"the gradient of '{name}' is {fault}")
-    assert int(check._first.get()[0]) == finite.NONE
+    assert int(check._first_fault.get()[0]) == finite.NO_FAULT
 
 
 def test_backup_workers_do_not_mind_what_comes_too_late():

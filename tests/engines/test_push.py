@@ -111,7 +111,7 @@ def test_a_slice_goes_to_the_device_before_the_next_has_come(lazy_gpu):
     def body(world):
         if world.rank == 0:
             return serve(world.link)
-        arena = arenas.make({"w": (length,)}, np.float32, zeros=xp.zeros)
+        arena = arenas.make_arena({"w": (length,)}, np.float32, zeros=xp.zeros)
         none = type("Replica", (), {"arena": arena})()
         check = GradientCheck(none, 1)
         servers = ServerLinks(push=world.link, pull=world.link, coordinator=0, cut=cut)
@@ -127,7 +127,7 @@ def test_a_slice_goes_to_the_device_before_the_next_has_come(lazy_gpu):
 
 
 def test_a_slot_that_is_never_ready_is_named(gpu):
-    arena = arenas.make(dict.fromkeys("ab", (100,)), np.float32, zeros=xp.zeros)
+    arena = arenas.make_arena(dict.fromkeys("ab", (100,)), np.float32, zeros=xp.zeros)
     box = push.GradientPush(arena, [(0, slice(0, arena.grad.size))], adds=False)
     box.on_ready_for(is_last=True)("b")
     with pytest.raises(HpctrainError, match="on_ready never fired for slots: a"):

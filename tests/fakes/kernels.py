@@ -74,7 +74,7 @@ def first_not_finite(grid, block, x, n, limit, start, first) -> None:
         first[0] = min(int(first[0]), 2 * (int(start) + int(i)) + int(np.isfinite(x[i])))
 
 
-def owe(grid, block, residual, x, matrices, bucket) -> None:
+def add_to_residual(grid, block, residual, x, matrices, bucket) -> None:
     assert grid[1] == len(matrices)
     for start, size, *_ in matrices:
         residual[start : start + size] += x[start - bucket : start - bucket + size]
@@ -243,7 +243,7 @@ KERNELS = {
     "to_bfloat16": to_bfloat16,
     "from_bfloat16": from_bfloat16,
     "first_not_finite": first_not_finite,
-    "owe": owe,
+    "add_to_residual": add_to_residual,
     "count_digits": nothing,
     "pick_digit": nothing,
     "take_largest": take_largest,

@@ -13,7 +13,7 @@ from hpctrain.collectives.reductions import bfloat16
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients import compress
-from hpctrain.gradients.buckets import cut
+from hpctrain.gradients.buckets import cut_buckets
 from hpctrain.gradients.compress import powersgd
 from hpctrain.gradients.reducer import Reducer, WireOptions
 
@@ -35,12 +35,12 @@ class Side:
 
     def __init__(self, world, method, dtype="float32", algorithm="ring", bucket_bytes=1600):
         options = WireOptions(**METHODS[method], algorithm=algorithm)
-        self.world, self.arena = world, arenas.make(SHAPES, dtype)
+        self.world, self.arena = world, arenas.make_arena(SHAPES, dtype)
         grad = self.arena.grad
         self.compressor = compress.build(
             options, ALLREDUCE[algorithm], self.arena, world.size, world.memory.zeros_like
         )
-        self.buckets = cut(self.arena.slots, grad.size, grad.itemsize, bucket_bytes)
+        self.buckets = cut_buckets(self.arena.slots, grad.size, grad.itemsize, bucket_bytes)
         self.group = world.group_for("compressed")
         self.reducer = Reducer(grad, self.buckets, self.group, self.compressor, True)
 
@@ -49,7 +49,7 @@ class Side:
         for slot in self.arena.slots:
             self.arena.views(self.arena.grad)[slot.name][...] = gradients[slot.name]
         for slot in reversed(self.arena.slots):
-            self.reducer.ready(slot.name)
+            self.reducer.mark_ready(slot.name)
         return self.flat(self.reducer.wait())
 
     def flat(self, plane: np.ndarray) -> np.ndarray:
@@ -110,7 +110,7 @@ def test_what_is_not_sent_is_owed(ranks, method, dtype):
             assert 0.1 < abs(owed).max() < 40  # something is, and it does not grow without end
             assert abs(sums + owed - arguments).max() < PRECISION[dtype] * abs(arguments).max() * 10
         vectors = [s for s in side.arena.slots if len(s.shape) == 1]
-        residual = side.compressor.own["residual"]
+        residual = side.compressor.local_state["residual"]
         assert not any(residual[s.offset : s.stop].any() for s in vectors)
         side.reducer.close()
 
@@ -119,7 +119,7 @@ def test_what_is_not_sent_is_owed(ranks, method, dtype):
 
 def everyones_owed(side: Side) -> np.ndarray:
     """Return the sum of all ranks' residuals."""
-    own = side.flat(side.compressor.own["residual"])
+    own = side.flat(side.compressor.local_state["residual"])
     rows = [np.frombuffer(b, own.dtype) for b in all_gather_bytes(side.world.link, own.tobytes())]
     return np.sum(rows, axis=0, dtype=np.float64)
 
@@ -129,7 +129,7 @@ def test_top_k_sends_the_largest_of_each_matrix():
         side = Side(world, "top-k")
         own = gradients(world.rank, 0)
         side.sum(own)
-        saved = side.arena.views(side.compressor.own["residual"])
+        saved = side.arena.views(side.compressor.local_state["residual"])
         for name, count in {"conv": 29, "small": 1, "wide": 62}.items():  # a tenth, rounded up
             sent = saved[name] == 0
             assert sent.sum() == count
@@ -143,7 +143,7 @@ def test_top_k_sends_the_largest_of_each_matrix():
     [((20, 31), (20, 31)), ((3, 3, 16, 32), (144, 32)), ((3, 3, 4, 8), (9, 32)), ((5, 1), (5, 1))],
 )
 def test_tensors_are_folded_where_rows_and_columns_are_fewest(shape, matrix):
-    assert powersgd.folded(shape) == matrix
+    assert powersgd.fold_shape(shape) == matrix
 
 
 def test_powersgd_finds_a_matrix_of_its_rank():
@@ -154,8 +154,8 @@ def test_powersgd_finds_a_matrix_of_its_rank():
         own = gradients(world.rank, 0)
         own["wide"] = np.outer(rng.standard_normal(20), rng.standard_normal(31))
         side.sum(own)
-        assert abs(side.arena.views(side.compressor.own["residual"])["wide"]).max() < 1e-12
-        assert abs(side.arena.views(side.compressor.own["residual"])["conv"]).max() > 0.1
+        assert abs(side.arena.views(side.compressor.local_state["residual"])["wide"]).max() < 1e-12
+        assert abs(side.arena.views(side.compressor.local_state["residual"])["conv"]).max() > 0.1
 
     run_on("threads", 2, body)
 
@@ -172,7 +172,7 @@ def test_powersgd_improves_from_step_to_step():
         )
         errors = []
         for _ in range(4):
-            side.compressor.own["residual"][...] = 0
+            side.compressor.local_state["residual"][...] = 0
             side.sum(own)
             total = side.arena.views(side.arena.grad)["wide"]
             errors.append(np.linalg.norm(total - world.size * own["wide"]))
@@ -188,7 +188,7 @@ def test_fp16_neither_overflows_nor_vanishes(scale):
     def body(world):
         side = Side(world, "fp16")
         total = side.sum(gradients(world.rank, 0, scale))
-        assert side.compressor.finite()
+        assert side.compressor.sums_are_finite()
         expected = scale * everyones(world, 0).sum(axis=0)
         assert np.linalg.norm(total - expected) < 1e-3 * np.linalg.norm(expected)
 
@@ -203,7 +203,7 @@ def test_sums_of_nothing_are_nothing(method):
         side = Side(world, method)
         assert not side.sum(gradients(world.rank, 0, 0.0)).any()
         assert side.sum(gradients(world.rank, 1)).any()
-        assert side.compressor.finite()
+        assert side.compressor.sums_are_finite()
 
     run_on("threads", 3, body)
 
@@ -217,7 +217,7 @@ def test_all_ranks_see_what_is_not_finite_on_one(method, name, value):
         if world.rank == 1:
             own[name].flat[3] = value
         side.sum(own)
-        assert not side.compressor.finite()
+        assert not side.compressor.sums_are_finite()
 
     run_on("threads", 3, body)
 
@@ -295,9 +295,9 @@ REFUSED = [
     ({"compression": "fp8"}, "compression"),
     ({"compression": "top-k", "compression_ratio": 1.0}, "compression_ratio"),
     ({"compression": "powersgd", "compression_rank": 0}, "compression_rank"),
-    *((METHODS[m] | {"algorithm": "null"}, f"carry '{m}', seen 'null'") for m in METHODS),
-    *((METHODS[m] | {"algorithm": "native"}, f"carry '{m}', seen 'native'") for m in ROUNDOFF),
-    *((METHODS[m] | {"algorithm": "nccl"}, f"carry '{m}', seen 'nccl'") for m in ROUNDOFF),
+    *((METHODS[m] | {"algorithm": "null"}, f"supports '{m}', seen 'null'") for m in METHODS),
+    *((METHODS[m] | {"algorithm": "native"}, f"supports '{m}', seen 'native'") for m in ROUNDOFF),
+    *((METHODS[m] | {"algorithm": "nccl"}, f"supports '{m}', seen 'nccl'") for m in ROUNDOFF),
 ]
 
 
@@ -314,7 +314,7 @@ def test_native_carries_what_is_summed_as_it_is(method):
 
 def test_a_ratio_that_sends_more_than_the_gradient_is_refused():
     options = WireOptions(compression="top-k", compression_ratio=0.1)
-    arena = arenas.make(SHAPES, "float32")
+    arena = arenas.make_arena(SHAPES, "float32")
     compress.build(options, ALLREDUCE["ring"], arena, 9, np.zeros_like)
     with pytest.raises(UsageError, match=r"expected less than 1/10, seen 0.1"):
         compress.build(options, ALLREDUCE["ring"], arena, 10, np.zeros_like)

@@ -13,9 +13,9 @@ from hpctrain.collectives.reductions import bfloat16
 from hpctrain.core import xp
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients import compress
-from hpctrain.gradients.buckets import cut
-from hpctrain.gradients.compress.orthonormal import Orthonormal
-from hpctrain.gradients.compress.top_k_cuda import Largest
+from hpctrain.gradients.buckets import cut_buckets
+from hpctrain.gradients.compress.orthonormal import Orthonormalizer
+from hpctrain.gradients.compress.top_k_cuda import LargestSelector
 from hpctrain.gradients.reducer import Reducer, WireOptions
 
 SHAPES = {"conv": (3, 3, 4, 8), "bias": (8,), "small": (2, 2), "wide": (20, 31), "last": (5,)}
@@ -42,13 +42,13 @@ class Side:
     def __init__(self, world, method, dtype, algorithm):
         options = WireOptions(**METHODS[method], algorithm=algorithm)
         zeros = {} if world.gpu is None else {"zeros": xp.zeros}
-        self.arena = arenas.make(SHAPES, dtype, **zeros)
+        self.arena = arenas.make_arena(SHAPES, dtype, **zeros)
         grad = world.memory.zeros_like(self.arena.grad)
         self.arena = arenas.Arena(self.arena.slots, self.arena.param, grad)
         self.compressor = compress.build(
             options, ALLREDUCE[algorithm], self.arena, world.size, world.memory.zeros_like
         )
-        buckets = cut(self.arena.slots, grad.size, grad.itemsize, 1600)
+        buckets = cut_buckets(self.arena.slots, grad.size, grad.itemsize, 1600)
         self.group = world.group_for("compressed")
         self.reducer = Reducer(grad, buckets, self.group, self.compressor, True)
 
@@ -61,9 +61,9 @@ class Side:
                 g.flat[3] = spoil
             xp.copy(self.arena.views(self.arena.grad)[slot.name], g.astype(self.arena.grad.dtype))
         for slot in reversed(self.arena.slots):
-            self.reducer.ready(slot.name)
+            self.reducer.mark_ready(slot.name)
         result = xp.to_host(self.reducer.wait()).copy()
-        owed = [xp.to_host(x).copy() for x in self.compressor.own.values()]
+        owed = [xp.to_host(x).copy() for x in self.compressor.local_state.values()]
         return np.concatenate([result, *owed])
 
 
@@ -72,7 +72,7 @@ def summed(world, method, dtype, algorithm, spoil=None):
     result = [side.sum(world.rank, step, spoil) for step in range(3)]
     moved = side.group.host_bytes
     side.reducer.close()
-    return np.array(result), side.compressor.finite(), moved
+    return np.array(result), side.compressor.sums_are_finite(), moved
 
 
 @pytest.mark.pairs
@@ -148,7 +148,7 @@ def test_the_k_largest_are_taken_and_of_equal_ones_the_first(request, gpu, name,
     count = sum(k for _, _, k in matrices)
     location, values = cupy.zeros(count, np.uint32), cupy.zeros(count, dtype)
     owed = plane.copy()
-    Largest(residual, bucket, matrices)(cupy.asarray(x), location, values)
+    LargestSelector(residual, bucket, matrices)(cupy.asarray(x), location, values)
     first = 0
     for start, size, k in matrices:
         own = owed[start : start + size]
@@ -182,9 +182,9 @@ def test_columns_become_orthonormal(gpu, sources, name, dtype):
     rng, rank, rows = np.random.default_rng(0), 4, [4, 5, 300]
     x = np.concatenate([MATRICES[name](rng, n, rank).ravel() for n in rows]).astype(dtype)
     result = cupy.asarray(x)
-    Orthonormal(result, rank, rows)(result)
+    Orthonormalizer(result, rank, rows)(result)
     expected, close = x.copy(), 1e-5 if dtype == "float32" else 1e-13
-    Orthonormal(expected, rank, rows)(expected)
+    Orthonormalizer(expected, rank, rows)(expected)
     start = 0
     for n in rows:
         a = result.get()[start : start + n * rank].reshape(n, rank)
@@ -200,5 +200,5 @@ def test_columns_that_are_not_numbers_stay_so(gpu, sources):
     x = np.ones((5, 2), "float32")
     x[3, 0] = np.nan
     result = cupy.asarray(x.ravel())
-    Orthonormal(result, 2, [5])(result)
+    Orthonormalizer(result, 2, [5])(result)
     assert np.isnan(result.get()).any()

@@ -11,8 +11,8 @@ from ranks import run_on_gpus
 from hpctrain import data, engines, nn, optim
 from hpctrain.core.errors import TrainingError, UsageError
 from hpctrain.gradients import mixed
-from hpctrain.gradients.mixed import MixedReplica, dtype_named
-from hpctrain.gradients.precision import replica_of
+from hpctrain.gradients.mixed import MixedReplica, half_dtype
+from hpctrain.gradients.precision import make_replica
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.training.trainer import Trainer
 
@@ -52,7 +52,7 @@ def test_gradients_are_those_of_32_bits_rounded(gpu, name, precision, pieces):
     if name == "resnet" and pieces > 1:
         return  # it normalizes over the batch
     full = ModelReplica(built(name), 3, np.dtype("float32"))
-    small, ready = replica_of(built(name), 3, precision, True), []
+    small, ready = make_replica(built(name), 3, precision, True), []
     assert isinstance(small, MixedReplica)
     small.micro_batches = pieces
     expected = full.gradient(batch(name), 1 / 6, KEY, nobody)
@@ -94,7 +94,7 @@ def test_an_overflow_is_computed_again_with_half_the_scale(gpu):
 
 
 def test_the_scale_grows(gpu, monkeypatch):
-    monkeypatch.setattr(mixed, "GROW_EVERY", 2)
+    monkeypatch.setattr(mixed, "GROWTH_INTERVAL", 2)
     small = MixedReplica(built("mlp"), 3, np.dtype("float16"), True)
     small.scale = 4.0
     for _ in range(4):
@@ -143,7 +143,7 @@ def half(world, run, steps, resume=False):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_run_that_is_resumed_goes_on_with_the_scales_it_had(gpu, monkeypatch, tmp_path, size):
-    monkeypatch.setattr(mixed, "GROW_EVERY", 3)
+    monkeypatch.setattr(mixed, "GROWTH_INTERVAL", 3)
     complete, parts = tmp_path / "whole", tmp_path / "parts"
     expected = run_on_gpus(size, lambda w: half(w, complete, 11))
     begun = run_on_gpus(size, lambda w: half(w, parts, 7))
@@ -169,7 +169,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(gpu):
 
 
 def test_parameters_are_rounded_when_they_are_needed(gpu):
-    small, reported = MixedReplica(built("mlp"), 3, dtype_named("bf16"), True), []
+    small, reported = MixedReplica(built("mlp"), 3, half_dtype("bf16"), True), []
     small.arena.param[...] = 0
     small.gradient(batch("mlp"), 1.0, KEY._replace(on_need=reported.append), nobody)
     assert set(reported) == {slot.name for slot in small.arena.slots}
@@ -184,7 +184,7 @@ def test_products_are_those_of_the_last_replica(gpu, monkeypatch):
     monkeypatch.delenv("CUPY_TF32", raising=False)
     products, model = cupy._core._routines_linalg, built("mlp")
     for precision in ("float32", "tf32", "float32", "tf32", "bf16", "tf32", "float64"):
-        replica_of(model, 3, precision, True)
+        make_replica(model, 3, precision, True)
         expected = "COMPUTE_TYPE_TF32" if precision == "tf32" else "COMPUTE_TYPE_DEFAULT"
         assert products.get_compute_type(np.float32) == getattr(products, expected), precision
 
@@ -192,10 +192,10 @@ def test_products_are_those_of_the_last_replica(gpu, monkeypatch):
 @pytest.mark.parametrize("precision", ["tf32", *SIXTEEN])
 def test_cores_have_no_such_products(precision):
     with pytest.raises(UsageError, match=f"'{precision}' needs a GPU; .* float32, float64"):
-        replica_of(built("mlp"), 3, precision, False)
+        make_replica(built("mlp"), 3, precision, False)
 
 
 def test_bfloat16_that_is_missing_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     with pytest.raises(UsageError, match=r"pip install 'hpctrain\[cuda13x\]'"):
-        dtype_named("bf16")
+        half_dtype("bf16")

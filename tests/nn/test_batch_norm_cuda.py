@@ -80,7 +80,7 @@ def test_a_pass_made_again_moves_nothing_and_a_first_layer_has_no_dx(compiled):
     import cupy
 
     x, dy, p = drawn(6, (2, 3), "float32")
-    result = passed(cupy.asarray, x, dy, p, nn.Key(0, 0, 0, again=True), want_dx=False)
+    result = passed(cupy.asarray, x, dy, p, nn.Key(0, 0, 0, recomputed=True), want_dx=False)
     assert "dx" not in result
     assert (result["mean"] == p["mean"]).all() and (result["variance"] == p["variance"]).all()
     once = passed(cupy.asarray, x, dy, p, nn.Key(0, 0, 0))

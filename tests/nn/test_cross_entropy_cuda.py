@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain import nn
 from hpctrain.core.errors import UsageError
-from hpctrain.nn.losses import arrived
+from hpctrain.nn.losses import wait_for_sums
 
 CLOSE = {"float32": 1e-6, "float64": 1e-14}
 #: rows, classes; a row of one class, of more than threads, more rows than blocks, none
@@ -36,7 +36,7 @@ def test_it_is_that_of_the_host(compiled, gpu, dtype, scale):
         gpu.counts.clear()
         coming, dz = nn.cross_entropy(cupy.asarray(z), cupy.asarray(labels), scale)
         assert gpu.counts["raw kernel"] == bool(labels.size)
-        sums = arrived(coming)
+        sums = wait_for_sums(coming)
         assert (sums.correct, sums.count) == (expected.correct, expected.count)
         assert sums.loss == pytest.approx(expected.loss, rel=CLOSE[dtype], abs=1e-12)
         assert (dz is None) == (scale is None)
@@ -53,7 +53,7 @@ def test_a_label_that_is_none_is_refused(compiled, label):
     coming, dz = nn.cross_entropy(z, labels, 1.0)
     assert dz.shape == (2, 3)
     with pytest.raises(UsageError, match=f"label {label} is out of range; expected .* 0 .. 2"):
-        arrived(coming)
+        wait_for_sums(coming)
 
 
 def test_not_a_number_stays_none(compiled):
@@ -61,4 +61,4 @@ def test_not_a_number_stays_none(compiled):
 
     z = cupy.asarray(np.array([[0.0, np.nan], [1.0, 2.0]]))
     coming, _ = nn.cross_entropy(z, cupy.asarray(np.array([0, 1])), 1.0)
-    assert np.isnan(arrived(coming).loss)
+    assert np.isnan(wait_for_sums(coming).loss)

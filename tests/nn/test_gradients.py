@@ -30,7 +30,7 @@ def layer_case(layer, shape, batch=3) -> Case:
         name: item + 0.1 * generator.standard_normal(item.shape)
         for name, item in nn.initial_values(every, 0).items()
     }
-    trained = {name: item for name, item in p.items() if every[name].trained}
+    trained = {name: item for name, item in p.items() if every[name].trainable}
     x = generator.standard_normal((batch, *shape))
     weights = generator.standard_normal((batch, *layer.output_shape(shape)))
 
@@ -113,7 +113,7 @@ CASES = {
     "pool-remainder": lambda: layer_case(nn.MaxPool2d(), (5, 3, 2)),
     "pool-overlap": lambda: layer_case(nn.MaxPool2d(3, stride=1), (5, 4, 2)),
     "gelu": lambda: layer_case(nn.GELU(), (3, 4)),
-    "linear-places": lambda: layer_case(nn.Linear(4, places=True), (2, 3)),
+    "linear-places": lambda: layer_case(nn.Linear(4, per_position=True), (2, 3)),
     "conv-no-bias": lambda: layer_case(nn.Conv2d(2, kernel=3, padding=1, bias=False), (3, 4, 2)),
     "conv-stride-padding": lambda: layer_case(nn.Conv2d(2, 3, stride=2, padding=1), (5, 4, 2)),
     "mean-pool": lambda: layer_case(nn.MeanPool(), (3, 2, 4)),
@@ -124,8 +124,8 @@ CASES = {
     "batch-norm-vector": lambda: layer_case(nn.BatchNorm(epsilon=0.1), (4,), batch=5),
     "embedding": words_case,
     "positions": lambda: layer_case(nn.Positions(), (4, 3)),
-    "attention": lambda: layer_case(nn.CausalAttention(heads=2, spread=0.5), (5, 4)),
-    "attention-1-head": lambda: layer_case(nn.CausalAttention(heads=1, spread=0.5), (1, 3)),
+    "attention": lambda: layer_case(nn.CausalAttention(heads=2, init_std=0.5), (5, 4)),
+    "attention-1-head": lambda: layer_case(nn.CausalAttention(heads=1, init_std=0.5), (1, 3)),
     "chain": lambda: layer_case(nn.Chain({"a": nn.Linear(3), "b": nn.GELU()}), (4,)),
     "residual": lambda: layer_case(nn.Residual({"a": nn.Linear(4), "b": nn.Dropout(0.5)}), (4,)),
     "residual-shortcut": lambda: layer_case(

@@ -66,12 +66,12 @@ def test_windows_become_rows_and_come_back(compiled, dtype):
     for shape, kernel, stride, padding in CASES:
         x = drawn(shape, dtype)
         expected, size = rows_of(x, kernel, stride, padding)
-        rows = im2col.columns(cupy.asarray(x), size, kernel, stride, padding)
+        rows = im2col.image_to_columns(cupy.asarray(x), size, kernel, stride, padding)
         assert rows.shape == (expected.size // (kernel**2 * shape[3]), kernel**2 * shape[3])
         assert rows.get().tobytes() == expected.tobytes()
         arguments = drawn(expected.shape, dtype)
         flat = cupy.asarray(arguments.reshape(rows.shape))
-        back = im2col.image(flat, shape, size, kernel, stride, padding)
+        back = im2col.columns_to_image(flat, shape, size, kernel, stride, padding)
         reported = image_of(arguments, shape, stride, padding)
         assert back.get().tobytes() == reported.tobytes()
 

@@ -62,7 +62,7 @@ def gelu_reference(x):
 
 
 FORWARD = [
-    (nn.Linear(4, places=True), (3, 6), lambda p, x: x @ p["weight"] + p["bias"]),
+    (nn.Linear(4, per_position=True), (3, 6), lambda p, x: x @ p["weight"] + p["bias"]),
     (nn.Conv2d(3, 3, bias=False), (5, 4, 2), lambda p, x: conv_reference(p | {"bias": 0}, x, 1, 0)),
     (nn.GELU(), (3, 2), lambda p, x: gelu_reference(x)),
     (nn.LayerNorm(), (3, 5), lambda p, x: normed(x, -1) * p["weight"] + p["bias"]),
@@ -172,7 +172,10 @@ class TestDropout:
 
 
 REFUSED = [
-    (lambda: nn.Linear(2, places=True).output_shape((2,)), r"vectors at places .* seen \(2,\)"),
+    (
+        lambda: nn.Linear(2, per_position=True).output_shape((2,)),
+        r"vectors at positions .* seen \(2,\)",
+    ),
     (lambda: nn.CausalAttention(0), "heads must be at least 1"),
     (lambda: nn.CausalAttention(3).output_shape((5, 4)), r"multiple of 3 heads, seen \(5, 4\)"),
     (lambda: nn.Embedding(0, 1), "entries must be at least 1"),
@@ -181,14 +184,14 @@ REFUSED = [
         lambda: nn.Embedding(7, 2).forward({"table": np.ones((7, 2))}, np.array([[7]]), KEY),
         "numbers in 0 .. 6, seen 7 .. 7",
     ),
-    (lambda: nn.Positions().output_shape((2,)), r"vectors at places .* seen \(2,\)"),
+    (lambda: nn.Positions().output_shape((2,)), r"vectors at positions .* seen \(2,\)"),
     (lambda: nn.MeanPool().output_shape((2,)), r"expected images .* seen \(2,\)"),
     (lambda: nn.Subsample(2, 3).output_shape((4, 4, 5)), r"at most 3 channels\), seen \(4, 4, 5\)"),
     (
         lambda: nn.Residual({"a": nn.Linear(3)}).output_shape((4,)),
         r"body ends in \(3,\) but the shortcut in \(4,\)",
     ),
-    (lambda: nn.mean_squared_error(np.ones((3, 2)), np.ones(3)), r"expected \(3, 2\) .* \(3,\)"),
+    (lambda: nn.mean_squared_error(np.ones((3, 2)), np.ones(3)), r"shape \(3, 2\), .* seen \(3,\)"),
     (lambda: nn.Linear(0), "outputs must be at least 1, seen 0"),
     (lambda: nn.Conv2d(1, kernel=0), "kernel must be at least 1"),
     (lambda: nn.Conv2d(1, kernel=3, padding=-1), "padding must be at least 0"),

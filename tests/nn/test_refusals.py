@@ -48,7 +48,7 @@ REFUSED = {
         chain(
             (3,),
             words=nn.Embedding(7, 4),
-            n=nn.Linear(5, places=True),
+            n=nn.Linear(5, per_position=True),
             out=nn.Unembedding("words", 7),
         ),
         r"shares 'words.table': expected \(7, 5\), seen \(7, 4\)",

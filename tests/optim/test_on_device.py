@@ -8,9 +8,9 @@ import pytest
 from hpctrain import optim
 from hpctrain.gradients.arena import lay_out
 from hpctrain.optim import norms
-from hpctrain.optim.optimizer import BLOCK, blocks
+from hpctrain.optim.optimizer import BLOCK_ELEMENTS, blocks
 
-SHAPES = {"a": (3, 5), "b": (300, 300), "c": (9,), "d": (2, BLOCK), "e": (5, 1)}
+SHAPES = {"a": (3, 5), "b": (300, 300), "c": (9,), "d": (2, BLOCK_ELEMENTS), "e": (5, 1)}
 OPTIMIZERS = {
     "sgd": optim.sgd(0.1),
     "sgd, decay": optim.sgd(0.1, weight_decay=0.1),
@@ -62,19 +62,19 @@ def test_as_on_the_host(gpu, name, dtype):
 def test_sums_depend_on_their_pieces_alone(gpu):
     import cupy
 
-    x = np.random.default_rng(0).standard_normal(3 * BLOCK + 100).astype("float32")
+    x = np.random.default_rng(0).standard_normal(3 * BLOCK_ELEMENTS + 100).astype("float32")
     own, device = list(blocks(x.size)), cupy.asarray(x)
-    complete = norms.squares_of([device], own)
-    apart = [norms.squares_of([device[s]], [slice(0, s.stop - s.start)])[0] for s in own]
+    complete = norms.sum_squares_by_piece([device], own)
+    apart = [norms.sum_squares_by_piece([device[s]], [slice(0, s.stop - s.start)])[0] for s in own]
     assert complete.dtype == np.float64 and (complete == apart).all()
-    np.testing.assert_allclose(complete, norms.squares_of([x], own), rtol=1e-13)
-    assert norms.squares_of([device], []).shape == (0, 1)
+    np.testing.assert_allclose(complete, norms.sum_squares_by_piece([x], own), rtol=1e-13)
+    assert norms.sum_squares_by_piece([device], []).shape == (0, 1)
 
 
 def test_one_kernel_takes_a_whole_arena(gpu):
     import cupy
 
-    optimizer, x = optim.sgd(0.1, 0.9), cupy.ones(3 * BLOCK, "float32")
+    optimizer, x = optim.sgd(0.1, 0.9), cupy.ones(3 * BLOCK_ELEMENTS, "float32")
     state = optimizer.init(x)
     gpu.counts.clear()
     optimizer.update(x, state, x, (), lambda rows: rows)

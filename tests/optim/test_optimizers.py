@@ -11,13 +11,20 @@ from hpctrain import optim
 from hpctrain.config import read_kind
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients.arena import lay_out
-from hpctrain.optim.optimizer import BLOCK
+from hpctrain.optim.optimizer import BLOCK_ELEMENTS
 
 LAYOUTS = {
     "nothing": [],
     "one number": [()],
     "vectors": [(7,), (1,), (16,)],
-    "over blocks": [(3, 5), (300, 300), (9,), (2, BLOCK), (BLOCK // 2, 2), (5, 1)],
+    "over blocks": [
+        (3, 5),
+        (300, 300),
+        (9,),
+        (2, BLOCK_ELEMENTS),
+        (BLOCK_ELEMENTS // 2, 2),
+        (5, 1),
+    ],
 }
 
 
@@ -323,14 +330,14 @@ def test_a_state_carried_over_goes_on_with_the_same_bytes(name):
 
 @pytest.mark.parametrize("name", FOUR)
 def test_an_update_needs_no_array_of_full_length(name):
-    w, g = np.ones(20 * BLOCK), np.ones(20 * BLOCK)
-    slots, _ = slots_of([(20, BLOCK)])
+    w, g = np.ones(20 * BLOCK_ELEMENTS), np.ones(20 * BLOCK_ELEMENTS)
+    slots, _ = slots_of([(20, BLOCK_ELEMENTS)])
     state = FOUR[name].init(w)
     tracemalloc.start()
     FOUR[name].update(g, state, w, slots, alone)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 4 * BLOCK * w.itemsize
+    assert peak < 4 * BLOCK_ELEMENTS * w.itemsize
 
 
 REFUSED = [

@@ -11,7 +11,7 @@ from studies import SPEC, study
 
 from hpctrain.commands.scale import scale
 from hpctrain.core.errors import UsageError
-from hpctrain.data import Dataset, resized
+from hpctrain.data import Dataset, resize_training_set
 from hpctrain.data.dataset import Split
 from hpctrain.scaling import study as studies
 from hpctrain.scaling import trial_recipe, world_sizes
@@ -151,10 +151,10 @@ def test_servers_need_ranks():
 def test_a_set_of_another_length(tmp_path):
     short = recipe.load("digits").data.load(0).train
     three = Dataset(short.x[:3], short.y[:3])
-    longer = resized(Split(three, None, 10), 5).train
+    longer = resize_training_set(Split(three, None, 10), 5).train
     assert (len(longer), longer.sample_shape) == (5, three.sample_shape)
     assert (longer.rows(np.array([4]))[0] == three.x[1]).all()
-    assert resized(Split(three, None, 10), None).train is three
+    assert resize_training_set(Split(three, None, 10), None).train is three
     spec = recipe.load("digits", ["run.epoch_samples=256"])
     assert spec.run.epoch_samples == 256
 

@@ -15,7 +15,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.cost_model.loggp import Cluster, Wire
 from hpctrain.cost_model.training_step import Step, even_step
 from hpctrain.engines import Task
-from hpctrain.gradients.precision import master
+from hpctrain.gradients.precision import master_dtype
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.training import recipe, runs
 
@@ -97,7 +97,8 @@ def of_recipe(name: str, bucket_bytes: int) -> Step:
     """Return one rank's computation in a step of recipe `name`, measured in this process."""
     spec = recipe.load(name)
     split = spec.data.load(spec.run.seed)
-    replica = ModelReplica(runs.build_model(spec, split), spec.run.seed, master(spec.run.precision))
+    dtype = master_dtype(spec.run.precision)
+    replica = ModelReplica(runs.build_model(spec, split), spec.run.seed, dtype)
     replica.micro_batches = spec.batch.micro_batches
     sampler = data.Sampler(len(split.train), spec.batch.size(1), spec.run.seed)
     batch = Batch(*split.train.rows(sampler.batch_indexes(0)))

@@ -25,7 +25,9 @@ def profile(
 ) -> Step:
     """Return the medians of `rounds` steps on `task` without communication; trains the model."""
     arena = replica.arena
-    bucket_list = buckets.cut(arena.slots, arena.grad.size, arena.grad.itemsize, bucket_bytes)
+    bucket_list = buckets.cut_buckets(
+        arena.slots, arena.grad.size, arena.grad.itemsize, bucket_bytes
+    )
     state, timings = optimizer.init(arena.param), []
     for _ in range(warm_up + rounds):
         full = _full(replica, task, bucket_list)

@@ -91,7 +91,7 @@ class DelayedAverage:
         """Start the sum of the present parameters."""
         for x, view in zip(self._planes, self._views, strict=True):
             view[...] = x
-        self._reducer.ready("planes")
+        self._reducer.mark_ready("planes")
         self._pending, self._complete = True, False
         if not self._concurrent:
             self._wait()  # here, where all ranks arrive

@@ -42,7 +42,7 @@ from hpctrain.engines.staleness import Staleness, shared_staleness
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
-from hpctrain.optim.optimizer import rate_of
+from hpctrain.optim.optimizer import rate_at
 from hpctrain.transport.link import Link
 from hpctrain.world import World
 
@@ -175,7 +175,7 @@ class ParameterServerEngine:
             check=self.check,
             push_every=method.push_every,
             pull_every=method.pull_every,
-            local_rate=None if rate is None else lambda step: rate_of(rate, int(step * per_step)),
+            local_rate=None if rate is None else lambda step: rate_at(rate, int(step * per_step)),
             sum_over_workers=self._sum_in_layer if method.lockstep else None,
             drops=method.asynchronous,
         )

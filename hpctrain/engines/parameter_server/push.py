@@ -23,7 +23,7 @@ import numpy as np
 
 from hpctrain.core.xp import Array, Event, event, on_device, pinned_like, stream_of_thread, wait_for
 from hpctrain.gradients.arena import Arena
-from hpctrain.gradients.buckets import BucketProgress, cut
+from hpctrain.gradients.buckets import BucketProgress, cut_buckets
 from hpctrain.gradients.replica import ignore_ready
 from hpctrain.transport.link import Link
 
@@ -39,7 +39,8 @@ class GradientPush:
         self._sum = np.zeros_like(arena.grad) if adds else arena.grad
         self._host_copy: HostCopy | None = None
         if on_device(arena.grad):
-            self._buckets = cut(arena.slots, arena.grad.size, arena.grad.itemsize, 1)  # a slot each
+            # With a limit of 1 byte, each slot is a bucket.
+            self._buckets = cut_buckets(arena.slots, arena.grad.size, arena.grad.itemsize, 1)
             self._progress = BucketProgress(self._buckets)
             self._host_copy = HostCopy(self._sum, [s for _, s in cut_])
 
@@ -50,7 +51,7 @@ class GradientPush:
     def add(self, is_last: bool) -> None:
         """Complete a gradient: check that all its slots are copied, or add it to the sum."""
         if is_last and self._host_copy:
-            self._progress.complete()
+            self._progress.finish_step()
         elif self._sum is not self._grad:
             self._sum += self._grad
 
@@ -68,7 +69,7 @@ class GradientPush:
 
     def _copy_ready(self, name: str) -> None:
         assert self._host_copy is not None
-        for bucket in (self._buckets[number] for number in self._progress.ready(name)):
+        for bucket in (self._buckets[number] for number in self._progress.mark_ready(name)):
             if self._sum is not self._grad:
                 bucket_slice = slice(bucket.start, bucket.stop)
                 self._sum[bucket_slice] += self._grad[bucket_slice]

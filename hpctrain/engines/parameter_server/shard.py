@@ -27,9 +27,9 @@ from hpctrain.checkpoint import Piece
 from hpctrain.collectives.chunks import SEGMENT_BYTES, bounds
 from hpctrain.core.xp import to_host
 from hpctrain.engines.engine import BLOCK, fitting
-from hpctrain.gradients.arena import Arena, relative_to
+from hpctrain.gradients.arena import Arena, shift_slots
 from hpctrain.optim import Optimizer
-from hpctrain.optim.optimizer import State, Total
+from hpctrain.optim.optimizer import GatherRows, State
 from hpctrain.transport.link import Link, Request
 
 AHEAD = 2  #: slices whose receives are posted before they are needed
@@ -76,7 +76,7 @@ class Shard:
         own: slice,
         optimizer: Optimizer,
         *,
-        total: Total,
+        total: GatherRows,
         push: Link,
         pull: Link,
         workers: Sequence[int],
@@ -98,7 +98,7 @@ class Shard:
         self._whole_gradient = optimizer.needs_norms or adds
         self._sum = np.zeros(self.param.size if self._whole_gradient else 0, self.param.dtype)
         self._parts = [slice(0, self.param.size)] if self._whole_gradient else self._wire
-        self._slots = [relative_to(own.start + part.start, arena.slots) for part in self._parts]
+        self._slots = [shift_slots(own.start + part.start, arena.slots) for part in self._parts]
         self._states: list[State] = [optimizer.init(self.param[part]) for part in self._parts]
         longest = max((s.stop - s.start for s in self._wire), default=0)
         self._inbox = np.empty((AHEAD, len(workers), longest), self.param.dtype)

@@ -129,7 +129,7 @@ class AllReduceEngine:
         cut = overlap.cut(arena, wire, options, concurrent)
         reduce = overlap.prefer_shared_sum(self.update.reduce, wire, arena.grad, cut, options)
         self._reducer = Reducer(
-            arena.grad, cut, wire, reduce, concurrent, trace, options.priority, self.check.bucket
+            arena.grad, cut, wire, reduce, concurrent, trace, options.priority, self.check.on_bucket
         )
         if options.priority:
             parts = [slice(bucket.start, bucket.stop) for bucket in cut]
@@ -152,7 +152,9 @@ class AllReduceEngine:
         with times.compute(self._trace, "forward, backward"):
             if self._compressor is not None:
                 self._compressor.begin()
-            ready = self.check.begin(self._reducer.ready, slots=self._checked_range is None)
+            ready = self.check.begin(
+                self._reducer.mark_ready, check_slots=self._checked_range is None
+            )
             sums = self.replica.gradient(task.batch, task.scale, key, ready)
             if not self.check.passes(sums):
                 flags = flags.with_failure(self.worker)
@@ -181,7 +183,7 @@ class AllReduceEngine:
         waits = self._trace.add("wait for gradients", "wait", start_s, perf_counter())
         self.times.wait_s += waits
         with self.times.compute(self._trace, "update"):
-            finite = self._compressor is None or self._compressor.finite()
+            finite = self._compressor is None or self._compressor.sums_are_finite()
             if not flags.failed and not finite:  # on all ranks: they hold the same sum
                 self.check.fault = compression_state.sum_fault(self._compressor)
                 flags = flags.with_failure(self.workers)
@@ -196,7 +198,7 @@ class AllReduceEngine:
         The sum was written over the gradients, so all ranks compute theirs once more.
         """
         ready = self.check.begin(ignore_ready)
-        key = task.key._replace(again=True)
+        key = task.key._replace(recomputed=True)
         sums = self.replica.gradient(task.batch, task.scale, key, ready)
         own_flags = flags._replace(failed=0)
         own_flags = self._vote(

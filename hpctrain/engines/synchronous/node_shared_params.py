@@ -40,7 +40,7 @@ from hpctrain.engines.synchronous.update import (
     load_range,
     range_pieces,
 )
-from hpctrain.gradients.arena import relative_to
+from hpctrain.gradients.arena import shift_slots
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
 from hpctrain.world import World
@@ -72,7 +72,7 @@ class NodeSharedUpdate:
         _share(world, replica)
         self._arena = arena = replica.arena
         self._own = own = _range(arena.param.size, min(map(len, group.nodes)), self._node.rank)
-        self._param, self._slots = arena.param[own], relative_to(own.start, arena.slots)
+        self._param, self._slots = arena.param[own], shift_slots(own.start, arena.slots)
         self.state = optimizer.init(self._param)
         grads = [x[own] for x in world.memory.neighbours(arena.grad) or [arena.grad]]
         cut = _cut(self._param.size)
@@ -83,7 +83,7 @@ class NodeSharedUpdate:
         self._node_barrier = self._node.barrier if buffers is None else buffers.flags.exchange
         self._single_pass = world.across.size == 1 and not optimizer.needs_norms
 
-    def ready(self, name: str) -> None:
+    def mark_ready(self, name: str) -> None:
         """Do nothing: gradients are summed after backward."""
 
     def wait(self) -> np.ndarray:

@@ -36,7 +36,7 @@ from hpctrain.engines.engine import (
     load_into,
     pieces_of,
 )
-from hpctrain.gradients.arena import Arena, Slot, offset_in, relative_to
+from hpctrain.gradients.arena import Arena, Slot, shift_slots, view_offset
 from hpctrain.optim import Optimizer
 from hpctrain.optim.optimizer import State
 from hpctrain.transport.link import Link
@@ -78,7 +78,7 @@ class PartwiseUpdate:
         return (
             {**views, "step": self._count},
             param[own_slice],
-            relative_to(own_slice.start, overlapping),
+            shift_slots(own_slice.start, overlapping),
         )
 
 
@@ -130,12 +130,12 @@ class ShardedUpdate:
         self._offsets = bounds(arena.param.size, size, BLOCK)
         #: the range of this rank
         self.own = slice(self._offsets[rank], self._offsets[rank + 1])
-        self._slots = relative_to(self.own.start, arena.slots)
+        self._slots = shift_slots(self.own.start, arena.slots)
         self.state = optimizer.init(arena.param[self.own])
 
     def reduce(self, group: Group, x: np.ndarray, op: Operation) -> None:
         """Sum slice `x` of the gradient plane, each element on the rank that updates it."""
-        offset_before = offset_in(self._arena.grad, x)
+        offset_before = view_offset(self._arena.grad, x)
         offsets = [min(max(offset - offset_before, 0), x.size) for offset in self._offsets]
         self._sums(group, x, op, offsets=offsets)
 
