@@ -43,7 +43,7 @@ def test_each_sample_is_read_once_in_an_epoch_by_one_rank(size, prefetch):
     def body(world):
         train, test = Counted(X, Y), Counted(X, Y)
         fitted(world, train, test, prefetch, epochs=EPOCHS)
-        return train.seen, test.evidence
+        return train.seen, test.seen
 
     trains, tests = zip(*run_on("threads", size, body), strict=True)
     expected = {(epoch, i): 1 for epoch in range(EPOCHS) for i in range(N)}
