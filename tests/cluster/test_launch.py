@@ -112,6 +112,7 @@ PROGRAM_CODES = [
     (-9, (), 137),
     (138, (signal.SIGTERM,), 143),  # Open MPI: a rank was ended by SIGUSR1
     (10, (signal.SIGINT,), 130),  # MPICH
+    (11, (signal.SIGINT,), 130),  # MPICH, which killed another rank
     (5, (signal.SIGTERM,), 5),  # it handled the signal
     (0, (signal.SIGINT,), 0),
     (-15, (signal.SIGINT, signal.SIGINT), 130),

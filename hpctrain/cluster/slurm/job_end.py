@@ -15,6 +15,9 @@ _EXIT_CODES = (0, 1, 2, 3, 75, 86, 130)  # the exit codes with a meaning in hpct
 _REFUSED, STOPPED, _INTERRUPTED = 2, 75, 130
 _FINAL_STATUSES = ("done", "stopped", "failed", "hung")
 _BUS_ERROR = ": a bus error; is /dev/shm full? See `hpctrain doctor`"
+# Launchers report a rank that SIGUSR1 has ended as 128 + its number, or as the number; MPICH then
+# kills the other ranks, and returns the bitwise or of all codes.
+_ENDED_BY_STOP = (signal.SIGUSR1, signal.SIGUSR1 | signal.SIGKILL)
 _SAME_TIME_S = 0.05  # file times come from a clock that ticks more coarsely than time.time()
 
 
@@ -83,8 +86,7 @@ def code_of_command(launcher_exit: LauncherExit) -> int:
 
 def code_of_program(launcher_exit: LauncherExit) -> int:
     """Return the code of any other program: the launcher's, or 128 + N if signal N stopped it."""
-    # Launchers report a rank that SIGUSR1 has ended as 128 + its number, or as the number.
-    if launcher_exit.signals and abs(launcher_exit.code) % 128 == signal.SIGUSR1:
+    if launcher_exit.signals and abs(launcher_exit.code) % 128 in _ENDED_BY_STOP:
         number = signal.Signals(launcher_exit.signals[0])
         print_line(f"stopped by {number.name}, which the program does not handle")
         return 128 + number
