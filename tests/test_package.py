@@ -93,3 +93,16 @@ def test_beside_four_ranks_stands_what_fewer_cores_want(page):
     output = CliRunner().invoke(cli.hpctrain, page).output
     assert "mpirun -n 4" in output
     assert "mpirun --oversubscribe" in output
+
+
+def test_a_program_with_an_allreduce_alone_loads_no_more_than_it_needs():
+    code = """
+import sys
+import numpy as np
+import hpctrain as ht
+ht.init(); x = np.ones(4, np.float32); ht.allreduce(x)
+names = {name.split(".")[0] for name in sys.modules}
+print(*sorted(names & {"pydantic", "rich", "click", "safetensors", "scipy", "sklearn"}))
+print(*sorted(name for name in sys.modules if name.startswith(("hpctrain.nn", "hpctrain.data"))))
+"""
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "\n\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, cast
@@ -13,6 +12,9 @@ from typing_extensions import dataclass_transform
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import brief
+from hpctrain.core.names import pick, unknown
+
+__all__ = ["OptionsError", "options", "pick", "read", "read_kind", "unknown"]
 
 T = TypeVar("T")
 _MISSING = ("missing", "missing_argument")
@@ -68,23 +70,6 @@ def read_kind(kinds: Mapping[str, type[T]], table: Mapping[str, Any], name: str)
     table = dict(table)
     kind = pick(kinds, table.pop("kind", None), f"[{name}] kind")
     return read(kind, table, name)
-
-
-def pick(choices: Mapping[str, T], key: Any, kind: str) -> T:
-    """Return `choices[key]`; raise UsageError with the nearest name if there is none."""
-    if key is None:
-        raise UsageError(f"{kind} is missing; choose one of: {', '.join(choices)}")
-    if not isinstance(key, str) or key not in choices:
-        raise UsageError(unknown(kind, key, choices))
-    return choices[key]
-
-
-def unknown(kind: str, name: Any, names: Iterable[str]) -> str:
-    """Return the message about an unknown `name`: the nearest of `names`, or all of them."""
-    names = list(names)
-    nearest = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-    hint = f"did you mean '{nearest[0]}'?" if nearest else f"choose one of: {', '.join(names)}"
-    return f"unknown {kind} {brief(str(name))}; {hint}"
 
 
 def _fault(error: Any, keys: Iterable[str], name: str) -> str:

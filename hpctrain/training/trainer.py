@@ -32,9 +32,8 @@ from hpctrain.training.faults import FaultsOptions, Pace, SlowedReplica
 from hpctrain.training.journal import Journal
 from hpctrain.training.loop import Loop, evaluate
 from hpctrain.training.recipe import Recipe
-from hpctrain.training.run_options import CheckpointOptions, NotFinite, most_skipped
+from hpctrain.training.run_options import CheckpointOptions, NotFinite, TraceOptions, most_skipped
 from hpctrain.training.tasks import FitPlan
-from hpctrain.watch.trace import TraceOptions
 from hpctrain.world import World
 
 
