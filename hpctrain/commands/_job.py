@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain import checkpoint
-from hpctrain.cluster.slurm.job import Job, ranks, text_faults
-from hpctrain.cluster.slurm.job import check as check_job
+from hpctrain.cluster.slurm.job import Job, check_job, text_faults, total_ranks
 from hpctrain.cluster.slurm.sbatch import parse_option
-from hpctrain.cluster.slurm.site import Site
-from hpctrain.cluster.slurm.site import load as load_site
+from hpctrain.cluster.slurm.site import Site, load_site
 from hpctrain.core.errors import UsageError
 from hpctrain.engines.parameter_server.roles import ServerOptions
 from hpctrain.run_files import run_folder
@@ -46,7 +44,7 @@ def job_of(options: dict[str, Any], interactive: bool = False) -> tuple[Job, Sit
     check_job(job, site)
     spec = recipe.load(job.recipe, overrides)
     for size in job.sizes or (job.nodes,):
-        _must_fit(spec, ranks(replace(job, nodes=size), site), size)
+        _must_fit(spec, total_ranks(replace(job, nodes=size), site), size)
     return job, site
 
 
@@ -123,14 +121,14 @@ def _arguments(engine: str | None, epochs: int | None, sets: Sequence[str]) -> l
     return [*chosen, *(word for text in sets for word in ("--set", text))]
 
 
-def _tasks_per_node(ranks: int | None, tasks_per_node: int | None, nodes: int) -> int | None:
-    if ranks is None:
+def _tasks_per_node(total_ranks: int | None, tasks_per_node: int | None, nodes: int) -> int | None:
+    if total_ranks is None:
         return tasks_per_node
     if tasks_per_node is not None:
         raise UsageError("--ranks and --tasks-per-node exclude each other: give one of them")
-    if nodes < 1 or ranks % nodes:
-        raise UsageError(f"--ranks {ranks} cannot be shared out evenly among --nodes {nodes}")
-    return ranks // nodes
+    if nodes < 1 or total_ranks % nodes:
+        raise UsageError(f"--ranks {total_ranks} cannot be shared out evenly among --nodes {nodes}")
+    return total_ranks // nodes
 
 
 def _numbers(text: str) -> list[int]:

@@ -51,8 +51,8 @@ def _node(file: Path | None) -> int:
     from hpctrain.doctor import check, examine, show  # `--help` stays quick
 
     _write(file, {})  # refused now, rather than after a minute
-    report = examine.examine()
-    show.show(report, show.console())
+    report = examine.examine_node()
+    show.print_result(report, show.make_console())
     _write(file, report.table())
     return check.exit_code(report.checks)
 
@@ -64,7 +64,7 @@ def _job(file: Path | None, options: dict[str, Any]) -> int:
         options["device"] = config.pick(DEVICES, options["device"], "--device")
     if launchers.launched(os.environ).rank == 0:
         _write(file, {})
-    return examine.run(examine.Options(json=file, **options))
+    return examine.examine_job(examine.Options(json=file, **options))
 
 
 def _write(file: Path | None, content: dict[str, Any]) -> None:

@@ -35,5 +35,5 @@ def netlab(
     """Run COMMAND on N hosts x R ranks, with MPI over TCP on links of a given speed."""
     from hpctrain.cluster.netlab import netlab as module  # `--help` stays quick
 
-    lab = module.Lab(hosts, ranks_per_host, module.bits_of(link))
+    lab = module.Lab(hosts, ranks_per_host, module.parse_speed(link))
     context.exit(module.netlab(lab, arguments))

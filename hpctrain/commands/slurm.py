@@ -15,11 +15,10 @@ from hpctrain.cluster.slurm import studies
 from hpctrain.cluster.slurm.job import job_name
 from hpctrain.cluster.slurm.queries import NO_ANSWER
 from hpctrain.cluster.slurm.render import render as render_script
-from hpctrain.cluster.slurm.site import names as site_names
-from hpctrain.cluster.slurm.status import is_done, wait
-from hpctrain.cluster.slurm.status_table import show
-from hpctrain.cluster.slurm.submit import must_be_free
-from hpctrain.cluster.slurm.submit import submit as submit_script
+from hpctrain.cluster.slurm.site import profile_names as site_names
+from hpctrain.cluster.slurm.status import is_done, wait_for_jobs
+from hpctrain.cluster.slurm.status_table import print_table
+from hpctrain.cluster.slurm.submit import must_have_no_active_job, submit_script
 from hpctrain.commands import _options
 from hpctrain.commands._complete import choices, recipes
 from hpctrain.commands._job import job_of, must_be_same_recipe
@@ -122,7 +121,7 @@ def submit(context: click.Context, /, **options: Any) -> None:
     folder = Path(job.out or run_folder.default_path(job_name(job)))
     for run in [folder / f"nodes-{size}" for size in job.sizes] or [folder]:
         must_be_same_recipe(options, run)
-    must_be_free(folder, job.options.get("dependency", ""))
+    must_have_no_active_job(folder, job.options.get("dependency", ""))
     text = render_script(replace(job, out=str(folder)), site)
     try:
         click.echo(f"{submit_script(text, folder)}  {folder}")
@@ -161,12 +160,14 @@ def status(
     With --wait it ends with 0 if all are done, else with 1; without, with 1 where Slurm does not
     answer.
     """
-    job_folders = [job for folder in folders for job in studies.folders(folder) or [folder]]
-    targets = job_folders or studies.by_age(Path("runs").glob("*"))
+    job_folders = [
+        job for folder in folders for job in studies.find_job_folders(folder) or [folder]
+    ]
+    targets = job_folders or studies.sort_by_age(Path("runs").glob("*"))
     if not targets:
         raise UsageError("no run in runs/ was submitted; name the folder of one")
-    rows = wait(targets, wait_s or 0)
-    click.echo(json.dumps(rows, indent=1)) if as_json else show(rows)
+    rows = wait_for_jobs(targets, wait_s or 0)
+    click.echo(json.dumps(rows, indent=1)) if as_json else print_table(rows)
     good = is_done if wait_s is not None else _has_answer
     context.exit(0 if all(map(good, rows)) else 1)
 

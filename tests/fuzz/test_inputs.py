@@ -208,16 +208,16 @@ def sites_case(rng: Generator, folder: Path) -> None:
         return
     content, whole = faulty(content, rng) if not changed else (content, False)
     path.write_bytes(content)
-    found = value_or_refusal(lambda: site.load(str(path)), path)
+    found = value_or_refusal(lambda: site.load_site(str(path)), path)
     if isinstance(found, HpctrainError):
         assert not whole, found
         return
-    assert site.load(str(path)) == found
+    assert site.load_site(str(path)) == found
     for nodes in filter(None, (found.cpu, found.gpu)):
         exports = found.environment | nodes.environment | {"HPCTRAIN_LAUNCHER": found.launcher}
         exports |= found.environment | nodes.environment
         shell = {}
-        for line in found.env(nodes).splitlines():
+        for line in found.site_env(nodes).splitlines():
             words = shlex.split(line, comments=True)  # as a shell would read it
             if words[:1] == ["export"]:
                 shell |= dict([words[1].split("=", 1)])
