@@ -31,7 +31,7 @@ ROOMS = {
     "cluster/slurm": (13, 1850),
     "collectives": (23, 2250),
     "collectives/reductions": (5, 500),
-    "commands": (20, 1250),
+    "commands": (20, 1350),
     "config": (4, 600),
     "core": (13, 1500),
     "cost_model": (7, 950),

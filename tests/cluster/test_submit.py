@@ -376,7 +376,7 @@ def test_status_asks_the_cluster_that_a_job_was_given_to(commands, monkeypatch):
 
 def test_status_wants_a_run_that_was_submitted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=r"no run in runs/ was submitted"):
+    with pytest.raises(UsageError, match=r"runs/ holds no submitted run"):
         told("status")
     with pytest.raises(UsageError, match=r"elsewhere holds no jobs\.json"):
         told("status", "elsewhere")
