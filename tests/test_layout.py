@@ -37,7 +37,7 @@ ROOMS = {
     "cost_model": (7, 950),
     "data": (14, 1300),
     "doctor": (9, 900),
-    "doctor/job": (12, 1600),
+    "doctor/job": (12, 1650),
     "engines": (6, 900),
     "engines/gossip": (6, 750),
     "engines/local_sgd": (4, 500),

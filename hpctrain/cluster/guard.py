@@ -32,7 +32,7 @@ FINAL_WAIT_S = 1.0  #: only a process blocked in a file system outlives SIGKILL 
 
 def main() -> None:
     """Wait until launch ends, then end its job."""
-    job, segments = sys.argv[1], int(sys.argv[2])
+    job, segments_fd = sys.argv[1], int(sys.argv[2])
     with open("/proc/self/comm", "w") as file:
         file.write("hpctrain-guard")  # what `top` shows
     os.read(0, 1)
@@ -41,16 +41,16 @@ def main() -> None:
         # Only the root processes of the job get the signal: mpiexec forwards it to the ranks.
         send_signal([pid for pid in pids if _parent_pid(pid) not in pids], signal.SIGUSR1)
         end_job(job, SIGNAL_SCHEDULE)
-    remove_segments(segments)
+    remove_segments(segments_fd)
 
 
-def remove_segments(segments: int) -> None:
+def remove_segments(descriptor: int) -> None:
     """Remove the shared-memory files listed in a descriptor; see transport/mpi/segments.py.
 
     MPI libraries leave these files behind if their ranks are killed. A newer file of the same name
     has another inode, and stays.
     """
-    for line in os.pread(segments, os.fstat(segments).st_size, 0).decode().splitlines():
+    for line in os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode().splitlines():
         inode, _, path = line.partition(" ")
         try:
             if os.stat(path).st_ino == int(inode):

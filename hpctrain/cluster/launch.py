@@ -71,7 +71,7 @@ def launch_argv(n: int, argv: Sequence[str]) -> int:
 
 def _run_job(n: int, argv: Sequence[str]) -> int:
     mpi, start_time_s = find_mpi(), time.time()
-    slots = launchers.allocated_tasks(os.environ) or _physical_cores()
+    slots = launchers.allocated_tasks(os.environ) or _count_physical_cores()
     launcher_command, extra_variables = build_command(
         mpi, n, argv, oversubscribed=n > slots, as_root=os.geteuid() == 0
     )
@@ -170,7 +170,7 @@ def find_mpi() -> MpiInstallation:
     return MpiInstallation(**json.loads(process.stdout.splitlines()[-1]))
 
 
-def _physical_cores() -> int:
+def _count_physical_cores() -> int:
     """Return the number of physical cores that this process may use: Open MPI's default slots."""
     siblings_path = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     cores = os.sched_getaffinity(0)

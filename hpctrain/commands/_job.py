@@ -68,7 +68,9 @@ def must_be_same_recipe(options: dict[str, Any], run: Path) -> None:
     trained_recipe = recipe.load(str(file))
     job_recipe = recipe.load(options["name"], _choose_engine(options)[1])
     tables = ("model", "data", "optimizer")
-    differing_tables = [t for t in tables if _tables_differ(trained_recipe, job_recipe, t)]
+    differing_tables = [
+        table for table in tables if _tables_differ(trained_recipe, job_recipe, table)
+    ]
     if differing_tables:
         differences = "; ".join(
             f"[{table}] there {trained_recipe.tables[table]}, asked for {job_recipe.tables[table]}"
@@ -121,9 +123,9 @@ def _choose_engine(options: dict[str, Any]) -> tuple[str | None, list[str]]:
 
 
 def _train_arguments(engine: str | None, epochs: int | None, sets: Sequence[str]) -> list[str]:
-    chosen = ["--engine", engine] if engine else []
-    chosen += ["--epochs", str(epochs)] if epochs is not None else []
-    return [*chosen, *(word for text in sets for word in ("--set", text))]
+    arguments = ["--engine", engine] if engine else []
+    arguments += ["--epochs", str(epochs)] if epochs is not None else []
+    return [*arguments, *(word for text in sets for word in ("--set", text))]
 
 
 def _tasks_per_node(total_ranks: int | None, tasks_per_node: int | None, nodes: int) -> int | None:

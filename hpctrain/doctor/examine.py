@@ -101,16 +101,16 @@ def check_node(node_hardware: Hardware, gpu_paths: ProbeResult | None) -> list[C
 def find_hardware(host: str, root: Path = pci.ROOT) -> Hardware:
     """Return GPUs, adapters and the topology between them."""
     driver_reports = [nvidia.nvml(), nvidia.smi()] if root == pci.ROOT else [None, None]
-    cards, found_nics = nvidia.cards(root, *driver_reports), nics.nics(root)
-    topology = find_topology(cards, found_nics, root)
+    cards, all_nics = nvidia.cards(root, *driver_reports), nics.nics(root)
+    topology = find_topology(cards, all_nics, root)
     gpus_on_bus = len(list((root / "proc/driver/nvidia/gpus").glob("*")))
-    topology_lines = format_topology(host, cards, found_nics, topology, root)
+    topology_lines = format_topology(host, cards, all_nics, topology, root)
     quota_cores = quota.cores(root)
     return Hardware(
         cards,
         gpus_on_bus,
-        found_nics,
-        gdr.gdr(found_nics, root),
+        all_nics,
+        gdr.gdr(all_nics, root),
         topology,
         topology_lines,
         quota_cores,

@@ -70,8 +70,10 @@ def _format_nearest_ports(cards: Cards, nics: Sequence[Nic], root: Path) -> list
     ports = fabric_ports(tuple(nics))
     if len(ports) < 2:
         return []
-    nearest = [nearest_ports(card.pci, ports, root) for card in cards.cards]
-    texts = (f"GPU{c.index} {', '.join(n)}" for c, n in zip(cards.cards, nearest, strict=True))
+    nearest_by_card = [nearest_ports(card.pci, ports, root) for card in cards.cards]
+    texts = (
+        f"GPU{c.index} {', '.join(n)}" for c, n in zip(cards.cards, nearest_by_card, strict=True)
+    )
     return [f"  near: {'; '.join(texts)}"]
 
 
@@ -86,11 +88,11 @@ def _format_matrix(topology: Topology) -> list[str]:
 
 
 def _format_card(card: Card) -> str:
-    memory = f" {card.memory_bytes / 2**30:.0f} GiB" if card.memory_bytes else ""
-    return f"GPU{card.index} {card.name}{memory}"
+    memory_text = f" {card.memory_bytes / 2**30:.0f} GiB" if card.memory_bytes else ""
+    return f"GPU{card.index} {card.name}{memory_text}"
 
 
 def _read_numa_nodes(root: Path) -> dict[int, str]:
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
-    numbered = {int(folder.name.removeprefix("node")): folder for folder in folders}
-    return {n: pci.read(folder / "cpulist") for n, folder in sorted(numbered.items())}
+    folders_by_number = {int(folder.name.removeprefix("node")): folder for folder in folders}
+    return {n: pci.read(folder / "cpulist") for n, folder in sorted(folders_by_number.items())}

@@ -111,14 +111,14 @@ def _parse_path(line: str, field: str) -> str:
 
 def expand_task_range(job: str) -> list[str]:
     """Return the tasks of a range in Slurm's notation: 17_2-4%1 means 17_2, 17_3 and 17_4."""
-    array, separator, ranges = job.partition("_")
+    array_id, separator, ranges = job.partition("_")
     if not separator:
         return [job]
     range_fields = re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", ranges.partition("%")[0])
     task_ranges = [
         range(int(a), int(b or a) + 1, int(stride or 1)) for a, b, stride in range_fields
     ]
-    return [f"{array}_{task}" for task_range in task_ranges for task in task_range]
+    return [f"{array_id}_{task}" for task_range in task_ranges for task in task_range]
 
 
 def query_sacct(job: JobId) -> list[JobState]:

@@ -152,15 +152,15 @@ train=(bash -c "$hide" "$workers" "${train[@]}")"""
 
 def _interactive_values(job: Job, site: Site | None) -> dict[str, str]:
     nodes = node_kind(job, site)
-    size = _size_options(job.nodes, tasks_per_node(job, site), _cores_per_task(job, site))
+    size_options = _size_options(job.nodes, tasks_per_node(job, site), _cores_per_task(job, site))
     gpu_request = gpu_options(job.gpus_per_node, nodes)
     extra_options = merge_gpu_options(gpu_request, _extra_options(job, site, nodes))
     name_option = {"job-name": job_name(job)} if job.name else {}
-    options = {**name_option, **size, **gpu_request, "time": job.time, **extra_options}
+    options = {**name_option, **size_options, **gpu_request, "time": job.time, **extra_options}
     return {
         "site": site.setup_script(nodes) if site else "",
         "options": "\n".join(f"    {shlex.quote(word)}" for word in sbatch.option_words(options)),
-        "cpus_per_task": size["cpus-per-task"],
+        "cpus_per_task": size_options["cpus-per-task"],
     }
 
 
@@ -173,6 +173,6 @@ def _fill_template(template: str, values: dict[str, str]) -> str:
 
     A line with only an empty value is removed, with the blank line after it.
     """
-    empty_line = re.compile(r"^\{\{ (\w+) \}\}\n\n?", re.M)
-    text = empty_line.sub(lambda match: match[0] if values[match[1]] else "", template)
+    empty_line_pattern = re.compile(r"^\{\{ (\w+) \}\}\n\n?", re.M)
+    text = empty_line_pattern.sub(lambda match: match[0] if values[match[1]] else "", template)
     return _PLACEHOLDER.sub(lambda match: values[match[1]], text)

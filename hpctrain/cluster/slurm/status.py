@@ -76,8 +76,8 @@ def read_job_history(folder: Path) -> JobHistory:
     if started_job and started_job not in jobs:
         jobs = sorted([*jobs, started_job], key=_job_numbers)
     script = folder / SCRIPT_FILE
-    submitted_by_hand = not script.exists() and not (folder / JOBS_FILE).exists()
-    return JobHistory(folder, tuple(jobs), "" if submitted_by_hand else script.read_text())
+    is_hand_submitted = not script.exists() and not (folder / JOBS_FILE).exists()
+    return JobHistory(folder, tuple(jobs), "" if is_hand_submitted else script.read_text())
 
 
 def _job_numbers(job: str) -> list[int]:
@@ -91,16 +91,18 @@ def status_rows(folders: Sequence[Path]) -> list[Row]:
     row with the fault. Raises UsageError if no job was submitted with a folder.
     """
     histories = [_read_history(folder) for folder in folders]
-    readable = [history for history in histories if isinstance(history, JobHistory)]
-    if unsubmitted_folders := [history.folder for history in readable if not history.jobs]:
+    readable_histories = [history for history in histories if isinstance(history, JobHistory)]
+    if unsubmitted_folders := [
+        history.folder for history in readable_histories if not history.jobs
+    ]:
         raise UsageError(
             f"{unsubmitted_folders[0]} holds no {JOBS_FILE}: expected the folder of a run that "
             "`hpctrain slurm submit` or a script of slurm/ made, or of a study of "
             "`hpctrain scale --on slurm`"
         )
     states_by_job = query_jobs(
-        [history.jobs[-1] for history in readable],
-        [job for history in readable for job in history.jobs[:-1]],
+        [history.jobs[-1] for history in readable_histories],
+        [job for history in readable_histories for job in history.jobs[:-1]],
     )
     rows = (
         _history_rows(history, states_by_job) if isinstance(history, JobHistory) else [history]

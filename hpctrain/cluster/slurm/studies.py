@@ -34,10 +34,10 @@ def find_job_folders(path: Path) -> list[Path]:
 def sort_by_age(paths: Iterable[Path]) -> list[Path]:
     """Return the folders with submitted jobs in all `paths`, the folder of the newest job last."""
     groups = [group for path in paths if (group := find_job_folders(path))]
-    return [folder for group in sorted(groups, key=_newest_job) for folder in group]
+    return [folder for group in sorted(groups, key=_newest_job_key) for folder in group]
 
 
-def _newest_job(group: Sequence[Path]) -> tuple[int, str]:
+def _newest_job_key(group: Sequence[Path]) -> tuple[int, str]:
     """Return the sort key of a group of folders: its highest job id (0 if damaged), its path."""
     job_ids = [0]
     for folder in group:

@@ -56,9 +56,9 @@ def check_bindings(bindings: Sequence[RankBinding]) -> list[Check]:
     """Return the checks of the placement: a row per kind of fault, else of cores, GPUs and NICs."""
     rank_faults = faults(bindings)
     checks = [_check_launcher(bindings)]
-    for same_faults in grouped_by_kind(rank_faults):
-        name = same_faults[0].name
-        checks.append(Check(name, FAULT_VERDICTS[name], *description(same_faults)))
+    for fault_group in grouped_by_kind(rank_faults):
+        name = fault_group[0].name
+        checks.append(Check(name, FAULT_VERDICTS[name], *description(fault_group)))
     if not any(fault.name in ("cores shared", "BLAS threads") for fault in rank_faults):
         checks.append(_check_shared_cores(bindings))
     has_shared_gpus = any(fault.name == "GPUs shared" for fault in rank_faults)

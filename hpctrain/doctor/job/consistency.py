@@ -27,16 +27,21 @@ def check_versions(facts: Sequence[RankFacts], hosts: Sequence[str]) -> Check:
     values_by_name = {
         name: [rank_facts.versions.get(name, "none") for rank_facts in facts] for name in names
     }
-    differing = {name: values for name, values in values_by_name.items() if len(set(values)) > 1}
-    if not differing:
+    differing_values = {
+        name: values for name, values in values_by_name.items() if len(set(values)) > 1
+    }
+    if not differing_values:
         return Check(
             "versions", "ok", ", ".join(f"{name} {values_by_name[name][0]}" for name in names)
         )
     observed = "; ".join(
-        f"{name}: {_describe_difference(values, hosts)}" for name, values in differing.items()
+        f"{name}: {_describe_difference(values, hosts)}"
+        for name, values in differing_values.items()
     )
-    deviating = sorted({rank for values in differing.values() for rank in deviating_ranks(values)})
-    return Check("versions", "bad", observed, INSTALL_REMEDY, _hosts_of_ranks(deviating, hosts))
+    odd_ranks = sorted(
+        {rank for values in differing_values.values() for rank in deviating_ranks(values)}
+    )
+    return Check("versions", "bad", observed, INSTALL_REMEDY, _hosts_of_ranks(odd_ranks, hosts))
 
 
 def check_recipe(facts: Sequence[RankFacts], hosts: Sequence[str]) -> list[Check]:
@@ -63,8 +68,8 @@ def check_host_names(facts: Sequence[RankFacts], hosts: Sequence[str]) -> list[C
     ambiguous_hosts = [host for host, names in kernels.items() if len(names) > 1]
     if not ambiguous_hosts:
         return []
-    count = max(len(kernels[host]) for host in ambiguous_hosts)
-    observed = f"{node_list(ambiguous_hosts)} is the name of {count} machines"
+    machine_count = max(len(kernels[host]) for host in ambiguous_hosts)
+    observed = f"{node_list(ambiguous_hosts)} is the name of {machine_count} machines"
     return [Check("host names", "bad", f"{observed}: their ranks seem to share a node",
                   "give each machine, or container, its own hostname")]  # fmt: skip
 
@@ -91,30 +96,30 @@ def merge_checks(by_node: Mapping[str, Sequence[Check]]) -> list[Check]:
 
 
 def _merge_check(checks: Mapping[str, Check], nodes: int) -> Check:
-    worst = max((check.verdict for check in checks.values()), key=VERDICTS.index)
+    worst_verdict = max((check.verdict for check in checks.values()), key=VERDICTS.index)
     groups: dict[tuple[str, str], list[str]] = {}
     for node, check in checks.items():
-        if check.verdict == worst:
+        if check.verdict == worst_verdict:
             groups.setdefault((check.seen, check.remedy), []).append(node)
     (first_observed, remedy), *other_groups = groups
     name = next(iter(checks.values())).name
-    blamed = [node for group in groups.values() for node in group]
-    if worst in ("ok", "note") or (not other_groups and len(blamed) == nodes):
+    blamed_nodes = [node for group in groups.values() for node in group]
+    if worst_verdict in ("ok", "note") or (not other_groups and len(blamed_nodes) == nodes):
         first_observed += f"; {len(other_groups)} more like it" * bool(other_groups)
-        return Check(name, worst, first_observed, remedy)
+        return Check(name, worst_verdict, first_observed, remedy)
     observed = "; ".join(
         f"{node_list(group)}: {observed}"
         for (observed, _), group in list(groups.items())[:MAX_SHOWN_GROUPS]
     )
     observed += f"; and {len(groups) - MAX_SHOWN_GROUPS} more" * (len(groups) > MAX_SHOWN_GROUPS)
-    return Check(name, worst, observed, remedy, tuple(blamed))
+    return Check(name, worst_verdict, observed, remedy, tuple(blamed_nodes))
 
 
 def _describe_difference(values: Sequence[str], hosts: Sequence[str]) -> str:
-    deviating = deviating_ranks(values)
-    usual_value = next(value for rank, value in enumerate(values) if rank not in deviating)
+    odd_ranks = deviating_ranks(values)
+    usual_value = next(value for rank, value in enumerate(values) if rank not in odd_ranks)
     ranks_by_value: dict[str, list[int]] = {}
-    for rank in deviating:
+    for rank in odd_ranks:
         ranks_by_value.setdefault(values[rank], []).append(rank)
     deviations = []
     for value, ranks in list(ranks_by_value.items())[:MAX_SHOWN_GROUPS]:
@@ -139,15 +144,15 @@ def measure_clock_offset(world: World, kernels: Sequence[str]) -> Reading:
 
 def check_clocks(readings: Mapping[str, Reading]) -> Check:
     """Return the check of the nodes' clocks."""
-    worst = max(readings, key=lambda node: abs(readings[node].offset_s))
-    largest_reading = readings[worst]
+    worst_node = max(readings, key=lambda node: abs(readings[node].offset_s))
+    largest_reading = readings[worst_node]
     skew_s = abs(largest_reading.offset_s)
     if len(readings) == 1 or skew_s <= MAX_OK_SKEW_S:
         error_s = largest_reading.uncertainty_s
         observed = f"apart by {skew_s * 1e3:.1f} ms at most (+- {error_s * 1e3:.1f})"
         return Check("clocks", "ok", observed)
     direction = "behind" if largest_reading.offset_s > 0 else "ahead of"
-    observed = f"{worst} is {skew_s:.1f} s {direction} rank 0's node"
+    observed = f"{worst_node} is {skew_s:.1f} s {direction} rank 0's node"
     wrong_nodes = tuple(
         node for node, reading in readings.items() if abs(reading.offset_s) > MAX_NOTE_SKEW_S
     )

@@ -49,10 +49,12 @@ def assign_cores(bindings: Sequence[RankBinding], machines: Sequence[str]) -> li
     cores_of_ranks: list[list[int]] = [[] for _ in bindings]
     for machine in dict.fromkeys(machines):
         ranks = [rank for rank, rank_machine in enumerate(machines) if rank_machine == machine]
-        allowed = {rank: set(core_list(bindings[rank].cores)) for rank in ranks}
-        for core in sorted(set().union(*allowed.values())):
-            candidates = [rank for rank in ranks if core in allowed[rank]]
-            cores_of_ranks[min(candidates, key=lambda rank: len(cores_of_ranks[rank]))].append(core)
+        allowed_cores = {rank: set(core_list(bindings[rank].cores)) for rank in ranks}
+        for core in sorted(set().union(*allowed_cores.values())):
+            candidate_ranks = [rank for rank in ranks if core in allowed_cores[rank]]
+            cores_of_ranks[min(candidate_ranks, key=lambda rank: len(cores_of_ranks[rank]))].append(
+                core
+            )
     return cores_of_ranks
 
 
@@ -142,11 +144,11 @@ def _describe_cause(core: CoreTiming) -> str:
 
 def _measure_best_of_two() -> tuple[float, float]:
     """Return the result of `_time_computation`; on a shared core the better of two tries."""
-    first = _time_computation()
+    first_timing = _time_computation()
     return (
-        first
-        if first[1] >= MIN_CPU_SHARE
-        else max(first, _time_computation(), key=lambda timing: timing[1])
+        first_timing
+        if first_timing[1] >= MIN_CPU_SHARE
+        else max(first_timing, _time_computation(), key=lambda timing: timing[1])
     )
 
 

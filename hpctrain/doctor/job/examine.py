@@ -87,10 +87,10 @@ def _inspect_out_folder(world: World, result: JobResult, out_folder: Path) -> st
     """Check the output folder; return a probe folder in it, "" if nodes do not share it."""
     probe, word = output_folder.make_probe(out_folder) if world.rank == 0 else ("", "")
     probe, word = json.loads(world.gather(json.dumps([probe, word]))[0])
-    is_first = rank_facts.is_first_of_node(world)
+    is_first_of_node = rank_facts.is_first_of_node(world)
     state = (
         output_folder.inspect_folder(out_folder, probe, word)
-        if is_first
+        if is_first_of_node
         else output_folder.FolderState()
     )
     tables_by_host = _answers_by_host(world, gather_json(world.link, asdict(state)))
@@ -116,11 +116,11 @@ def _run_stages(
         ("messages between all pairs", lambda: _measure_pings(world), _add_pings),
         ("sums", lambda: known_sums.find_failed_algorithms(world), _add_sums),
     )
-    for title, measure, add in stages:
+    for title, measure, add_answers in stages:
         stage_line.show_stage(title)
         answers = gather_json(world.link, measure())
         if world.rank == 0:
-            add(world, result, answers)
+            add_answers(world, result, answers)
 
 
 def _collect_facts(world: World, options: Options) -> dict[str, Any]:

@@ -21,8 +21,8 @@ NUMBER_PERIOD = 1009
 
 def algorithm_names(world: World) -> list[str]:
     """Return the algorithms that can run on these nodes."""
-    unsuitable = {"null"} | ({"direct"} if len(world.main.nodes) > 1 else set())
-    return ["auto", *(name for name in collectives.ALLREDUCE if name not in unsuitable)]
+    unsuitable_algorithms = {"null"} | ({"direct"} if len(world.main.nodes) > 1 else set())
+    return ["auto", *(name for name in collectives.ALLREDUCE if name not in unsuitable_algorithms)]
 
 
 def find_failed_algorithms(world: World) -> list[str]:

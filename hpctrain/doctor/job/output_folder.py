@@ -124,12 +124,12 @@ def _check_free_space(folder: Path, states: Mapping[str, FolderState]) -> Check:
     observed = f"{fullest_state.free / GIB:,.1f} GiB free in {folder}"
     if fullest_state.free >= AMPLE_FREE_BYTES:
         return Check("disk", "ok", observed)
-    differs = len({state.free for state in states.values()}) > 1
+    free_space_differs = len({state.free for state in states.values()}) > 1
     verdict: Verdict = "bad" if fullest_state.free < MIN_FREE_BYTES else "slow"
     return Check(
         "disk",
         verdict,
-        f"{observed}{f' on {node}' * differs}: checkpoints need space",
+        f"{observed}{f' on {node}' * free_space_differs}: checkpoints need space",
         "remove old runs (`du -sh runs/*`; `lfs quota -h .`), or name another with --out",
     )
 
@@ -140,13 +140,13 @@ def _check_writable(folder: Path, states: Mapping[str, FolderState]) -> Check | 
     if not faults_by_node:
         return None
     fault = next(iter(faults_by_node.values()))
-    blamed = () if len(faults_by_node) == len(states) else tuple(faults_by_node)
+    blamed_nodes = () if len(faults_by_node) == len(states) else tuple(faults_by_node)
     return Check(
         "output folder",
         "bad",
         f"{node_list(faults_by_node)}: {folder}: {fault}",
         "name a writable folder with --out, or free space in it",
-        blamed,
+        blamed_nodes,
     )
 
 
@@ -167,21 +167,21 @@ def _check_shared(folder: Path, states: Mapping[str, FolderState]) -> Check | No
 
 def _check_latency(fsync_times: Mapping[str, float]) -> Check:
     stats = compute_median_mad(list(fsync_times.values()))
-    slow = {
+    slow_nodes = {
         node: seconds
         for node, seconds in fsync_times.items()
         if seconds > min(max(stats.limit, FAST_FSYNC_S), SLOW_FSYNC_S)
     }
     observed = f"median {stats.median * 1e3:.1f} ms to write {BLOCK_BYTES >> 10} KiB and fsync"
-    if not slow:
+    if not slow_nodes:
         return Check("file system", "ok", observed)
-    worst = max(slow, key=lambda node: slow[node])
-    observed += f" (MAD {stats.mad * 1e3:.1f}); {node_list(slow)}: up to {slow[worst] * 1e3:.0f} ms"
-    blamed = () if len(slow) == len(fsync_times) else tuple(slow)
+    slowest_ms = max(slow_nodes.values()) * 1e3
+    observed += f" (MAD {stats.mad * 1e3:.1f}); {node_list(slow_nodes)}: up to {slowest_ms:.0f} ms"
+    blamed_nodes = () if len(slow_nodes) == len(fsync_times) else tuple(slow_nodes)
     return Check(
         "file system",
         "slow",
         observed,
         "save less often ([checkpoint] every_epochs), or name another with --out",
-        blamed,
+        blamed_nodes,
     )

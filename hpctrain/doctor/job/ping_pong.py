@@ -83,13 +83,13 @@ def find_partner(rank: int, round_: int, size: int) -> int | None:
     Rounds are 0 .. size - 2, or size - 1 if `size` is odd. The last place is fixed and the others
     rotate. If the number of ranks is odd, the last place is empty.
     """
-    places = size + size % 2
-    rotating = places - 1
-    if rank == rotating:
-        partner_rank = round_ * (places // 2) % rotating
+    place_count = size + size % 2
+    rotating_places = place_count - 1
+    if rank == rotating_places:
+        partner_rank = round_ * (place_count // 2) % rotating_places
     else:
-        partner_rank = (round_ - rank) % rotating
-        partner_rank = rotating if partner_rank == rank else partner_rank
+        partner_rank = (round_ - rank) % rotating_places
+        partner_rank = rotating_places if partner_rank == rank else partner_rank
     return partner_rank if partner_rank < size else None
 
 
@@ -146,10 +146,10 @@ def _measure_one_way_s(link: Link, peer: int, x: np.ndarray, budget_s: float) ->
     """Return the one-way time of the fastest message; the lower rank sets the number of calls."""
     is_leading, counts = link.rank < peer, np.zeros(2, np.int64)
     rally(link, peer, x[:1], 1, is_leading)  # establishes the connection
-    first_s = _time_call(lambda: rally(link, peer, x, 1, is_leading))
+    first_try_s = _time_call(lambda: rally(link, peer, x, 1, is_leading))
     if is_leading:
-        tries = min(MAX_TRIES, max(MIN_TRIES, int(budget_s / first_s)))
-        counts[:] = tries, min(MAX_CALLS, max(1, int(budget_s / tries / first_s)))
+        tries = min(MAX_TRIES, max(MIN_TRIES, int(budget_s / first_try_s)))
+        counts[:] = tries, min(MAX_CALLS, max(1, int(budget_s / tries / first_try_s)))
         link.isend(counts, peer).wait()
     else:
         link.irecv(counts, peer).wait()
@@ -157,7 +157,7 @@ def _measure_one_way_s(link: Link, peer: int, x: np.ndarray, budget_s: float) ->
     seconds = [
         _time_call(lambda: rally(link, peer, x, calls, is_leading)) / calls for _ in range(tries)
     ]
-    return min(first_s, *seconds) / 2
+    return min(first_try_s, *seconds) / 2
 
 
 def _time_call(call: Callable[[], None]) -> float:
@@ -168,9 +168,9 @@ def _time_call(call: Callable[[], None]) -> float:
 
 def sleeping_barrier(link: Link) -> None:
     """Wait for all ranks while sleeping, so that ranks that still measure have the cores."""
-    before, link.sleeps_while_waiting = link.sleeps_while_waiting, True
+    previous_setting, link.sleeps_while_waiting = link.sleeps_while_waiting, True
     all_gather_short(link, np.zeros(1, np.uint8))
-    link.sleeps_while_waiting = before
+    link.sleeps_while_waiting = previous_setting
 
 
 def _check_link_kind(
@@ -181,10 +181,13 @@ def _check_link_kind(
         "1 MiB": SlowLinks.find({(p.a, p.b): p.large_s for p in links}),
     }
     observed = f"{len(links)} pair{'s' * (len(links) > 1)}: " + ", ".join(
-        f"{size} {_format_median(slow.statistics, size)}" for size, slow in slow_by_size.items()
+        f"{size} {_format_median(slow_links.statistics, size)}"
+        for size, slow_links in slow_by_size.items()
     )
     descriptions = [
-        word for size, slow in slow_by_size.items() for word in slow.describe(size, hosts)
+        word
+        for size, slow_links in slow_by_size.items()
+        for word in slow_links.describe(size, hosts)
     ]
     if not descriptions:
         return Check(name, "ok", observed)
@@ -193,8 +196,10 @@ def _check_link_kind(
         return Check(name, "note", observed)
     is_severe = links[0].inside is False and slow_by_size["1 MiB"].worst_ratio > SEVERE_RATIO
     verdict: Verdict = "bad" if is_severe else "slow"
-    nodes = tuple(dict.fromkeys(hosts[r] for slow in slow_by_size.values() for r in slow.ranks))
-    is_single = sum(len(slow.links) for slow in slow_by_size.values()) == 1
+    nodes = tuple(
+        dict.fromkeys(hosts[r] for slow_links in slow_by_size.values() for r in slow_links.ranks)
+    )
+    is_single = sum(len(slow_links.links) for slow_links in slow_by_size.values()) == 1
     location = f"on {node_list(nodes)}" if nodes else f"between these{' two' * is_single}"
     remedy = (
         f"look at adapter and cable {location} (ibstat, ethtool; are UCX_NET_DEVICES, "
@@ -238,14 +243,18 @@ class SlowLinks:
             for rank, seconds in sorted(best_s.items())
             if seconds > rank_stats.limit and len(best_s) > 2
         }
-        remaining = {
+        remaining_times = {
             pair: seconds for pair, seconds in times.items() if not slow_ranks.keys() & set(pair)
         }
-        link_stats = compute_median_mad(list((remaining or times).values()), margin)
+        link_stats = compute_median_mad(list((remaining_times or times).values()), margin)
         return cls(
             link_stats,
             slow_ranks,
-            {pair: seconds for pair, seconds in remaining.items() if seconds > link_stats.limit},
+            {
+                pair: seconds
+                for pair, seconds in remaining_times.items()
+                if seconds > link_stats.limit
+            },
         )
 
     @property

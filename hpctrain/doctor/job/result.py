@@ -110,8 +110,8 @@ class JobResult:
     @property
     def excluded_nodes(self) -> str:
         """The nodes to leave out, in srun's notation; "" for none, or if no node would remain."""
-        blamed = dict.fromkeys(node for check in self.checks for node in check.nodes)
-        return "" if blamed.keys() >= set(self.hosts) else node_list(blamed)
+        blamed_nodes = dict.fromkeys(node for check in self.checks for node in check.nodes)
+        return "" if blamed_nodes.keys() >= set(self.hosts) else node_list(blamed_nodes)
 
     def table(self) -> dict[str, Any]:
         """Return the table that --json writes."""

@@ -30,8 +30,8 @@ class StageLine:
         """Show the stage that begins now."""
         if self._is_visible:
             line = f"doctor: {time.monotonic() - self._start_s:4.1f} s  {text}"
-            start, stop = ("\r\x1b[K", "") if self._is_terminal else ("", "\n")
-            print(f"{start}{line}", end=stop, file=sys.stderr, flush=True)
+            line_start, line_end = ("\r\x1b[K", "") if self._is_terminal else ("", "\n")
+            print(f"{line_start}{line}", end=line_end, file=sys.stderr, flush=True)
 
     def erase(self) -> None:
         """Erase the line on a terminal."""
@@ -91,9 +91,11 @@ def _example_nodes(rows: Sequence[tuple[str, ...]]) -> tuple[list[tuple[str, ...
     hosts_by_lines: dict[tuple[tuple[str, ...], ...], list[str]] = {}
     for host, node_rows in rows_by_host.items():
         hosts_by_lines.setdefault(tuple(row[2:] for row in node_rows), []).append(host)
-    examples = [row for first, *_ in hosts_by_lines.values() for row in rows_by_host[first]]
-    return examples, [
-        f"{node_list(rest)} are bound as {first}"
-        for first, *rest in hosts_by_lines.values()
-        if rest
+    example_rows = [
+        row for first_host, *_ in hosts_by_lines.values() for row in rows_by_host[first_host]
+    ]
+    return example_rows, [
+        f"{node_list(other_hosts)} are bound as {first_host}"
+        for first_host, *other_hosts in hosts_by_lines.values()
+        if other_hosts
     ]
